@@ -1,0 +1,47 @@
+# make demo   a small Qwen3 trained with and without offloading, in its own environment
+# make test   lint, types and the CPU tests, in their own environment
+#
+# TORCH may carry pip arguments: make test TORCH="torch==2.11.0 --index-url https://..."
+# A change of TORCH, of pyproject.toml or of this file installs again.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+# The stamp's name carries the torch requirement: another TORCH is another stamp.
+comma := ,
+stamp = .installed-$(subst /,_,$(subst $(comma),_,$(subst =,_,$(subst <,_,$(subst >,_,$(firstword $(TORCH)))))))
+demo_stamp := .venv-demo/$(stamp)
+test_stamp := .venv-test/$(stamp)
+
+.PHONY: help demo test clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+demo: $(demo_stamp)
+	.venv-demo/bin/python docs/examples/demo.py
+
+test: $(test_stamp)
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not gpu" -n 2 $(PYTEST_ARGS)
+
+# torch goes first and alone, so that no other requirement chooses its build.
+$(demo_stamp): pyproject.toml Makefile
+	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
+	rm -f .venv-demo/.installed-*
+	.venv-demo/bin/python -m pip install $(TORCH)
+	.venv-demo/bin/python -m pip install -e ".[transformers]"
+	touch $@
+
+$(test_stamp): pyproject.toml Makefile
+	test -x .venv-test/bin/python || $(PYTHON) -m venv .venv-test
+	rm -f .venv-test/.installed-*
+	.venv-test/bin/python -m pip install $(TORCH)
+	.venv-test/bin/python -m pip install -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv-demo .venv-test build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

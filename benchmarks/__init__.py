@@ -1,0 +1,1 @@
+"""Measures fxoffload against its peers, one process per variant. See README.md."""

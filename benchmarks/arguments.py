@@ -1,0 +1,133 @@
+"""Command-line words to cases, variants and a protocol. Nothing here imports torch, so mistakes are told at once."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.schema import Case, Protocol, Variant
+
+KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto")
+FXOFFLOAD_KINDS = ("keep_all", "offload_all", "auto")
+TUPLE_OPTIONS = ("device_types", "disable")
+# Options that `--set` may give to every fxoffload variant at once. After `@`, any option goes: the backend validates.
+SHARED_OPTIONS = (
+    "inner",
+    "device_types",
+    "disable",
+    "min_bytes",
+    "host_budget",
+    "in_flight_budget",
+    "prefetch_budget",
+    "on_error",
+)
+CASES = {
+    "stack": Case(),
+    "causal_lm": Case(name="causal_lm", layers=8, seq=8192, vocab=151_936),
+}
+CASE_FIELDS = {item.name: item for item in dataclasses.fields(Case)}
+PROTOCOL_FIELDS = {item.name: item for item in dataclasses.fields(Protocol)}
+
+
+def expand_set(words: list[str]) -> list[str]:
+    """``--set a=1 b=2`` becomes ``--set a=1 --set b=2``, which click understands."""
+    expanded: list[str] = []
+    inside = False
+    for word in words:
+        if word.startswith("-"):
+            inside = word == "--set"
+            expanded.append(word)
+        elif inside and "=" in word:
+            expanded += [word] if expanded[-1] == "--set" else ["--set", word]
+        else:
+            inside = False
+            expanded.append(word)
+    return expanded
+
+
+def split_settings(settings: Iterable[str]) -> dict[str, list[str]]:
+    """``layers=16,36`` is a sweep: one list of values per name. A later setting of the same name wins."""
+    values: dict[str, list[str]] = {}
+    for setting in settings:
+        name, separator, text = setting.partition("=")
+        if not separator or not name or not text:
+            raise ValueError(f"expected name=value, found {setting!r}")
+        values[name] = text.split(",")
+    known = ["case", *CASE_FIELDS, *PROTOCOL_FIELDS, *SHARED_OPTIONS]
+    unknown = sorted(set(values) - set(known) | ({"name"} & set(values)))
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(n for n in known if n != 'name')}")
+    return values
+
+
+def parse_cases(values: dict[str, list[str]], defaults: dict[str, list[str]]) -> list[Case]:
+    """The product of the swept values. ``defaults`` are the scenario's own; the user's settings win."""
+    merged = {**defaults, **values}
+    names = [name for name in merged if name in CASE_FIELDS]
+    cases = []
+    for label in merged.get("case", ["stack"]):
+        if label not in CASES:
+            raise ValueError(f"unknown case {label!r}; known: {', '.join(CASES)}")
+        for point in itertools.product(*(merged[name] for name in names)):
+            changes = {name: _cast(text, CASE_FIELDS[name].type) for name, text in zip(names, point, strict=True)}
+            cases.append(dataclasses.replace(CASES[label], **changes))
+    return cases
+
+
+def parse_protocol(values: dict[str, list[str]], defaults: dict[str, Any]) -> Protocol:
+    """The protocol of all variants of a run: it cannot be swept."""
+    changes = dict(defaults)
+    for name in values:
+        if name in PROTOCOL_FIELDS:
+            if len(values[name]) != 1:
+                raise ValueError(f"{name} is the same for the whole run; found {len(values[name])} values")
+            changes[name] = _cast(values[name][0], PROTOCOL_FIELDS[name].type)
+    protocol = Protocol(**changes)
+    if protocol.steps < 5:
+        raise ValueError(f"medians are taken over at least 5 timed steps; found steps={protocol.steps}")
+    return protocol
+
+
+def parse_variants(text: str, values: dict[str, list[str]]) -> list[Variant]:
+    """``offload_all@in_flight_budget=1GiB@disable=a+b`` and friends, separated by commas."""
+    shared = {name: parse_option(name, ",".join(values[name])) for name in SHARED_OPTIONS if name in values}
+    return [_variant(label.strip(), shared) for label in text.split(",") if label.strip()]
+
+
+def _variant(label: str, shared: dict[str, Any]) -> Variant:
+    kind, *words = label.split("@")
+    if kind not in KINDS:
+        raise ValueError(f"unknown variant {kind!r}; known: {', '.join(KINDS)}")
+    if kind not in FXOFFLOAD_KINDS:
+        if words:
+            raise ValueError(f"{label!r}: only {', '.join(FXOFFLOAD_KINDS)} take options")
+        return Variant(label, kind)
+    options: dict[str, Any] = {"policy": kind, **shared}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise ValueError(f"{label!r}: expected option=value after @, found {word!r}")
+        options[name] = parse_option(name, value)
+    return Variant(label, kind, options)
+
+
+def parse_option(name: str, text: str) -> Any:
+    """An fxoffload option: ``a+b`` for tuples, numbers as numbers, sizes ("1GiB") as text."""
+    if name in TUPLE_OPTIONS:
+        return [word for word in text.replace(",", "+").split("+") if word]
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _cast(text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"expected true or false, found {text!r}")
+        return text == "true"
+    return kind(text)

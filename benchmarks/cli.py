@@ -1,0 +1,76 @@
+"""The command line: ``run``, ``show`` and ``list``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.arguments import (
+    CASES,
+    KINDS,
+    SHARED_OPTIONS,
+    expand_set,
+    parse_cases,
+    parse_protocol,
+    parse_variants,
+    split_settings,
+)
+from benchmarks.runner import run as run_all
+from benchmarks.scenarios import SCENARIOS, find_scenario
+from benchmarks.schema import Report, from_json
+from benchmarks.tables import render
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    app(args=expand_set(sys.argv[1:]))
+
+
+@app.command()
+def run(
+    scenario: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCENARIOS)}.")],
+    out: Annotated[Path, typer.Option(help="Folder for <scenario>.json.")],
+    settings: Annotated[list[str], typer.Option("--set", help="name=value ..., name=a,b sweeps; see list.")] = [],  # noqa: B006
+    variants: Annotated[str | None, typer.Option(help="Comma-separated; options after @.")] = None,
+    deadline_s: Annotated[float, typer.Option(help="Nothing runs beyond this many seconds.")] = 3600.0,
+) -> None:
+    """Measure a scenario, one process per variant, and print a Markdown table."""
+    try:
+        chosen = find_scenario(scenario)
+        values = split_settings(settings)
+        cases = parse_cases(values, chosen.case_defaults)
+        protocol = parse_protocol(values, chosen.protocol_defaults)
+        asked = parse_variants(variants or chosen.variants, values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    report = run_all(scenario, cases, asked, protocol, out, deadline_s)
+    typer.echo(render(report))
+    if all(record.status != "ok" for record in report.records):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")]) -> None:
+    """Print the table of an earlier run."""
+    typer.echo(render(from_json(Report, report.read_text())))
+
+
+@app.command("list")
+def list_everything() -> None:
+    """What can be run."""
+    for scenario in SCENARIOS.values():
+        typer.echo(f"{scenario.name}: {scenario.answers}\n    variants: {scenario.variants}")
+    typer.echo(f"cases: {', '.join(CASES)}")
+    typer.echo(f"variants: {', '.join(KINDS)}; offload_all@option=value@option=value passes options to the backend")
+    typer.echo(f"options for all fxoffload variants through --set: {', '.join(SHARED_OPTIONS)}")
+
+
+@app.command("_worker", hidden=True)
+def worker(asked: Path, answer: Path) -> None:
+    """One measurement, started by run."""
+    from benchmarks.worker import serve
+
+    if not serve(asked, answer):
+        raise typer.Exit(1)

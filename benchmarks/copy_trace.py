@@ -1,0 +1,74 @@
+"""How fast the copies of a step ran, from the profiler's memcpy records: the copy engines' times, not the step's."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.offload import read_stats, reset_stats
+from benchmarks.schema import Copies, Variant
+from benchmarks.steps import Stepper
+
+
+@dataclass(frozen=True)
+class Interval:
+    start_us: float
+    end_us: float
+
+
+def trace_copies(stepper: Stepper, variant: Variant) -> Copies:
+    """One extra step. The bytes are fxoffload's count for it, the times are CUPTI's."""
+    stepper.step()
+    reset_stats(variant)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        stepper.step()
+        torch.cuda.synchronize()
+    stats = read_stats(variant)
+    if stats is None:
+        raise AssertionError(f"expected an fxoffload variant, found {variant.label}")
+    down: list[Interval] = []
+    up: list[Interval] = []
+    for event in profiler.events() or ():
+        if event.name.startswith("Memcpy"):
+            interval = Interval(event.time_range.start, event.time_range.end)
+            if "DtoH" in event.name:
+                down.append(interval)
+            elif "HtoD" in event.name:
+                up.append(interval)
+    if stats["bytes_offloaded"] and not (down and up):
+        raise RuntimeError(f"the profiler recorded {len(down)} copies down and {len(up)} up, but bytes were offloaded")
+    return summarize_copies(down, up, int(stats["bytes_offloaded"]), int(stats["bytes_reloaded"]))
+
+
+def summarize_copies(down: list[Interval], up: list[Interval], d2h_bytes: int, h2d_bytes: int) -> Copies:
+    """Busy time is the union of the copies of a direction, span is from the first start to the last end."""
+    d2h_ms, h2d_ms = busy_ms(down), busy_ms(up)
+    return Copies(
+        d2h_bytes=d2h_bytes,
+        h2d_bytes=h2d_bytes,
+        d2h_count=len(down),
+        h2d_count=len(up),
+        d2h_busy_ms=d2h_ms,
+        h2d_busy_ms=h2d_ms,
+        d2h_span_ms=span_ms(down),
+        h2d_span_ms=span_ms(up),
+        d2h_gb_per_s=d2h_bytes / d2h_ms / 1e6 if d2h_ms else 0.0,
+        h2d_gb_per_s=h2d_bytes / h2d_ms / 1e6 if h2d_ms else 0.0,
+    )
+
+
+def busy_ms(intervals: Iterable[Interval]) -> float:
+    """Time in which at least one of the intervals ran."""
+    total = 0.0
+    reached = float("-inf")
+    for interval in sorted(intervals, key=lambda i: i.start_us):
+        total += max(0.0, interval.end_us - max(interval.start_us, reached))
+        reached = max(reached, interval.end_us)
+    return total / 1e3
+
+
+def span_ms(intervals: list[Interval]) -> float:
+    if not intervals:
+        return 0.0
+    return (max(i.end_us for i in intervals) - min(i.start_us for i in intervals)) / 1e3

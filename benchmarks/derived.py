@@ -1,0 +1,93 @@
+"""Rows computed from the records: ratios to the baselines, and how far from the link's and the compute's own bounds."""
+
+from typing import Any
+
+from benchmarks.gradients_compare import max_relative_difference
+from benchmarks.schema import Case, Record
+
+BASELINES = ("inductor", "checkpoint", "keep_all")
+
+
+def derive(records: list[Record], link: dict[str, float] | None) -> list[dict[str, Any]]:
+    """One row per measured record, compared with the baselines of the same case."""
+    rows = []
+    for record in records:
+        if record.result.step_ms is None:
+            continue
+        same_case = [r for r in records if r.case == record.case]
+        peers = {r.variant.kind: r for r in same_case if r.variant.label == r.variant.kind}
+        rows.append(_row(record, peers, link))
+    return rows
+
+
+def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": case_label(record.case), "variant": record.variant.label}
+    own_kind = (record.variant.kind,) if record.variant.kind not in BASELINES else ()
+    for kind in BASELINES + own_kind:
+        peer = peers.get(kind)
+        if peer is not None and peer is not record:
+            row.update(_ratios(record, peer, kind))
+    inductor = peers.get("inductor")
+    if inductor is not None and record.result.stats_per_step is not None:
+        row.update(_bounds(record, inductor, link))
+    return row
+
+
+def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
+    mine, theirs = record.result, peer.result
+    row: dict[str, Any] = {}
+    if mine.step_ms and theirs.step_ms:
+        row[f"step_vs_{kind}"] = mine.step_ms.median / theirs.step_ms.median
+    if mine.memory and theirs.memory and theirs.memory.peak_bytes:
+        row[f"peak_vs_{kind}"] = mine.memory.peak_bytes / theirs.memory.peak_bytes
+    if mine.traced_peak and theirs.traced_peak:
+        without = theirs.traced_peak.peak_without_returned_gradients_bytes
+        row[f"peak_without_returned_gradients_vs_{kind}"] = (
+            mine.traced_peak.peak_without_returned_gradients_bytes / without if without else None
+        )
+    if mine.compile_s is not None and theirs.compile_s:
+        row[f"compile_vs_{kind}"] = mine.compile_s / theirs.compile_s
+    if kind in ("inductor", "keep_all") and mine.gradients and theirs.gradients:
+        row[f"max_relative_gradient_difference_vs_{kind}"] = max_relative_difference(mine.gradients, theirs.gradients)
+        row[f"repeated_gradient_difference_of_{kind}"] = theirs.gradient_repeat_difference
+    return row
+
+
+def _bounds(record: Record, inductor: Record, link: dict[str, float] | None) -> dict[str, Any]:
+    """A phase can be no faster than Inductor's compute, nor than its bytes over the link measured alone."""
+    result, stats = record.result, record.result.stats_per_step or {}
+    row: dict[str, Any] = {}
+    offloaded, reloaded = stats.get("bytes_offloaded", 0.0), stats.get("bytes_reloaded", 0.0)
+    if offloaded:
+        row["host_reserved_vs_bytes_offloaded"] = stats.get("host_bytes_reserved", 0.0) / offloaded
+    if result.first_step_ms and result.step_ms:
+        row["first_step_host_wait_ms"] = (result.stats_first_step or {}).get("host_wait_ms")
+        row["second_step_vs_median"] = (result.second_step_ms or 0.0) / result.step_ms.median
+        if row["first_step_host_wait_ms"] is not None:
+            row["first_step_host_wait_vs_step"] = row["first_step_host_wait_ms"] / result.step_ms.median
+    row["num_host_growths_in_timed_steps"] = (result.stats_timed_steps or {}).get("num_host_growths")
+    if link is None or not offloaded:
+        return row
+    for phase, moved, rate in (
+        ("forward", offloaded, link["d2h_gb_per_s"]),
+        ("backward", reloaded, link["h2d_gb_per_s"]),
+    ):
+        measured, compute = getattr(result, f"{phase}_ms"), getattr(inductor.result, f"{phase}_ms")
+        if measured is None or compute is None:
+            continue
+        link_ms = moved / rate / 1e6
+        bound = max(compute.median, link_ms)
+        row[f"{phase}_bound_ms"] = bound
+        row[f"{phase}_bound_by"] = "link" if link_ms > compute.median else "compute"
+        row[f"{phase}_vs_bound"] = measured.median / bound
+        if row[f"{phase}_bound_by"] == "link":
+            # The whole phase in the denominator: at most what the copies themselves reached (see copies).
+            row[f"{phase}_gb_per_s_over_phase"] = moved / measured.median / 1e6
+    if result.copies is not None:
+        row["d2h_vs_link"] = result.copies.d2h_gb_per_s / link["d2h_gb_per_s"]
+        row["h2d_vs_link"] = result.copies.h2d_gb_per_s / link["h2d_gb_per_s"]
+    return row
+
+
+def case_label(case: Case) -> str:
+    return f"{case.name} {case.layers}x{case.seq}"

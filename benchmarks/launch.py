@@ -1,0 +1,132 @@
+"""Runs measuring processes and always comes back: with their results, or with the reason there are none."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.schema import Record, Request, Result, Status, from_json, to_json
+
+LOG_TAIL_CHARACTERS = 3000
+GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class _Exit:
+    codes: list[int | None]
+    timed_out: bool
+
+
+def run_variant(request: Request, time_left_s: float) -> Record:
+    """Measure one variant in fresh processes, one per rank, with fresh compile caches each."""
+    start = time.monotonic()
+    timeout_s = min(request.protocol.timeout_s, time_left_s)
+    request = replace(request, protocol=replace(request.protocol, timeout_s=timeout_s))
+    with tempfile.TemporaryDirectory(prefix="fxoffload-benchmark-") as name:
+        folder = Path(name)
+        request = replace(request, rendezvous=str(folder / "store"))
+        processes = [_start(replace(request, rank=rank), folder, rank) for rank in _ranks(request)]
+        ended = _wait(processes, timeout_s)
+        results = [_read_result(folder / f"result{r}.json") for r in _ranks(request)]
+        logs = [_tail(folder / f"log{r}.txt") for r in _ranks(request)]
+    status, reason = _judge(ended, results, logs, timeout_s)
+    log_tail = "" if status == "ok" else "\n".join(logs)[-2 * LOG_TAIL_CHARACTERS :]
+    wall_s = time.monotonic() - start
+    return Record(request.scenario, request.case, request.variant, status, reason, wall_s, results[0], log_tail)
+
+
+def _ranks(request: Request) -> range:
+    return range(request.protocol.ranks)
+
+
+def _start(request: Request, folder: Path, rank: int) -> subprocess.Popen[bytes]:
+    asked, answer = folder / f"request{rank}.json", folder / f"result{rank}.json"
+    asked.write_text(to_json(request))
+    caches = folder / f"caches{rank}"
+    environment = dict(os.environ)
+    # The parent's variables pass through, NCCL's too; only the caches and the import path are ours.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+    environment["TRITON_CACHE_DIR"] = str(caches / "triton")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment["HF_HUB_OFFLINE"] = "1"
+    with (folder / f"log{rank}.txt").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", "_worker", str(asked), str(answer)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> _Exit:
+    """Until all ended or the time is up. Where one rank failed the others hang in a collective: a short grace."""
+    deadline = time.monotonic() + timeout_s
+    timed_out = False
+    try:
+        while any(p.poll() is None for p in processes):
+            if any(p.poll() not in (None, 0) for p in processes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline:
+                timed_out = not any(p.poll() not in (None, 0) for p in processes)
+                break
+            time.sleep(0.1)
+    finally:
+        codes = [p.poll() for p in processes]
+        for process in processes:
+            _end_session(process)
+    return _Exit(codes, timed_out)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """End what this process started too: Inductor's compile workers outlive a killed parent."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_result(path: Path) -> Result:
+    """What the process finished before it ended; an empty result when it wrote nothing."""
+    try:
+        return from_json(Result, path.read_text())
+    except FileNotFoundError:
+        return Result()
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if path.exists() else ""
+
+
+def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
+    """Partial: the steps were measured, something after them was not."""
+    measured = results[0].step_ms is not None or results[0].link is not None
+    failures = [f"{_of_rank(r)}{p}: {why}" for r, result in enumerate(results) for p, why in result.failures.items()]
+    if failures:
+        return "partial" if measured else "failed", "; ".join(failures)
+    if ended.timed_out:
+        finished = ", ".join(results[0].finished) or "none"
+        return "timeout", f"not finished after {timeout_s:.0f} s; finished phases: {finished}"
+    for code, log in zip(ended.codes, logs, strict=True):
+        if code != 0:
+            last = log.strip().splitlines()[-1:] or ["no output"]
+            return "partial" if measured else "failed", f"exit status {code} ({_signal_name(code)}): {last[0][:300]}"
+    return "ok", ""
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank {rank} " if rank else ""
+
+
+def _signal_name(code: int | None) -> str:
+    if code is None or code >= 0:
+        return "no signal"
+    hint = ", as the kernel does when host memory runs out" if code == -signal.SIGKILL else ""
+    return signal.Signals(-code).name + hint

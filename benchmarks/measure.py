@@ -1,0 +1,103 @@
+"""The measurement of one variant in this process: the same phases for every scenario that runs steps."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.allocator_trace import trace_step
+from benchmarks.compile_profile import count_graphs, read_compile_times
+from benchmarks.copy_trace import trace_copies
+from benchmarks.gradients import digest_gradients
+from benchmarks.gradients_compare import max_relative_difference
+from benchmarks.offload import read_stats, reset_stats, uses_fxoffload
+from benchmarks.phases import Phases, host_after, host_before
+from benchmarks.schema import Request, Result
+from benchmarks.steps import Stepper, measure_first_step, measure_timed_steps, measure_warmup
+
+GAUGES = ("host_bytes_reserved", "host_bytes_in_use", "num_groups_on_tape")
+
+
+class Measurement:
+    """Builds once, then each method is one phase."""
+
+    def __init__(self, request: Request, result: Result, device: torch.device, build: Callable[[], Stepper]) -> None:
+        self.request = request
+        self.result = result
+        self.device = device
+        self._build = build
+        self._stepper: Stepper | None = None
+
+    @property
+    def stepper(self) -> Stepper:
+        if self._stepper is None:
+            raise AssertionError("expected the build phase to have run before this one")
+        return self._stepper
+
+    def run(self, phases: Phases) -> None:
+        protocol = self.request.protocol
+        on_gpu = self.device.type == "cuda"
+        phases.required("build", self.build)
+        phases.required("first step", self.first_step)
+        phases.optional("compile times", lambda: read_compile_times(self.result))
+        phases.required("warm-up", lambda: measure_warmup(self.stepper, self.result, protocol))
+        phases.required("timed steps", self.timed_steps)
+        if protocol.gradients:
+            phases.optional("gradients", self.gradients)
+        if protocol.allocator_trace and on_gpu and protocol.ranks == 1:
+            phases.optional("allocator trace", self.trace_allocator)
+        if protocol.copy_trace and on_gpu and uses_fxoffload(self.request.variant):
+            phases.optional("copy trace", self.trace_copies)
+        phases.optional("graph count", self.count_graphs)
+
+    def build(self) -> None:
+        self._stepper = self._build()
+        job = self._stepper.job
+        job.allocate_gradients()
+        leaves = job.leaves().values()
+        self.result.parameter_bytes = sum(p.numel() * p.element_size() for p in job.module.parameters())
+        self.result.gradient_buffer_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        _warm_up_device(self.device)
+        self.result.host = host_before()
+
+    def first_step(self) -> None:
+        reset_stats(self.request.variant)
+        measure_first_step(self.stepper, self.result)
+        self.result.stats_first_step = read_stats(self.request.variant)
+
+    def timed_steps(self) -> None:
+        gc.collect()
+        reset_stats(self.request.variant)
+        measure_timed_steps(self.stepper, self.result, self.request.protocol)
+        stats = read_stats(self.request.variant)
+        if stats is not None:
+            steps = self.result.num_timed_steps
+            self.result.stats_timed_steps = stats
+            self.result.stats_per_step = {n: v if n in GAUGES else v / steps for n, v in stats.items()}
+        if self.result.host is not None:
+            host_after(self.result.host)
+
+    def gradients(self) -> None:
+        """Twice with the same inputs: the difference between the two is what the kernels themselves leave open."""
+        seed = self.request.case.seed
+        self.stepper.step()
+        self.result.gradients = digest_gradients(self.stepper.job, seed)
+        self.stepper.step()
+        again = digest_gradients(self.stepper.job, seed)
+        self.result.gradient_repeat_difference = max_relative_difference(again, self.result.gradients)
+
+    def trace_allocator(self) -> None:
+        self.result.traced_peak = trace_step(self.stepper)
+
+    def count_graphs(self) -> None:
+        self.result.num_graphs_at_end = count_graphs()
+
+    def trace_copies(self) -> None:
+        self.result.copies = trace_copies(self.stepper, self.request.variant)
+
+
+def _warm_up_device(device: torch.device) -> None:
+    """Context, cuBLAS and its workspace exist before the first step of any variant, and count for none."""
+    if device.type == "cuda":
+        square = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
+        (square @ square).sum().item()

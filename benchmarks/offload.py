@@ -1,0 +1,62 @@
+"""The harness's only contact with fxoffload, imported when a variant needs it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.arguments import FXOFFLOAD_KINDS, TUPLE_OPTIONS
+from benchmarks.schema import Variant
+
+
+def uses_fxoffload(variant: Variant) -> bool:
+    return variant.kind in FXOFFLOAD_KINDS
+
+
+def compile_arguments(variant: Variant) -> dict[str, Any] | None:
+    """Keyword arguments of ``torch.compile`` or ``Module.compile``; None for a variant that is not compiled."""
+    if variant.kind == "eager":
+        return None
+    if not uses_fxoffload(variant):
+        return {}
+    import fxoffload as _registers_the_backend  # noqa: F401
+
+    options = {k: tuple(v) if k in TUPLE_OPTIONS else v for k, v in variant.options.items()}
+    return {"backend": "fxoffload", "options": options}
+
+
+def compile_module(module: nn.Module, variant: Variant) -> nn.Module:
+    """The callable that a step runs."""
+    arguments = compile_arguments(variant)
+    if arguments is None:
+        return module
+    compiled = torch.compile(module, **arguments)
+    if not isinstance(compiled, nn.Module):
+        raise AssertionError(f"expected torch.compile to return a module, found {type(compiled).__name__}")
+    return compiled
+
+
+def read_stats(variant: Variant) -> dict[str, float] | None:
+    """``fxoffload.stats()`` as numbers; counts by reason become ``name.reason``. It may wait for the device."""
+    if not uses_fxoffload(variant):
+        return None
+    import fxoffload
+
+    stats = fxoffload.stats()
+    numbers: dict[str, float] = {}
+    for name in (field.name for field in dataclasses.fields(stats)):
+        value = getattr(stats, name)
+        if isinstance(value, Mapping):
+            numbers.update({f"{name}.{reason}": count for reason, count in value.items()})
+        else:
+            numbers[name] = value
+    return numbers
+
+
+def reset_stats(variant: Variant) -> None:
+    if uses_fxoffload(variant):
+        import fxoffload
+
+        fxoffload.reset_stats()

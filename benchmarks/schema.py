@@ -1,0 +1,243 @@
+"""What is asked of a measuring process and what it answers: typed, and JSON in both directions."""
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Scalar = str | int | float | bool | None
+Status = Literal["ok", "partial", "failed", "timeout", "skipped"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The work of one step. Sizes are those of the H200 runs; ``--set`` makes them small for a rehearsal."""
+
+    name: str = "stack"
+    layers: int = 16
+    seq: int = 16384
+    batch: int = 1
+    hidden: int = 4096
+    ffn: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 16
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the case. ``options`` go to the fxoffload backend as they are."""
+
+    label: str
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a variant is measured: first step, second step, ``warmup`` steps, then ``steps`` timed ones."""
+
+    warmup: int = 2
+    steps: int = 7
+    timeout_s: float = 300.0
+    ranks: int = 1
+    gradients: bool = True
+    allocator_trace: bool = True
+    copy_trace: bool = True
+    link_mib: int = 256
+    link_copies: int = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """The whole input of one measuring process."""
+
+    scenario: str
+    case: Case
+    variant: Variant
+    protocol: Protocol
+    rank: int = 0
+    rendezvous: str = ""
+
+
+@dataclass
+class Summary:
+    """Order statistics of one measure over the timed steps."""
+
+    median: float
+    q1: float
+    q3: float
+    low: float
+    high: float
+    values: list[float]
+
+
+@dataclass
+class Memory:
+    """Device memory over the timed steps, from the caching allocator's own counters."""
+
+    before_bytes: int
+    peak_bytes: int
+    max_reserved_bytes: int
+    num_alloc_retries: int
+    num_ooms: int
+
+
+@dataclass
+class TracedPeak:
+    """Peaks replayed from the allocator's trace of one extra step (see allocator_trace.py)."""
+
+    peak_bytes: int
+    peak_without_returned_gradients_bytes: int
+    returned_gradients_at_peak_bytes: int
+    returned_gradients_bytes: int
+    num_events: int
+    num_gradients: int
+    num_matched_by_marker: int
+    num_matched_by_last_allocation: int
+    num_unmatched: int
+    allocator_peak_bytes: int
+    replay_error: float
+    agrees_within_1_percent: bool
+
+
+@dataclass
+class Copies:
+    """Memcpy activity of one extra step, from the profiler: the copy engines' own times."""
+
+    d2h_bytes: int
+    h2d_bytes: int
+    d2h_count: int
+    h2d_count: int
+    d2h_busy_ms: float
+    h2d_busy_ms: float
+    d2h_span_ms: float
+    h2d_span_ms: float
+    d2h_gb_per_s: float
+    h2d_gb_per_s: float
+
+
+@dataclass
+class Host:
+    """Host memory of the measuring process."""
+
+    rss_before_first_step_bytes: int
+    rss_after_bytes: int
+    max_rss_bytes: int
+    machine_available_before_first_step_bytes: int
+    machine_available_after_bytes: int
+
+
+@dataclass
+class Digest:
+    """One gradient, reduced in float64: its sum, its norm and its projection on fixed random directions."""
+
+    sum: float
+    norm: float
+    probe: float
+
+
+@dataclass
+class Result:
+    """What a measuring process writes, field by field as its phases finish."""
+
+    finished: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    software: dict[str, Scalar] = field(default_factory=dict)
+    parameter_bytes: int = 0
+    gradient_buffer_bytes: int = 0
+    first_step_ms: float | None = None
+    second_step_ms: float | None = None
+    compile_s: float | None = None
+    compile_times_s: dict[str, float] = field(default_factory=dict)
+    compile_shares: dict[str, float] = field(default_factory=dict)
+    dynamo_counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    num_graphs_first_step: int = 0
+    num_graphs_at_end: int = 0
+    num_timed_steps: int = 0
+    step_ms: Summary | None = None
+    forward_ms: Summary | None = None
+    backward_ms: Summary | None = None
+    host_wall_ms: Summary | None = None
+    losses: list[float] = field(default_factory=list)
+    memory: Memory | None = None
+    traced_peak: TracedPeak | None = None
+    copies: Copies | None = None
+    host: Host | None = None
+    stats_first_step: dict[str, float] | None = None
+    stats_timed_steps: dict[str, float] | None = None
+    stats_per_step: dict[str, float] | None = None
+    gradients: dict[str, Digest] = field(default_factory=dict)
+    gradient_repeat_difference: float | None = None
+    step_ms_by_rank: list[float] = field(default_factory=list)
+    peak_bytes_by_rank: list[int] = field(default_factory=list)
+    link: dict[str, float] | None = None
+
+
+@dataclass
+class Record:
+    """One row: what was asked, how it ended, what was measured before it ended."""
+
+    scenario: str
+    case: Case
+    variant: Variant
+    status: Status
+    reason: str
+    wall_s: float
+    result: Result
+    log_tail: str = ""
+
+
+@dataclass
+class Report:
+    """One JSON file."""
+
+    scenario: str
+    environment: dict[str, Scalar]
+    protocol: Protocol
+    link: dict[str, float] | None
+    records: list[Record]
+    derived: list[dict[str, Any]] = field(default_factory=list)
+
+
+def to_json(value: Any) -> str:
+    """The JSON text of a dataclass of this module."""
+    return json.dumps(dataclasses.asdict(value), indent=1)
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """The dataclass that ``to_json`` wrote."""
+    return decode(cls, json.loads(text))
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """``value`` (parsed JSON) as ``kind``: dataclasses, lists, dicts, optionals and scalars."""
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: decode(hints[name], item) for name, item in value.items()})
+    if origin is list:
+        return [decode(arguments[0], item) for item in value]
+    if origin is dict:
+        return {key: decode(arguments[1], item) for key, item in value.items()}
+    if origin is types.UnionType and value is not None:
+        dataclass_arms = [arm for arm in arguments if dataclasses.is_dataclass(arm) or typing.get_origin(arm) is dict]
+        return decode(dataclass_arms[0], value) if dataclass_arms else value
+    return value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` at once, so that a killed process leaves the previous version whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,89 @@
+"""Runs and times steps of a job. A step is forward and backward; gradients are zeroed in place before it, untimed."""
+
+import time
+
+import torch
+from torch import nn
+
+from benchmarks.clock import StepTime, new_clock, synchronize
+from benchmarks.quartiles import summarize
+from benchmarks.schema import Memory, Protocol, Result
+from benchmarks.workloads import Job
+
+
+class Stepper:
+    """One compiled callable with its job. Every step starts and ends with an idle device."""
+
+    def __init__(self, job: Job, callable_module: nn.Module, device: torch.device) -> None:
+        self.job = job
+        self.device = device
+        self._module = callable_module
+
+    def step(self) -> StepTime:
+        self.job.zero_gradients()
+        synchronize(self.device)
+        clock = new_clock(self.device)
+        start = time.perf_counter()
+        clock.mark()
+        loss = self._module(*self.job.inputs)
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        forward_ms, backward_ms = clock.gaps_ms()
+        host_wall_ms = (time.perf_counter() - start) * 1e3
+        return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item())
+
+
+def measure_first_step(stepper: Stepper, result: Result) -> None:
+    """The call that compiles, on the host's clock: tracing and compilation are host work."""
+    time_of_step = stepper.step()
+    result.first_step_ms = time_of_step.host_wall_ms
+    result.losses.append(time_of_step.loss)
+
+
+def measure_warmup(stepper: Stepper, result: Result, protocol: Protocol) -> None:
+    second = stepper.step()
+    result.second_step_ms = second.host_wall_ms
+    result.losses.append(second.loss)
+    for _ in range(protocol.warmup):
+        result.losses.append(stepper.step().loss)
+
+
+def measure_timed_steps(stepper: Stepper, result: Result, protocol: Protocol) -> None:
+    """Times, and the peak over all timed steps above what was allocated before the first of them."""
+    stepper.job.zero_gradients()
+    before = start_memory_window(stepper.device)
+    times = [stepper.step() for _ in range(protocol.steps)]
+    result.memory = end_memory_window(stepper.device, before)
+    result.num_timed_steps = len(times)
+    result.step_ms = summarize([t.step_ms for t in times])
+    result.forward_ms = summarize([t.forward_ms for t in times])
+    result.backward_ms = summarize([t.backward_ms for t in times])
+    result.host_wall_ms = summarize([t.host_wall_ms for t in times])
+    result.losses += [t.loss for t in times]
+    if result.first_step_ms is not None:
+        result.compile_s = (result.first_step_ms - result.host_wall_ms.median) / 1e3
+
+
+def start_memory_window(device: torch.device) -> int:
+    """Bytes allocated now; the peak counters start here."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def end_memory_window(device: torch.device, before_bytes: int) -> Memory | None:
+    """None on a CPU: its allocator counts nothing, and a process's RSS is not a peak of tensors."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    statistics = torch.cuda.memory_stats(device)
+    return Memory(
+        before_bytes=before_bytes,
+        peak_bytes=torch.cuda.max_memory_allocated(device) - before_bytes,
+        max_reserved_bytes=torch.cuda.max_memory_reserved(device),
+        num_alloc_retries=int(statistics.get("num_alloc_retries", 0)),
+        num_ooms=int(statistics.get("num_ooms", 0)),
+    )

@@ -1,0 +1,91 @@
+"""A report as a Markdown table. Every row that failed says why."""
+
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.derived import case_label
+from benchmarks.schema import Record, Report, Summary
+
+GIB = 1 << 30
+
+
+def render(report: Report) -> str:
+    """Link rates, one row per record, then the derived rows that have something to say."""
+    derived = {(row["case"], row["variant"]): row for row in report.derived}
+    rows = [_row(record, derived.get((case_label(record.case), record.variant.label), {})) for record in report.records]
+    parts = [f"### {report.scenario}", _header(report), tabulate(rows, headers="keys", tablefmt="github")]
+    if report.scenario == "compile-time":
+        parts.append(tabulate([_shares(record) for record in report.records], headers="keys", tablefmt="github"))
+    details = [_details(row) for row in report.derived]
+    parts.append("\n".join(line for line in details if line))
+    failures = [_failure(record) for record in report.records if record.reason]
+    parts.append("\n".join(failures))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _shares(record: Record) -> dict[str, str]:
+    """Percent of the first call by timer; the timers nest, see compile_profile.py."""
+    shares = {name: f"{share:.0%}" for name, share in record.result.compile_shares.items()}
+    return {"case": case_label(record.case), "variant": record.variant.label, **shares}
+
+
+def _failure(record: Record) -> str:
+    return f"- {record.variant.label} ({case_label(record.case)}): {record.status}: {record.reason}"
+
+
+def _header(report: Report) -> str:
+    environment = report.environment
+    words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
+    words.append(f"{report.protocol.steps} timed steps after {report.protocol.warmup + 2} others, medians [quartiles]")
+    if report.link:
+        rates = {n: v for n, v in report.link.items() if n.endswith(("gb_per_s", "tflop_per_s"))}
+        words.append(", ".join(f"{name} {value:.1f}" for name, value in rates.items()))
+    return "; ".join(words)
+
+
+def _row(record: Record, derived: dict[str, Any]) -> dict[str, str]:
+    result = record.result
+    stats = result.stats_per_step or {}
+    traced = result.traced_peak
+    return {
+        "case": case_label(record.case),
+        "variant": record.variant.label,
+        "step ms": _summary(result.step_ms),
+        "fwd ms": _number(result.forward_ms.median if result.forward_ms else None),
+        "bwd ms": _number(result.backward_ms.median if result.backward_ms else None),
+        "vs inductor": _number(derived.get("step_vs_inductor"), 3),
+        "peak GiB": _gib(result.memory.peak_bytes if result.memory else None),
+        "w/o grads GiB": _gib(traced.peak_without_returned_gradients_bytes if traced else None),
+        "reserved GiB": _gib(result.memory.max_reserved_bytes if result.memory else None),
+        "GB down/step": _number((stats["bytes_offloaded"] / 1e9) if "bytes_offloaded" in stats else None, 2),
+        "exposed ms": _number(stats.get("exposed_copy_ms")),
+        "first step s": _number(result.first_step_ms / 1e3 if result.first_step_ms else None, 2),
+        "compile s": _number(result.compile_s, 2),
+        "grad diff": _scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
+        "status": record.status,
+    }
+
+
+def _details(row: dict[str, Any]) -> str:
+    shown = {k: v for k, v in row.items() if k not in ("case", "variant", "step_vs_inductor") and v is not None}
+    if not shown:
+        return ""
+    values = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()]
+    return f"- {row['case']} {row['variant']}: {', '.join(values)}"
+
+
+def _summary(summary: Summary | None) -> str:
+    return "-" if summary is None else f"{summary.median:.1f} [{summary.q1:.1f}, {summary.q3:.1f}]"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _scientific(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _gib(value: int | None) -> str:
+    return "-" if value is None else f"{value / GIB:.2f}"

@@ -1,0 +1,63 @@
+"""The measuring process: reads a request, measures, writes a result. It never raises for what a variant did."""
+
+import faulthandler
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.link import measure_link
+from benchmarks.machine import describe_process
+from benchmarks.phases import Phases
+from benchmarks.schema import Request, Result, from_json
+
+# The parent kills at the timeout; a dump shortly before it puts the hanging line into the record's log.
+DUMP_BEFORE_TIMEOUT_S = 8.0
+
+
+def serve(asked: Path, answer: Path) -> bool:
+    """Measure ``asked`` into ``answer``; True when nothing failed."""
+    request = from_json(Request, asked.read_text())
+    faulthandler.dump_traceback_later(max(1.0, request.protocol.timeout_s - DUMP_BEFORE_TIMEOUT_S), file=sys.stderr)
+    result = Result()
+    phases = Phases(result, answer)
+    device = torch.device(request.case.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", request.rank)
+    phases.required("device", lambda: _open_device(device, result))
+    if request.scenario == "link":
+        phases.required("link", lambda: _link(request, device, result))
+    elif request.scenario == "fsdp":
+        _measure_sharded(request, device, result, phases)
+    else:
+        _measure_single(request, device, result, phases)
+    faulthandler.cancel_dump_traceback_later()
+    return not result.failures
+
+
+def _measure_single(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
+    # Imported here because transformers takes seconds that the link's process need not spend.
+    from benchmarks.measure import Measurement
+    from benchmarks.single import build_stepper
+
+    Measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
+
+
+def _measure_sharded(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
+    from benchmarks import sharded
+    from benchmarks.measure import Measurement
+
+    phases.required("process group", lambda: sharded.join(request, device))
+    Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
+    phases.required("ranks", lambda: sharded.gather_ranks(request, result))
+    phases.required("leave", sharded.leave)
+
+
+def _open_device(device: torch.device, result: Result) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    result.software = describe_process()
+
+
+def _link(request: Request, device: torch.device, result: Result) -> None:
+    result.link = measure_link(device, request.protocol)

@@ -1,0 +1,158 @@
+"""The models under test: Hugging Face Qwen3 with seeded weights, reduced to ``module(*inputs) -> scalar loss``."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from benchmarks.schema import Case
+
+ATTENTION = "fxoffload_benchmark_causal"
+
+
+def causal_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal SDPA without a mask or repeated K/V; Hugging Face's own builds a 4-D mask under compile.
+
+    transformers builds no mask for an attention name that has no mask function registered. Were that to change, the
+    peers would be measured on a slower kernel, so a mask is an error here.
+    """
+    if attention_mask is not None:
+        raise RuntimeError(f"expected no attention mask, found one of shape {tuple(attention_mask.shape)}")
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, causal_attention)
+
+
+class Stack(nn.Module):
+    """The decoder layers alone, from embeddings, with a linear loss inside the compiled region.
+
+    The loss projects the final, normalised states on a fixed direction. The mean of their squares would be useless: an
+    RMSNorm makes it constant, so its gradient is rounding noise.
+    """
+
+    probe: torch.Tensor
+
+    def __init__(self, decoder: Qwen3Model) -> None:
+        super().__init__()
+        self.decoder = decoder
+        weight = decoder.norm.weight
+        self.register_buffer("probe", torch.ones_like(weight, requires_grad=False))
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        states = self.decoder(inputs_embeds=inputs_embeds, use_cache=False).last_hidden_state
+        return torch.mv(states.reshape(-1, states.shape[-1]), self.probe).float().mean()
+
+
+class CausalLM(nn.Module):
+    """The whole language model with its built-in cross-entropy; the logits are not returned."""
+
+    def __init__(self, decoder: Qwen3ForCausalLM) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.decoder(input_ids=input_ids, labels=labels, use_cache=False).loss
+
+
+Workload = Stack | CausalLM
+
+
+@dataclass
+class Job:
+    """A workload with its fixed inputs and every leaf that collects a gradient in place."""
+
+    module: Workload
+    inputs: tuple[torch.Tensor, ...]
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Trainable parameters, and inputs that want a gradient (as an embedding's output would)."""
+        parameters = ((clean_name(name), p) for name, p in self.module.named_parameters())
+        inputs = ((f"input{index}", tensor) for index, tensor in enumerate(self.inputs))
+        named: dict[str, torch.Tensor] = dict(parameters) | dict(inputs)
+        return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+
+    def allocate_gradients(self) -> None:
+        """Gradients accumulate in place from the first step on, as in gradient accumulation."""
+        for leaf in self.leaves().values():
+            leaf.grad = torch.zeros_like(leaf)
+
+    def zero_gradients(self) -> None:
+        for name, leaf in self.leaves().items():
+            if leaf.grad is None:
+                raise AssertionError(f"expected a gradient buffer for {name}, found none")
+            leaf.grad.zero_()
+
+
+def build_job(case: Case, device: torch.device, rank: int = 0) -> Job:
+    """The case on ``device``: same weights on every rank, different inputs."""
+    dtype = getattr(torch, case.dtype)
+    config = _config(case)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            module: Workload = Stack(Qwen3Model(config)) if case.name == "stack" else CausalLM(Qwen3ForCausalLM(config))
+    finally:
+        torch.set_default_dtype(default)
+    if isinstance(module, Stack):
+        module.decoder.set_input_embeddings(nn.Identity())
+    generator = torch.Generator(device=device).manual_seed(case.seed)
+    _fill_weights(module, generator)
+    module.train()
+    generator.manual_seed(case.seed + 1 + rank)
+    return Job(module, _inputs(case, device, dtype, generator))
+
+
+def _config(case: Case) -> Qwen3Config:
+    config = Qwen3Config(
+        vocab_size=case.vocab,
+        hidden_size=case.hidden,
+        intermediate_size=case.ffn,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        max_position_embeddings=max(case.seq, 32768),
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = ATTENTION
+    return config
+
+
+@torch.no_grad()
+def _fill_weights(module: nn.Module, generator: torch.Generator) -> None:
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.fill_(1.0)
+    if isinstance(module, Stack):
+        module.probe.normal_(0.0, 1.0, generator=generator)
+
+
+def _inputs(
+    case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    if case.name == "stack":
+        shape = (case.batch, case.seq, case.hidden)
+        return (torch.randn(shape, dtype=dtype, device=device, generator=generator).requires_grad_(),)
+    ids = torch.randint(case.vocab, (case.batch, case.seq), device=device, generator=generator)
+    return ids, ids.clone()
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name without what wrappers add, so that variants can be compared."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

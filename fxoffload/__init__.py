@@ -1,0 +1,28 @@
+"""fxoffload: train in less GPU memory.
+
+``torch.compile(model, backend="fxoffload")`` moves saved activations to pinned host memory behind the compute.
+"""
+
+from __future__ import annotations
+
+from fxoffload._register import register_backend as _register_backend
+from fxoffload.environment import PIECES as PIECES
+from fxoffload.errors import FxOffloadError as FxOffloadError
+from fxoffload.errors import OptionsError as OptionsError
+from fxoffload.errors import PassError as PassError
+from fxoffload.errors import SegmentCompileError as SegmentCompileError
+from fxoffload.errors import TokenLostError as TokenLostError
+from fxoffload.errors import UnsupportedError as UnsupportedError
+from fxoffload.errors import VerificationError as VerificationError
+from fxoffload.options import Options as Options
+from fxoffload.report import graphs as graphs
+from fxoffload.report import override_policy as override_policy
+from fxoffload.report import release_host_memory as release_host_memory
+from fxoffload.report import reserve_host_memory as reserve_host_memory
+from fxoffload.report import reset_stats as reset_stats
+from fxoffload.report import stats as stats
+from fxoffload.stats import Stats as Stats
+
+__version__ = "0.1.0"
+
+_register_backend()

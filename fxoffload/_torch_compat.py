@@ -1,0 +1,175 @@
+"""Every private torch API that fxoffload uses, in one place.
+
+Supported: torch 2.11 and newer. A function here says which private name it stands for, so that a new torch release is
+checked by reading this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._logging import trace_structured as trace_structured
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.graph import _BoxedCodeGen
+
+MIN_TORCH = (2, 11)
+
+# functorch.config switches that hold while one of our graphs is compiled:
+#  - plain callables cannot go into AOTAutograd's cache (Inductor's own cache still works per segment);
+#  - the backward is compiled together with the forward, so that a failing pass raises at compile time and the host
+#    arena is pinned behind the whole compilation instead of inside the first step.
+AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+
+
+def aot_config_patch() -> contextlib.AbstractContextManager[Any]:
+    """Patch ``torch._functorch.config`` for the duration of one compilation."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(**AOT_CONFIG)
+
+
+def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's min-cut partitioner, as Inductor calls it."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def hint(value: Any) -> int | None:
+    """The size hint of an int or SymInt, without adding a guard; None where there is none (unbacked)."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        known = getattr(node, "_hint", None)
+        if known is None and node.has_hint():
+            known = node.hint
+        return int(known) if known is not None else None
+    return None
+
+
+def symbols_of(value: Any) -> set[Any]:
+    """The free symbols in the sizes and strides of a fake tensor, or in a SymInt."""
+    if isinstance(value, torch.Tensor):
+        found: set[Any] = set()
+        for item in (*value.shape, *value.stride(), value.storage_offset()):
+            if isinstance(item, torch.SymInt):
+                found |= set(free_symbols(item))
+        return found
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_symbols(value))
+    return set()
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved-tensor hooks (user's, non-reentrant checkpoint's, ``save_on_cpu``) would see what we save now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def compiled_autograd_active() -> bool:
+    """Whether compiled autograd is on: it reads saved tensors itself, so none of them may be a token."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(
+        compiled_autograd.compiled_autograd_enabled
+        or compiled_autograd.in_compiled_autograd_region
+        or config.compiled_autograd
+    )
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a node of an autograd backward (reentrant checkpoint's second forward)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph=True`` or ``create_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def take_donated_placeholders() -> set[int]:
+    """AOTAutograd's list of backward inputs that may be reused in place, emptied for AOTAutograd itself.
+
+    The list object is shared by all metadata of the graph; emptied, AOTAutograd no longer refuses ``retain_graph=True``
+    and Inductor no longer applies whole-graph indices to a segment. Donation is then decided per segment by us.
+    """
+    context = TracingContext.try_get()
+    idxs = getattr(context.fw_metadata, "bw_donated_idxs", None) if context and context.fw_metadata else None
+    if not idxs:
+        return set()
+    taken = set(idxs)
+    idxs.clear()
+    return taken
+
+
+@contextlib.contextmanager
+def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
+    """Let ``compile_fx_inner`` run on one segment inside AOTAutograd's tracing context.
+
+    It asserts that ``output_strides`` is unset, and reads ``fw_metadata.bw_donated_idxs`` as indices of the segment's
+    own inputs. Both are restored afterwards.
+    """
+    context = TracingContext.try_get()
+    # A custom partitioner in the configuration would keep segments out of Inductor's cache.
+    with inductor_config.patch(custom_partitioner_fn=None):
+        if context is None:
+            yield
+            return
+        strides, context.output_strides = context.output_strides, None
+        metadata = context.fw_metadata
+        before = metadata.bw_donated_idxs if metadata is not None else None
+        if metadata is not None:
+            metadata.bw_donated_idxs = list(donated)
+        try:
+            yield
+        finally:
+            context.output_strides = strides
+            if metadata is not None:
+                metadata.bw_donated_idxs = before
+
+
+def boxed_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run ``gm`` op by op; the callable takes one list, which it clears."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return gm(args)
+
+    return boxed(run)
+
+
+def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark ``fn`` as following AOTAutograd's boxed convention (one list argument, cleared by the callee)."""
+    fn._boxed_call = True  # type: ignore[attr-defined]
+    return fn
+
+
+def is_view_op(target: Any) -> bool:
+    """Whether an op's schema says that its result aliases one of its inputs."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments that ``node`` writes in place, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        fx.map_arg(value, written.append)
+    return written

@@ -1,0 +1,79 @@
+"""The compiler backend: ``torch.compile(model, backend="fxoffload")``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload.environment import disabled_pieces, everything_disabled
+from fxoffload.options import Options
+
+log = logging.getLogger(__name__)
+
+
+def fxoffload(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo captured, with its saved activations offloaded.
+
+    Args:
+        gm: the captured graph.
+        example_inputs: its inputs, as fake tensors.
+        mode: as for ``torch.compile``; modes that use CUDA graphs are refused.
+        options: see ``fxoffload.Options``.
+
+    Raises:
+        OptionsError: (a ValueError) an unknown option or a bad value, before anything is traced by AOTAutograd.
+        UnsupportedError: (a NotImplementedError) CUDA graphs.
+        PassError, SegmentCompileError: with ``on_error="raise"``.
+    """
+    chosen = Options.from_torch_compile(mode, options)
+    disabled = frozenset(chosen.disable) | disabled_pieces()
+    # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
+    from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
+    from fxoffload.compiler.session import CompileSession, compile_plain
+
+    patches = chosen.inductor_config()
+    if chosen.inner == "aot_eager":
+        # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
+        patches["fallback_random"] = True
+    device = None if everything_disabled() else _device_to_offload(example_inputs, chosen.device_types)
+    if device is None or not torch.is_grad_enabled():
+        if chosen.inner == "inductor":
+            return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
+        inner: Callable[..., Any] = functools.partial(compile_plain, inner=chosen.inner)
+    else:
+        session = CompileSession(chosen, disabled, device)
+        base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
+        patches["custom_partitioner_fn"] = session.partitioner(base)
+        inner = session.inner_compile
+    with aot_config_patch():
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+
+
+def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:
+    """The device of the first tensor input that may be offloaded; None where there is none."""
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    for device in devices:
+        if device.type in device_types:
+            return device
+    if devices and all(d.type == "cpu" for d in devices):
+        _say_cpu_once()
+    return None
+
+
+@functools.cache
+def _say_cpu_once() -> None:
+    log.warning(
+        "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
+        'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
+    )

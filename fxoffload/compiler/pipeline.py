@@ -1,0 +1,98 @@
+"""The order of the passes, as data, and the state that they hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from fxoffload.compiler.segments import SegmentCall
+from fxoffload.passes.choose_actions import POLICIES, ChooseActions
+from fxoffload.passes.choose_donations import ChooseDonations, Donations
+from fxoffload.passes.cut_segments import CutSegments, Segmentation
+from fxoffload.passes.find_candidates import FindCandidates, SavedValues
+from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
+from fxoffload.passes.runner import Step
+from fxoffload.passes.settle_nodes import SettleNodes
+from fxoffload.passes.verify_transfers import VerifyTransfers
+
+
+@dataclass
+class ForwardState:
+    """From a partitioned forward graph to its outer graph."""
+
+    gm: fx.GraphModule
+    num_user_outputs: int
+    static_inputs: frozenset[int]
+    device: torch.device
+    min_bytes: int
+    whole: bool = False
+    num_moved: int = 0
+    saved: SavedValues = field(default_factory=lambda: SavedValues((), ()))
+    segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
+    actions: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    modules: Mapping[str, SegmentCall] = field(default_factory=dict)
+    outer: fx.GraphModule | None = None
+
+
+@dataclass
+class BackwardState:
+    """From a partitioned backward graph to its outer graph."""
+
+    gm: fx.GraphModule
+    copies: frozenset[str]
+    donatable: frozenset[fx.Node]
+    device: torch.device
+    whole: bool = False
+    num_moved: int = 0
+    segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
+    donations: Donations = field(default_factory=dict)
+    modules: Mapping[str, SegmentCall] = field(default_factory=dict)
+    outer: fx.GraphModule | None = None
+
+
+def _choose_actions(state: ForwardState) -> Mapping[str, tuple[bool, ...]]:
+    choose = ChooseActions(state.segmentation, state.saved.candidates)
+    return {policy: choose(policy) for policy in POLICIES}
+
+
+FIND: tuple[Step[ForwardState], ...] = (
+    Step("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved"),
+    Step(
+        "find_candidates",
+        lambda s: FindCandidates(
+            num_user_outputs=s.num_user_outputs,
+            static_inputs=s.static_inputs,
+            min_bytes=s.min_bytes,
+            device=s.device,
+        ),
+        "saved",
+    ),
+)
+
+FORWARD: tuple[Step[ForwardState], ...] = (
+    Step("cut_segments", lambda s: CutSegments(whole=s.whole), "segmentation"),
+    Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
+    Step("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
+    Step("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
+    Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
+)
+
+BACKWARD: tuple[Step[BackwardState], ...] = (
+    Step("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
+    Step("cut_segments", lambda s: CutSegments(whole=s.whole), "segmentation"),
+    Step("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
+    Step(
+        "make_calls",
+        lambda s: lambda gm: {g.name: SegmentCall(g, s.donations.get(g.name, ())) for g in s.segmentation.segments},
+        "modules",
+    ),
+    Step(
+        "insert_reloads",
+        lambda s: InsertReloads(s.segmentation, s.copies, frozenset(n.name for n in s.donatable), s.device, s.modules),
+        "outer",
+    ),
+    Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
+)

@@ -1,0 +1,140 @@
+"""Compile segments, each distinct one once."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload._torch_compat import boxed_eager, compile_fx_inner, mutated_args, segment_tracing_context
+from fxoffload.compiler.structural_key import structural_key
+from fxoffload.errors import SegmentCompileError
+from fxoffload.passes.cut_segments import Segment, is_submodule
+from fxoffload.stats import counters
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+class SegmentCall(torch.nn.Module):
+    """What a segment is in an outer graph: a module whose ``fn`` takes a list of inputs, which it clears.
+
+    Attributes:
+        layer: the layer label, or "".
+        mutates: positions of inputs that the segment writes in place.
+        donates: positions of inputs whose memory it may reuse.
+        num_ops: ops before compilation.
+    """
+
+    def __init__(self, segment: Segment, donates: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.layer = segment.layer
+        self.donates = tuple(donates)
+        written = {v for node in segment.nodes for v in mutated_args(node)}
+        self.mutates = tuple(i for i, value in enumerate(segment.inputs) if value in written)
+        self.num_ops = len(segment.nodes)
+        self.fn: Compiled | None = None
+
+    def forward(self, *inputs: Any) -> Sequence[Any]:
+        """Run the segment (the executor calls ``fn`` itself, so that inputs can be freed early)."""
+        if self.fn is None:
+            raise RuntimeError("expected a compiled segment, found one that is not compiled yet")
+        return self.fn(list(inputs))
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer!r}, ops={self.num_ops}, mutates={self.mutates}, donates={self.donates}"
+
+
+def extract_segment(gm: fx.GraphModule, segment: Segment, donated: Sequence[int]) -> fx.GraphModule:
+    """The segment as a graph of its own. Placeholders of donated inputs are named so: Inductor's cache key reads the
+    generated code but not which inputs are donated."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    for i, value in enumerate(segment.inputs):
+        placeholder = graph.placeholder(f"donated_{i}" if i in donated else f"arg_{i}")
+        for key in ("val", "tensor_meta"):
+            if key in value.meta:
+                placeholder.meta[key] = value.meta[key]
+        env[value] = placeholder
+    for node in segment.nodes:
+        for value in node.all_input_nodes:
+            if value not in env and is_submodule(gm, value):
+                attributes[str(value.target)] = operator.attrgetter(str(value.target))(gm)
+                env[value] = graph.get_attr(str(value.target))
+                env[value].meta = dict(value.meta)
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    output = graph.output(tuple(env[n] for n in segment.outputs))
+    # Strides stay what the next segment was compiled for.
+    output.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))
+    return fx.GraphModule(attributes, graph)
+
+
+class SegmentCompiler:
+    """Compiles the segments of one forward or backward graph; identical ones share their code.
+
+    One instance belongs to one call of the backend and so to one ``ShapeEnv`` (see ``structural_key``).
+
+    Args:
+        inner: "inductor" or "aot_eager".
+        reuse: whether identical segments share code.
+    """
+
+    def __init__(self, *, inner: str, reuse: bool) -> None:
+        self._inner = inner
+        self._reuse = reuse
+        self._cache: dict[Any, Compiled] = {}
+
+    def compile(self, gm: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]) -> None:
+        """Set ``call.fn``. ``graph_kwargs``: what Inductor was given for the whole graph.
+
+        Raises:
+            SegmentCompileError: names the layer.
+        """
+        extracted = extract_segment(gm, segment, call.donates)
+        is_backward = bool(graph_kwargs.get("is_backward"))
+        key = (is_backward, structural_key(extracted, call.donates)) if self._reuse else object()
+        compiled = self._cache.get(key)
+        if compiled is None:
+            began = time.perf_counter()
+            compiled = self._compile(extracted, segment, call, graph_kwargs)
+            self._cache[key] = compiled
+            counters.add("num_segments_compiled")
+            log.debug(
+                "compiled %s (%s, %d ops, %d inputs, %d outputs) in %.1f s",
+                segment.name,
+                "backward" if is_backward else "forward",
+                len(segment.nodes),
+                len(segment.inputs),
+                len(segment.outputs),
+                time.perf_counter() - began,
+            )
+        else:
+            counters.add("num_segments_reused")
+        call.fn = compiled
+
+    def _compile(
+        self, extracted: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]
+    ) -> Compiled:
+        if self._inner == "aot_eager":
+            return boxed_eager(extracted)
+        example_inputs = [value.meta["val"] for value in segment.inputs]
+        kwargs = {**graph_kwargs, "static_input_idxs": ()}
+        try:
+            with segment_tracing_context(call.donates):
+                return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]
+        except Exception as error:
+            where = segment.layer or segment.name
+            direction = "backward" if graph_kwargs.get("is_backward") else "forward"
+            raise SegmentCompileError(
+                f"Inductor failed on the {direction} segment {segment.name}: {type(error).__name__}: {error}. "
+                'Compile with options={"on_error": "fallback"} to use plain Inductor for such graphs, or with '
+                'options={"disable": ("segments",)} to compile graphs in one piece',
+                where,
+            ) from error

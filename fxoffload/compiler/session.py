@@ -1,0 +1,288 @@
+"""One call of the backend: partition, forward, backward.
+
+AOTAutograd calls back three times: ``partition`` with the joint graph, then ``inner_compile`` with the forward and with
+the backward graph. The session carries what they have to know of each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload._torch_compat import (
+    CustomPartitionerFn,
+    boxed_eager,
+    compile_fx_inner,
+    default_partition,
+    take_donated_placeholders,
+)
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, BackwardState, ForwardState
+from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.errors import PassError
+from fxoffload.graphs import CompiledGraph, register
+from fxoffload.options import Options
+from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
+from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.runtime.engine import Budgets, engine_for
+from fxoffload.runtime.executor import (
+    Movable,
+    OuterProgram,
+    RuntimeOptions,
+    backward_callable,
+    forward_callable,
+)
+from fxoffload.stats import counters
+
+log = logging.getLogger(__name__)
+
+GraphKwargs = dict[str, Any]
+
+
+@dataclass
+class _JointState:
+    """``AnnotateLayers`` as a pipeline of one."""
+
+    gm: fx.GraphModule
+    layers: LayerReport = LayerReport()
+
+
+_JOINT: tuple[Step[_JointState], ...] = (Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),)
+
+
+@dataclass
+class _CompiledForward:
+    """What the backward has to know of its forward."""
+
+    state: ForwardState
+    movables: list[Movable]
+    donatable: frozenset[int]
+    graph: CompiledGraph
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's hook for the partition; delegates to the session."""
+
+    def __init__(self, session: CompileSession, base: Callable[..., Any]) -> None:
+        self._session = session
+        self._base = base
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        self._session.see_joint_graph(gm, kwargs)
+        return self._base(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> None:
+        """None: what was partitioned for us must not come out of Inductor's cache of whole graphs."""
+
+
+class CompileSession:
+    """State of one call of the backend.
+
+    Args:
+        options: validated options.
+        disabled: pieces that are switched off, by option or environment.
+        device: the device that values leave and return to.
+    """
+
+    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device) -> None:
+        self.options = options
+        self.disabled = disabled
+        self.device = device
+        self._layers = LayerReport()
+        self._num_user_outputs = 0
+        self._static_inputs: frozenset[int] = frozenset()
+        self._plain = False
+        self._forward: _CompiledForward | None = None
+        self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled)
+        self._runtime = RuntimeOptions(
+            budgets=Budgets(options.host_budget, options.in_flight_budget, options.prefetch_budget),
+            min_bytes=options.min_bytes,
+            prefetch="prefetch" not in disabled,
+            across_graphs="cross_graph_prefetch" not in disabled,
+        )
+
+    def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
+        """What Inductor calls to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
+        return Partitioner(self, base or default_partition)
+
+    def see_joint_graph(self, gm: fx.GraphModule, kwargs: GraphKwargs) -> None:
+        """Label the joint graph's nodes before it is partitioned."""
+        self._num_user_outputs = kwargs["num_fwd_outputs"]
+        self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        state = _JointState(gm)
+        try:
+            run_steps(_JOINT, state, "joint")
+        except Exception as error:
+            self._give_up(error)
+        self._layers = state.layers
+        log.debug("layers (from %s): %s", self._layers.source, ", ".join(self._layers.layers) or "none, one segment")
+
+    def inner_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Any]:
+        """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
+        if kwargs.get("is_inference") or self._plain:
+            return self._compile_plain(gm, example_inputs, kwargs)
+        if not kwargs.get("is_backward"):
+            try:
+                return self._compile_forward(gm, example_inputs, kwargs)
+            except Exception as error:
+                self._give_up(error)
+                return self._compile_plain(gm, example_inputs, kwargs)
+        try:
+            return self._compile_backward(gm, kwargs, whole="segments" in self.disabled)
+        except Exception as error:
+            self._give_up(error)
+            # The forward may save tokens already: one segment, Inductor's own, behind the reloads.
+            self.disabled |= {"donation"}
+            return self._compile_backward(gm, kwargs, whole=True)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _compile_forward(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
+    ) -> Callable[[list[Any]], Any]:
+        state = ForwardState(
+            gm,
+            num_user_outputs=self._num_user_outputs,
+            static_inputs=self._static_inputs,
+            device=self.device,
+            min_bytes=self.options.min_bytes,
+            whole="segments" in self.disabled,
+        )
+        run_steps(FIND, state, "forward")
+        self._count_skipped(state)
+        if not state.saved.candidates or "offload" in self.disabled:
+            self._plain = True
+            counters.add("num_plain_graphs")
+            log.debug("nothing to offload in this graph: plain Inductor")
+            return self._compile_plain(gm, example_inputs, kwargs)
+        donatable = frozenset(take_donated_placeholders())
+        run_steps(self._enabled(FORWARD), state, "forward")
+        assert state.outer is not None
+
+        policy = self.options.policy
+        engine = engine_for(self.device)
+        moved = sum(c.nbytes or 0 for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go)
+        # Pinned behind the rest of the compilation.
+        engine.arena.reserve(moved, self._runtime.budgets.host_bytes())
+        self._compile_segments(state, kwargs)
+
+        ordered = [c for node in state.outer.graph.nodes for c in node.meta.get("fxoffload_candidates", ())]
+        place = {c.name: i for i, c in enumerate(state.saved.candidates)}
+        movables = [Movable(c.name, len(c.nodes), c.is_input) for c in ordered]
+        program = OuterProgram(state.outer, device=self.device, options=self._runtime, movables=movables)
+        graph = CompiledGraph(
+            forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
+        )
+        register(graph)
+        self._forward = _CompiledForward(state, movables, donatable, graph)
+        log.info(
+            "forward: %d segments, %d of %d candidates (%.1f of %.1f MiB) offloaded by policy %s",
+            len(state.segmentation.segments),
+            sum(state.actions[policy]),
+            len(movables),
+            moved / 2**20,
+            state.saved.candidate_bytes / 2**20,
+            policy,
+        )
+        order = [place[c.name] for c in ordered]
+
+        def decide() -> list[bool]:
+            chosen = graph.decide()
+            return [chosen[i] for i in order]
+
+        return forward_callable(program, decide)
+
+    def _count_skipped(self, state: ForwardState) -> None:
+        for item in state.saved.skipped:
+            counters.add_reason("bytes_skipped", item.reason, item.nbytes or 0)
+            log.debug("keeps %s (%s bytes): %s", item.name, item.nbytes, item.reason)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _compile_backward(self, gm: fx.GraphModule, kwargs: GraphKwargs, *, whole: bool) -> Callable[[list[Any]], Any]:
+        forward = self._forward
+        assert forward is not None
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        names = {n.name for n in placeholders}
+        copies = frozenset(n.name for c in forward.state.saved.candidates for n in c.nodes)
+        if not copies <= names:
+            raise PassError(
+                f"expected every saved value among the backward's inputs, did not find {sorted(copies - names)[:5]}",
+                "insert_reloads",
+            )
+        donates = self.options.inner == "inductor" and "donation" not in self.disabled
+        state = BackwardState(
+            gm,
+            copies=copies,
+            donatable=frozenset(n for i, n in enumerate(placeholders) if donates and i in forward.donatable),
+            device=self.device,
+            whole=whole,
+        )
+        steps = self._enabled(BACKWARD) if donates else without(self._enabled(BACKWARD), "choose_donations")
+        run_steps(steps, state, "backward")
+        assert state.outer is not None
+        self._compile_segments(state, kwargs)
+        self._rank(forward.movables, state)
+        forward.graph.backward = state.outer
+        overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
+        program = OuterProgram(
+            state.outer,
+            device=self.device,
+            options=self._runtime,
+            copies={i: n.name for i, n in enumerate(placeholders) if n.name in copies},
+            overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
+        )
+        log.info("backward: %d segments", len(state.segmentation.segments))
+        return backward_callable(program)
+
+    @staticmethod
+    def _rank(movables: list[Movable], state: BackwardState) -> None:
+        """Tell the forward in which order its storages will be needed."""
+        order: dict[str, int] = {}
+        for i, segment in enumerate(state.segmentation.segments):
+            for value in segment.inputs:
+                order.setdefault(value.name, i)
+        for movable in movables:
+            movable.rank = order.get(movable.name, len(state.segmentation.segments))
+
+    # -- shared --------------------------------------------------------------------------------------------------------
+
+    def _compile_plain(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
+    ) -> Callable[[list[Any]], Any]:
+        return compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
+
+    def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
+        return without(steps, "verify_transfers") if "verify" in self.disabled else tuple(steps)
+
+    def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
+        for segment in state.segmentation.segments:
+            self._compiler.compile(state.gm, segment, state.modules[segment.name], kwargs)
+
+    def _give_up(self, error: Exception) -> None:
+        """Raise, or go on with plain Inductor where the user asked for it."""
+        if self.options.on_error != "fallback":
+            raise error
+        if self._forward is None:
+            self._plain = True
+        counters.add("num_fallbacks")
+        warnings.warn(
+            f"fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): {error}",
+            stacklevel=2,
+        )
+
+
+def compile_plain(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: str, **kwargs: Any
+) -> Callable[[list[Any]], Any]:
+    """Compile a whole graph without touching it. ``kwargs``: as for ``compile_fx_inner``."""
+    if inner == "aot_eager":
+        return boxed_eager(gm)
+    return compile_fx_inner(gm, example_inputs, **kwargs)  # type: ignore[return-value]

@@ -1,0 +1,70 @@
+"""Environment variables, read and validated in one place at the time of the call.
+
+``FXOFFLOAD_DISABLE``
+    ``1`` or ``true``: plain Inductor, nothing of fxoffload. A comma-separated list of PIECES: those
+    pieces only, as with the option ``disable``. Unset, empty, ``0`` or ``false``: nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+
+from fxoffload.errors import OptionsError
+
+DISABLE_VARIABLE = "FXOFFLOAD_DISABLE"
+
+PIECES = (
+    "segments",  # off: the graph is compiled in one piece
+    "offload",  # off: every saved activation stays on the device
+    "prefetch",  # off: an activation is reloaded when it is needed
+    "cross_graph_prefetch",  # off: a backward prefetches for its own graph only
+    "donation",  # off: no segment reuses the memory of its inputs
+    "segment_reuse",  # off: equal segments are compiled again
+    "verify",  # off: the finished graphs are not checked
+)
+
+_ON = ("1", "true")
+_OFF = ("", "0", "false")
+
+
+def everything_disabled() -> bool:
+    """Whether FXOFFLOAD_DISABLE asks for plain Inductor. Never raises."""
+    return _disable_value() in _ON
+
+
+def disabled_pieces() -> frozenset[str]:
+    """The pieces that FXOFFLOAD_DISABLE switches off; all of them for ``1`` or ``true``.
+
+    Raises OptionsError (a ValueError) for an unknown piece.
+    """
+    value = _disable_value()
+    if value in _ON:
+        return frozenset(PIECES)
+    if value in _OFF:
+        return frozenset()
+    names = [name.strip() for name in value.split(",")]
+    return check_pieces([name for name in names if name], DISABLE_VARIABLE)
+
+
+def check_pieces(names: Iterable[str], source: str) -> frozenset[str]:
+    """``names`` as a set. Raises OptionsError when one is no piece; ``source`` is who named it."""
+    found = frozenset(names)
+    unknown = sorted(str(name) for name in found.difference(PIECES))
+    if unknown:
+        raise OptionsError(
+            f"{source} names unknown pieces: {', '.join(unknown)}{suggestion(unknown[0], PIECES)}; "
+            f"the pieces are {', '.join(PIECES)}"
+        )
+    return found
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known name closest to ``name``, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _disable_value() -> str:
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower()

@@ -1,0 +1,84 @@
+"""Exceptions that reach the user as what they are.
+
+Note [errors through Dynamo]: Dynamo turns whatever a backend raises into ``BackendCompilerFailed``,
+a RuntimeError, so ``except ValueError`` around the first call of a compiled model would not catch
+our ValueError. Only subclasses of ``ShortenTraceback`` pass. Dynamo re-raises those with
+``from None``, which drops ``__cause__``: a message must hold the reason in its own words.
+
+Importing this module imports ``torch._dynamo`` (about a second) and starts no CUDA context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class FxOffloadError(ShortenTraceback):
+    """Base of the errors that a backend call raises; see Note [errors through Dynamo]."""
+
+    def __init__(self, *args: object) -> None:
+        # Without a first useful frame Dynamo keeps the traceback whole: our frames say where.
+        super().__init__(*args, first_useful_frame=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not __dict__: Dynamo hangs its tracer there, which cannot be pickled (torch 2.11).
+        return type(self), self.args
+
+
+class OptionsError(FxOffloadError, ValueError):
+    """An option, a mode or an environment variable has a value that is not accepted."""
+
+
+class UnsupportedError(FxOffloadError, NotImplementedError):
+    """An honest limit: the request is valid, and fxoffload does not do it."""
+
+
+class PassError(FxOffloadError, RuntimeError):
+    """A pass could not do its work.
+
+    ``pass_name`` is the pass that failed, for example ``"cut_segments"``.
+    """
+
+    def __init__(self, message: str, pass_name: str) -> None:
+        # Both are positional arguments of the exception, so that it survives pickling.
+        super().__init__(message, pass_name)
+        self.pass_name = pass_name
+
+    def __str__(self) -> str:
+        return f"pass {self.pass_name}: {self.args[0]}"
+
+
+class VerificationError(PassError, AssertionError):
+    """A pass produced a graph that is not safe to run: a bug in fxoffload, please report it.
+
+    The verifier found it, so the message says which node breaks which rule.
+    """
+
+    def __init__(self, message: str, pass_name: str = "verify_transfers") -> None:
+        super().__init__(message, pass_name)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SegmentCompileError(FxOffloadError, RuntimeError):
+    """The inner compiler failed on one segment.
+
+    ``layer_name`` is the layer the segment was cut from, for example ``"model.layers.3"``.
+    """
+
+    def __init__(self, message: str, layer_name: str) -> None:
+        super().__init__(message, layer_name)
+        self.layer_name = layer_name
+
+    def __str__(self) -> str:
+        return f"segment of {self.layer_name}: {self.args[0]}"
+
+
+class TokenLostError(RuntimeError):
+    """A backward received something else than the tokens that its forward saved.
+
+    Raised while the backward runs, outside Dynamo.
+    """

@@ -1,0 +1,92 @@
+"""The compiled graphs of this process: what ``fxoffload.graphs()`` lists, and the policy switch at run time."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from fxoffload.passes.annotate_layers import LayerReport
+from fxoffload.passes.find_candidates import SavedValues
+
+
+@dataclass(eq=False)
+class CompiledGraph:
+    """One training graph that fxoffload compiled.
+
+    Attributes:
+        forward: the outer forward graph; its nodes are segment calls and ``torch.ops.fxoffload`` ops.
+        backward: the outer backward graph; None until the backward is compiled.
+        layers: layer labels in order of execution.
+        layer_source: where they come from: "modules", "repeats" or "none".
+        saved: what the forward saves, candidates and skipped.
+        policy: "auto", "offload_all" or "keep_all"; may be set at any time, from the next forward on.
+        actions: policy -> one bool per candidate, True to offload.
+        decisions: candidate name -> True to offload; outweighs the policy; may be changed at any time.
+        index: place in the order of compilation.
+    """
+
+    forward: fx.GraphModule
+    layers: LayerReport
+    saved: SavedValues
+    policy: str
+    actions: Mapping[str, tuple[bool, ...]]
+    backward: fx.GraphModule | None = None
+    decisions: dict[str, bool] = field(default_factory=dict)
+    index: int = field(default_factory=lambda: next(_INDEX))
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Layer labels in order of execution."""
+        return self.layers.layers
+
+    def decide(self) -> tuple[bool, ...]:
+        """One bool per candidate for the forward call that begins now. ``decisions`` (by name) override the policy."""
+        chosen = self.actions[_override.policy or self.policy]
+        if not self.decisions:
+            return chosen
+        return tuple(
+            self.decisions.get(c.name, offload) for c, offload in zip(self.saved.candidates, chosen, strict=True)
+        )
+
+
+class _Override(threading.local):
+    policy: str | None = None
+
+
+_override = _Override()
+_GRAPHS: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+_INDEX = itertools.count()
+
+
+def register(graph: CompiledGraph) -> None:
+    """Remember a compiled graph for as long as its code is alive."""
+    _GRAPHS.add(graph)
+
+
+def graphs() -> list[CompiledGraph]:
+    """The compiled training graphs that are alive, in order of compilation."""
+    return sorted(_GRAPHS, key=lambda g: g.index)
+
+
+@contextlib.contextmanager
+def override_policy(policy: str) -> Iterator[None]:
+    """Run the forwards of this thread under another policy: "auto", "offload_all" or "keep_all". Nothing recompiles.
+
+    Raises:
+        ValueError: unknown policy.
+    """
+    from fxoffload.passes.choose_actions import POLICIES
+
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
+    before, _override.policy = _override.policy, policy
+    try:
+        yield
+    finally:
+        _override.policy = before

@@ -1,0 +1,1 @@
+"""Adapters for training frameworks. Each module needs its framework installed."""

@@ -1,0 +1,88 @@
+"""fxoffload in the Trainer of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fxoffload.errors import OptionsError, UnsupportedError
+from fxoffload.options import Options
+
+try:
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError(
+        "fxoffload.integrations.transformers needs transformers; install it with pip install 'fxoffload[transformers]'"
+    ) from error
+
+# The cache key of the options each model was compiled with; weak, so that no model is kept alive.
+_compiled: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+
+
+class OffloadCallback(TrainerCallback):
+    """Compiles the Trainer's model in place with fxoffload when training begins.
+
+    Needed because ``TrainingArguments(torch_compile_backend=...)`` goes to accelerate, whose
+    backend names are a fixed enum without third-party backends.
+
+        Trainer(model, args, callbacks=[OffloadCallback(policy="offload_all")], ...)
+
+    Takes the keyword options of ``fxoffload.Options``. Raises OptionsError (a ValueError) at once
+    for options that are not accepted. A second ``train()`` on the same model compiles nothing;
+    other options compile it again.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options.from_torch_compile(None, options)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compiles ``model``.
+
+        Raises OptionsError when the model is already compiled by someone else, UnsupportedError (a
+        NotImplementedError) where the Trainer would run several GPUs from one process.
+        """
+        if model is None:
+            raise RuntimeError(
+                "on_train_begin was called without a model; register OffloadCallback with a "
+                "transformers.Trainer rather than calling it"
+            )
+        key = self.options.cache_key()
+        if _compiled.get(model) == key:
+            return
+        self._check_not_compiled(args, model)
+        if args.n_gpu > 1:
+            # Its replicas copy the compiled call, which is bound to the model on the first GPU.
+            raise UnsupportedError(
+                f"the Trainer would spread the model over {args.n_gpu} GPUs with DataParallel, "
+                "which cannot replicate a model compiled in place; start one process per GPU with "
+                "torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES=0"
+            )
+        model.compile(backend="fxoffload", options=self.options)
+        _compiled[model] = key
+
+    def _check_not_compiled(self, args: TrainingArguments, model: torch.nn.Module) -> None:
+        if args.torch_compile:
+            raise OptionsError(
+                "TrainingArguments has torch_compile=True, which compiles the model with another "
+                "backend; set it (and torch_compile_backend, torch_compile_mode) back to the "
+                "default, OffloadCallback compiles the model"
+            )
+        if getattr(model, "_compiled_call_impl", None) is not None and model not in _compiled:
+            raise OptionsError(
+                "the model is already compiled with model.compile(); leave that call out, "
+                "OffloadCallback compiles the model"
+            )

@@ -1,0 +1,258 @@
+"""What the user may choose, validated once and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fxoffload.environment import check_pieces, suggestion
+from fxoffload.errors import OptionsError, UnsupportedError
+from fxoffload.sizes import parse_bytes
+
+Policy = Literal["auto", "offload_all", "keep_all"]
+OnError = Literal["raise", "fallback"]
+Inner = Literal["inductor", "aot_eager"]
+
+DEVICE_TYPES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, init=False)
+class Options:
+    """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
+
+    policy: ``"auto"`` offloads what the machine can hide, ``"offload_all"`` every candidate,
+        ``"keep_all"`` nothing.
+    on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
+        plain Inductor.
+    min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
+    host_budget: most pinned host memory to reserve, in bytes; None decides from the memory of the
+        machine or of its cgroup.
+    in_flight_budget: most bytes on their way to the host at a time; they still use device memory.
+    prefetch_budget: most bytes reloaded ahead of their use; they already use device memory.
+    inner: ``"inductor"``, or ``"aot_eager"`` to run the segments uncompiled (for debugging).
+    inductor: Inductor options as in ``torch.compile(options=...)``, for every segment. Given as a
+        mapping, stored as pairs sorted by name; ``inductor_config()`` is a fresh dict of them.
+    device_types: devices whose activations are offloaded, out of ``"cuda"`` and ``"cpu"``.
+    disable: pieces to switch off, out of ``fxoffload.environment.PIECES``.
+
+    Sizes are given as bytes or as strings such as ``"1.5GB"`` or ``"512 MiB"`` and stored as bytes.
+    Raises OptionsError (a ValueError) for a value that is not accepted, UnsupportedError (a
+    NotImplementedError) for CUDA graphs.
+    """
+
+    policy: Policy
+    on_error: OnError
+    min_bytes: int
+    host_budget: int | None
+    in_flight_budget: int
+    prefetch_budget: int
+    inner: Inner
+    inductor: tuple[tuple[str, Any], ...]
+    device_types: tuple[str, ...]
+    disable: tuple[str, ...]
+
+    # Written out because what is accepted (sizes as strings, a mapping) differs from what is kept.
+    def __init__(
+        self,
+        *,
+        policy: Policy = "auto",
+        on_error: OnError = "raise",
+        min_bytes: int | str = "1MiB",
+        host_budget: int | str | None = None,
+        in_flight_budget: int | str = "1GiB",
+        prefetch_budget: int | str = "1.5GiB",
+        inner: Inner = "inductor",
+        inductor: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        device_types: Iterable[str] = ("cuda",),
+        disable: Iterable[str] = (),
+    ) -> None:
+        values = {
+            "policy": _one_of("policy", policy, get_args(Policy)),
+            "on_error": _one_of("on_error", on_error, get_args(OnError)),
+            "min_bytes": parse_bytes(min_bytes, "min_bytes", allow_zero=True),
+            "host_budget": None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            "in_flight_budget": parse_bytes(in_flight_budget, "in_flight_budget"),
+            "prefetch_budget": parse_bytes(prefetch_budget, "prefetch_budget"),
+            "inner": _one_of("inner", inner, get_args(Inner)),
+            "inductor": _check_inductor(inductor),
+            "device_types": _check_device_types(device_types),
+            "disable": _check_disable(disable),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.inner == "aot_eager" and self.inductor:
+            warnings.warn(
+                "the Inductor options have no effect with inner='aot_eager'; remove them, or use inner='inductor'",
+                stacklevel=2,
+            )
+
+    def __hash__(self) -> int:
+        return hash(self.cache_key())
+
+    @staticmethod
+    def from_torch_compile(mode: str | None, options: Mapping[str, Any] | Options | None) -> Options:
+        """The options for what torch.compile hands to a backend: ``mode`` and ``options``.
+
+        An option in ``options["inductor"]`` outweighs the one that the mode implies. Raises
+        OptionsError (a ValueError) for an unknown mode, option or value, UnsupportedError (a
+        NotImplementedError) for a mode that uses CUDA graphs.
+        """
+        if options is None or isinstance(options, Mapping):
+            result = Options(**_check_names(options or {}))
+        elif isinstance(options, Options):
+            result = options
+        else:
+            raise OptionsError(
+                f"options is a {type(options).__name__}; expected a mapping such as "
+                "{'policy': 'offload_all'}, or fxoffload.Options"
+            )
+        implied = _mode_options(mode)
+        if not implied:
+            return result
+        return dataclasses.replace(result, inductor={**implied, **result.inductor_config()})
+
+    def inductor_config(self) -> dict[str, Any]:
+        """A fresh dict of the Inductor options, the caller's to change."""
+        return {name: _copy(value) for name, value in self.inductor}
+
+    def cache_key(self) -> str:
+        """A hash of every field.
+
+        Equal for equal options in every process, except that a function or object without a
+        ``uuid()`` method among the Inductor options is told apart by identity.
+        """
+        fields = (f"{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self))
+        return hashlib.sha256("\n".join(fields).encode()).hexdigest()
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> object:
+    if isinstance(value, str) and value in allowed:
+        return value
+    hint = suggestion(value, allowed) if isinstance(value, str) else ""
+    raise OptionsError(f"{name} is {value!r}{hint}; expected one of {', '.join(allowed)}")
+
+
+def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    valid = [f.name for f in dataclasses.fields(Options)]
+    for name in options:
+        if name not in valid:
+            raise OptionsError(
+                f"unknown option {name!r}{suggestion(str(name), valid)}; the options are "
+                f"{', '.join(valid)}. Inductor's own options go under 'inductor', for example "
+                "{'inductor': {'max_autotune': True}}"
+            )
+    return dict(options)
+
+
+def _check_device_types(device_types: Iterable[str]) -> tuple[str, ...]:
+    found = _names("device_types", device_types, "('cuda',)")
+    unknown = [name for name in found if name not in DEVICE_TYPES]
+    if unknown or not found:
+        raise OptionsError(f"device_types is {device_types!r}; expected one or more of {', '.join(DEVICE_TYPES)}")
+    return found
+
+
+def _check_disable(disable: Iterable[str]) -> tuple[str, ...]:
+    found = _names("disable", disable, "('prefetch',)")
+    check_pieces(found, "disable")
+    return found
+
+
+def _names(name: str, value: object, example: str) -> tuple[str, ...]:
+    """``value`` as sorted distinct names; a bare string would be taken apart into letters."""
+    if not isinstance(value, str) and isinstance(value, Iterable):
+        items = list(value)
+        if all(isinstance(item, str) for item in items):
+            return tuple(sorted(set(items)))
+    raise OptionsError(f"{name} is {value!r}; expected a tuple of names, for example {example}")
+
+
+def _check_inductor(
+    inductor: Mapping[str, Any] | Iterable[tuple[str, Any]],
+) -> tuple[tuple[str, Any], ...]:
+    try:
+        given = dict(inductor)
+    except (TypeError, ValueError):
+        raise OptionsError(
+            f"inductor is {inductor!r}; expected a mapping of Inductor options, for example {{'max_autotune': True}}"
+        ) from None
+    if not given:
+        return ()
+    # Imported here: it takes a second that most users need not spend before the first compile.
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    checked = {}
+    for name, value in given.items():
+        key = str(name).replace("-", "_")  # torch.compile accepts both spellings
+        if key not in known:
+            raise OptionsError(
+                f"inductor names unknown option {name!r}{suggestion(key, known)}; "
+                "torch._inductor.list_options() lists the valid ones"
+            )
+        _check_inductor_type(key, value, config.get_type(key))  # type: ignore[attr-defined]
+        checked[key] = _copy(value)
+    if checked.get("triton.cudagraphs"):
+        raise _cuda_graphs_error("the Inductor option triton.cudagraphs", "remove it")
+    return tuple(sorted(checked.items()))
+
+
+def _check_inductor_type(name: str, value: object, expected: Any) -> None:
+    # Only plain classes can be checked; annotations such as list[str] pass unchecked.
+    if isinstance(expected, type) and not get_args(expected) and not isinstance(value, expected):
+        raise OptionsError(
+            f"inductor option {name} is {value!r}, a {type(value).__name__}; expected {expected.__name__}"
+        )
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    if mode not in modes:
+        valid = [name for name, implied in modes.items() if not implied.get("triton.cudagraphs")]
+        raise OptionsError(
+            f"unknown mode {mode!r}{suggestion(str(mode), valid)}; the modes that fxoffload "
+            f"accepts are {', '.join(valid)}"
+        )
+    if modes[mode].get("triton.cudagraphs"):
+        raise _cuda_graphs_error(f"mode {mode!r}", "use mode 'max-autotune-no-cudagraphs' or no mode")
+    return dict(modes[mode])
+
+
+def _cuda_graphs_error(what: str, instead: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} uses CUDA graphs, which replay fixed addresses and cannot free and reload "
+        f"activations between segments; {instead}"
+    )
+
+
+def _copy(value: Any) -> Any:
+    """``value`` with containers copied, so that nobody changes a frozen option from outside."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _text(value: Any) -> str:
+    """A text that differs for different values and is the same in every process where it can be."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, dict):
+        items = sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())
+        return "{" + ",".join(items) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({','.join(_text(item) for item in value)})"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    uuid = getattr(value, "uuid", None)
+    if callable(uuid):
+        return f"<{kind} {uuid()!r}>"
+    return f"<{kind} at {id(value):x}>"

@@ -1,0 +1,334 @@
+"""The copy engine of one device: offload, release, prefetch, reload.
+
+[Note: Lifetimes]
+- A copy's source is held here by reference until the compute stream has waited on its copy event; only then is the
+  reference dropped, and the caching allocator may reuse the block on the compute stream. Holding the reference *is* the
+  mechanism. Never ``record_stream`` (frees late, in the allocator's own time), never ``resize_`` (a user may still hold
+  the tensor).
+- A reload's target is allocated on the compute stream, and the reload stream waits for that stream before it writes.
+- What was prefetched but is never read (an exception, a dropped graph) is given up the same way: the compute stream
+  waits for the copy, then the reference is dropped.
+
+Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and
+bytes on the device that were reloaded ahead of use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxoffload.runtime.host_arena import (
+    ALIGNMENT,
+    CudaPinner,
+    Fence,
+    HeapMemory,
+    HostArena,
+    address_space_bytes,
+)
+from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.tape import Tape
+from fxoffload.runtime.transfer import Group, Remains, Transfer, View
+from fxoffload.stats import counters
+
+log = logging.getLogger(__name__)
+
+# A range starts at a multiple of this many bytes of its storage, so that reloaded tensors are as aligned as saved ones.
+_RANGE_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes. ``host``: None for the machine's default."""
+
+    host: int | None
+    in_flight: int
+    prefetch: int
+
+    def host_bytes(self) -> int:
+        """The host budget that holds now."""
+        return default_host_budget_bytes() if self.host is None else self.host
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A copy to the host whose source is still held. ``source`` is the reference of [Note: Lifetimes]."""
+
+    transfer: weakref.ref[Transfer]
+    source: Tensor
+    event: object
+    nbytes: int
+    stream: object
+
+
+class CopyEngine:
+    """Moves storages between one device and its host arena. All methods may be called from any thread.
+
+    ``on_drop``: a hook for tests, called with the source of a copy right before its reference is dropped.
+    """
+
+    def __init__(self, device: torch.device, streams: CopyStreams, arena: HostArena) -> None:
+        self.device = device
+        self.streams = streams
+        self.arena = arena
+        self.tape = Tape()
+        self.on_drop: Callable[[Tensor], None] | None = None
+        self._lock = threading.RLock()
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight_bytes = 0
+        self._queue: deque[weakref.ref[Transfer]] = deque()
+        self._ahead: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._ahead_bytes = 0
+        self._dead: deque[Remains] = deque()
+        self._order = itertools.count(1)
+        self._warned_full = False
+
+    # -- device to host ------------------------------------------------------------------------------------------------
+
+    def offload(
+        self, storages: Sequence[Sequence[Tensor]], budgets: Budgets, *, reclaimable: bool
+    ) -> list[Transfer | None]:
+        """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
+
+        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``).
+        """
+        with self._lock:
+            self._collect()
+            self.streams.offload_waits_for_compute()
+            return [self._offload(tensors, budgets, reclaimable) for tensors in storages]
+
+    def _offload(self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool) -> Transfer | None:
+        start, end = _byte_range(tensors)
+        nbytes = end - start
+        block = self.arena.allocate(nbytes, budgets.host_bytes())
+        if block is None:
+            self._warn_full(nbytes, budgets)
+            return None
+        source = torch.empty(0, dtype=torch.uint8, device=self.device)
+        source.set_(tensors[0].untyped_storage(), start, (nbytes,), (1,))
+        if block.fence is not None:
+            self.streams.offload_waits_for(block.fence.event, Wait.HOST_READ)
+            block.fence = None
+        pieces = [(host, source[at : at + host.numel()]) for at, host in self.arena.pieces(block, nbytes)]
+        event = self.streams.offload(pieces)
+        views = [
+            View(t.dtype, tuple(t.shape), t.stride(), t.storage_offset() - start // t.element_size()) for t in tensors
+        ]
+        transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, self.streams.compute_stream()))
+        self._in_flight_bytes += nbytes
+        counters.add("bytes_offloaded", nbytes)
+        counters.add("num_copies")
+        return transfer
+
+    def release(self, limit_bytes: int) -> None:
+        """Drop sources, oldest copy first, until at most ``limit_bytes`` are held."""
+        with self._lock:
+            self._release(limit_bytes)
+
+    def _release(self, limit_bytes: int) -> None:
+        done: list[_InFlight] = []
+        while self._in_flight and self._in_flight_bytes > limit_bytes:
+            item = self._in_flight.popleft()
+            self._in_flight_bytes -= item.nbytes
+            done.append(item)
+        if not done:
+            return
+        # One stream makes these copies in order: waiting for the youngest of each compute stream covers the rest.
+        youngest = {id(item.stream): item for item in done}
+        for item in youngest.values():
+            self.streams.compute_waits_for(item.event, Wait.SOURCE_DONE, item.stream)
+        if self.on_drop is not None:
+            for item in done:
+                self.on_drop(item.source)
+
+    def wait_offload(self, transfers: Sequence[Transfer]) -> None:
+        """Let the compute stream wait for these copies to the host."""
+        with self._lock:
+            if transfers:
+                self.streams.compute_waits_for(transfers[-1].written, Wait.SOURCE_DONE)
+
+    # -- host to device ------------------------------------------------------------------------------------------------
+
+    def request(self, group: Group, *, keeps_graph: bool, prefetch: bool, across_graphs: bool) -> None:
+        """The backward of ``group`` begins: queue its transfers, then those predicted to follow."""
+        with self._lock:
+            self._collect()
+            wanted = group.in_need_order()
+            if across_graphs:
+                for below in self.tape.below(group):
+                    wanted.extend(below.in_need_order())
+            if not keeps_graph:
+                self.tape.remove(group)
+            expected = set(wanted)
+            for transfer in list(self._ahead):
+                if transfer not in expected:
+                    self._give_up(transfer)
+            self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
+
+    def prefetch(self, budget_bytes: int) -> None:
+        """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one)."""
+        with self._lock:
+            self._collect()
+            waited = False
+            while self._queue:
+                transfer = self._queue[0]()
+                if transfer is not None and transfer.buffer is None:
+                    if self._ahead_bytes and self._ahead_bytes + transfer.nbytes > budget_bytes:
+                        return
+                    if not waited:
+                        self.streams.reload_waits_for_compute()
+                        waited = True
+                    self._start_reload(transfer)
+                self._queue.popleft()
+
+    def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
+        """The bytes of each transfer on the device, readable by the compute stream from here on."""
+        with self._lock:
+            late = [t for t in transfers if t.buffer is None]
+            if late:
+                counters.add("num_prefetch_misses", len(late))
+                self.streams.reload_waits_for_compute()
+                for transfer in late:
+                    self._start_reload(transfer)
+            reloads = [t for t in transfers if t.ready is not None]
+            youngest: Transfer | None = None
+            for transfer in reloads:
+                if transfer.fence is None or transfer.ready is not transfer.fence.event:
+                    # Reclaimed: its buffer is the source, which the copy to the host may still be reading.
+                    self.streams.compute_waits_for(transfer.ready, Wait.SOURCE_DONE)
+                elif youngest is None or transfer.fence.order > youngest.fence.order:  # type: ignore[union-attr]
+                    youngest = transfer
+            if youngest is not None:
+                self.streams.compute_waits_for(youngest.ready, Wait.TARGET_READY)
+            buffers = []
+            for transfer in transfers:
+                assert transfer.buffer is not None
+                buffers.append(transfer.buffer)
+                self._forget_ahead(transfer)
+            return buffers
+
+    def _start_reload(self, transfer: Transfer) -> None:
+        if not self._reclaim(transfer):
+            buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
+            self.streams.reload_waits_for(transfer.written, Wait.HOST_WRITTEN)
+            pieces = [
+                (buffer[at : at + host.numel()], host)
+                for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
+            ]
+            event = self.streams.reload(pieces)
+            transfer.buffer, transfer.ready = buffer, event
+            transfer.fence = Fence(next(self._order), event)
+            counters.add("bytes_reloaded", transfer.nbytes)
+            counters.add("num_copies")
+        self._ahead.add(transfer)
+        self._ahead_bytes += transfer.nbytes
+
+    def _reclaim(self, transfer: Transfer) -> bool:
+        """Take a source back that is still on the device: no reload, no second buffer."""
+        if not transfer.reclaimable:
+            return False
+        for i in range(len(self._in_flight) - 1, -1, -1):
+            if self._in_flight[i].transfer() is transfer:
+                item = self._in_flight[i]
+                del self._in_flight[i]
+                self._in_flight_bytes -= item.nbytes
+                transfer.buffer, transfer.ready = item.source, item.event
+                counters.add("bytes_reclaimed", transfer.nbytes)
+                return True
+        return False
+
+    def _forget_ahead(self, transfer: Transfer) -> None:
+        if transfer in self._ahead:
+            self._ahead.discard(transfer)
+            self._ahead_bytes -= transfer.nbytes
+        transfer.buffer, transfer.ready = None, None
+
+    def _give_up(self, transfer: Transfer) -> None:
+        self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY)
+        self._forget_ahead(transfer)
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Return what dead transfers left behind: host blocks, and buffers that were reloaded for nothing."""
+        while self._dead:
+            remains = self._dead.popleft()
+            if remains.buffer is not None:
+                self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY)
+                self._ahead_bytes -= remains.nbytes
+            self.arena.free(remains.block, remains.fence)
+
+    def _warn_full(self, nbytes: int, budgets: Budgets) -> None:
+        counters.add("bytes_kept_host_full", nbytes)
+        if not self._warned_full:
+            self._warned_full = True
+            log.warning(
+                "the host budget of %.2f GiB is used up: values stay on the device from here on (counted in "
+                "stats().bytes_kept_host_full); raise host_budget or offload less",
+                budgets.host_bytes() / 2**30,
+            )
+
+    def host_bytes_in_use(self) -> int:
+        """Bytes of live host blocks."""
+        with self._lock:
+            self._collect()
+            return self.arena.in_use_bytes
+
+    def release_host_memory(self) -> int:
+        """Give the arena's memory back. Returns bytes. See ``HostArena.release``."""
+        with self._lock:
+            self._release(0)
+            self._collect()
+            self.streams.synchronize()
+            return self.arena.release()
+
+
+def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """First and one past the last byte of the shared storage that the tensors cover, the first rounded down."""
+    starts, ends = [], []
+    for t in tensors:
+        size = t.element_size()
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
+        starts.append(t.storage_offset() * size)
+        ends.append((t.storage_offset() + last + 1) * size)
+    start = min(starts) // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT
+    return start, max(ends)
+
+
+_ENGINES: dict[torch.device, CopyEngine] = {}
+_ENGINES_LOCK = threading.Lock()
+
+
+def engine_for(device: torch.device) -> CopyEngine:
+    """The engine of ``device`` (with an index on a GPU); made on first use."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _ENGINES_LOCK:
+        engine = _ENGINES.get(device)
+        if engine is None:
+            space = address_space_bytes(default_host_budget_bytes())
+            if device.type == "cuda":
+                engine = CopyEngine(device, CudaCopies(device), HostArena(CudaPinner(device), space))
+            else:
+                engine = CopyEngine(device, HostCopies(), HostArena(HeapMemory(), space))
+            _ENGINES[device] = engine
+        return engine
+
+
+def engines() -> list[CopyEngine]:
+    """All engines made so far."""
+    with _ENGINES_LOCK:
+        return list(_ENGINES.values())
+
+
+assert ALIGNMENT % _RANGE_ALIGNMENT == 0

@@ -1,0 +1,351 @@
+"""Runs the outer graphs: calls segments and does what the ``fxoffload`` ops between them say.
+
+An outer graph is compiled once into a list of steps on numbered slots. Each step knows which slots nothing reads after
+it, and empties them before it calls out: a segment that is handed the only reference to an input can free it early.
+
+The decision to keep or to offload is taken at the start of each forward call; the same steps serve both. The backward
+sees what the forward decided in what autograd hands it: a token, or the value itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from fxoffload import ops
+from fxoffload._torch_compat import (
+    backward_keeps_graph,
+    boxed,
+    compiled_autograd_active,
+    in_backward,
+    saved_tensor_hooks_active,
+)
+from fxoffload.ops import is_op
+from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
+from fxoffload.stats import counters
+
+KEPT_FOR_HOOKS = "saved-tensor hooks"
+KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
+KEPT_IN_BACKWARD = "forward inside a backward (checkpoint recompute)"
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What the executor needs to know. Budgets in bytes."""
+
+    budgets: Budgets
+    min_bytes: int
+    prefetch: bool = True
+    across_graphs: bool = True
+
+
+@dataclass
+class Movable:
+    """One storage that a forward may offload.
+
+    Attributes:
+        name: of its first saved value.
+        sources: how many saved values share it.
+        is_input: it belongs to a graph input.
+        rank: place in the order in which the backward first reads what was saved; set when the backward is compiled.
+    """
+
+    name: str
+    sources: int
+    is_input: bool
+    rank: int = 0
+
+
+def reason_to_keep() -> str | None:
+    """Why this forward call must not save tokens, or None."""
+    if in_backward():
+        return KEPT_IN_BACKWARD
+    if saved_tensor_hooks_active():
+        return KEPT_FOR_HOOKS
+    if compiled_autograd_active():
+        return KEPT_FOR_COMPILED_AUTOGRAD
+    return None
+
+
+@dataclass
+class _Call:
+    """State of one run of one outer graph."""
+
+    engine: CopyEngine
+    options: RuntimeOptions
+    decisions: Sequence[bool] = ()
+    group: Group = field(default_factory=Group)
+    transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
+
+
+_Step = Callable[[list[Any], _Call], None]
+
+
+class _Steps:
+    """Turns an outer graph into steps."""
+
+    def __init__(self, outer: fx.GraphModule) -> None:
+        self.outer = outer
+        self.slots: dict[fx.Node, int] = {}
+        self.constants: dict[int, Any] = {}
+        self.steps: list[tuple[_Step, tuple[int, ...]]] = []
+        self.last_use = _last_uses(outer.graph)
+
+    def slot(self, node: fx.Node) -> int:
+        return self.slots.setdefault(node, len(self.slots))
+
+    def slots_of(self, nodes: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(self.slot(n) for n in nodes)
+
+    def unpacked(self, node: fx.Node, count: int) -> list[int]:
+        """Slots of the getitems of a packed result; -1 for what nothing takes."""
+        found = [-1] * count
+        for user in node.users:
+            if user.target is operator.getitem:
+                found[user.args[1]] = self.slot(user)  # type: ignore[index]
+        return found
+
+    def dead_after(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self.slot(n) for n in self.last_use.get(node, ()))
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that nothing reads after it. Getitems read nothing: their values are stored when made."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        readers = [u for u in node.users if u.target is not operator.getitem]
+        # What is packed lives in its getitems; a reload's request has no value of its own.
+        if node.op == "call_module" or is_op(node, ops.reload) or is_op(node, ops.wait_reload):
+            continue
+        if readers:
+            last.setdefault(max(readers, key=lambda u: order[u]), []).append(node)
+    return last
+
+
+class OuterProgram:
+    """An outer graph, ready to run.
+
+    Args:
+        outer: the graph, verified; its segments are compiled.
+        movables: the forward's storages in the order of its offload ops; empty for a backward.
+        copies: position of a placeholder -> name, for the placeholders of a backward that may hold tokens.
+        device: the device that values leave and return to.
+        overwritten: positions of placeholders that some segment may overwrite (donated).
+    """
+
+    def __init__(
+        self,
+        outer: fx.GraphModule,
+        *,
+        device: torch.device,
+        options: RuntimeOptions,
+        movables: Sequence[Movable] = (),
+        copies: Mapping[int, str] | None = None,
+        overwritten: Sequence[int] = (),
+    ) -> None:
+        self.device = device
+        self.options = options
+        self.movables = tuple(movables)
+        self.copies = dict(copies or {})
+        self.overwritten = tuple(overwritten)
+        self._movable_at = 0
+        self._build(_Steps(outer))
+
+    def _build(self, steps: _Steps) -> None:
+        graph = steps.outer.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        steps.slots_of(placeholders)
+        self._num_inputs = len(placeholders)
+        for node in graph.nodes:
+            step = self._step(node, steps)
+            if step is not None:
+                steps.steps.append((step, steps.dead_after(node)))
+        self._steps = steps.steps
+        self._constants = steps.constants
+        self._num_slots = len(steps.slots)
+        (values,) = graph.output_node().args
+        self._outputs = [(steps.slot(v), None) if isinstance(v, fx.Node) else (-1, v) for v in values]  # type: ignore[union-attr]
+
+    def _step(self, node: fx.Node, steps: _Steps) -> _Step | None:
+        if node.op == "get_attr":
+            steps.constants[steps.slot(node)] = operator.attrgetter(str(node.target))(steps.outer)
+            return None
+        if node.op == "call_module":
+            return _segment_step(node, steps)
+        if is_op(node, ops.offload):
+            return self._offload_step(node, steps)
+        if is_op(node, ops.release):
+            # With copies, from a forward: to the budget. Without, from a backward: everything.
+            everything = not node.args[0]
+            return lambda slots, call: call.engine.release(0 if everything else call.options.budgets.in_flight)
+        if is_op(node, ops.wait_offload):
+            copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
+            return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
+        if is_op(node, ops.prefetch):
+            return lambda slots, call: call.engine.prefetch(call.options.budgets.prefetch)
+        if is_op(node, ops.wait_reload):
+            return _wait_reload_step(node, steps)
+        return None
+
+    def _offload_step(self, node: fx.Node, steps: _Steps) -> _Step:
+        sources = steps.slots_of(node.args[0])  # type: ignore[arg-type]
+        targets = steps.unpacked(node, len(sources))
+        first, end = self._movable_at, self._movable_at
+        taken = 0
+        while taken < len(sources):
+            taken += self.movables[end].sources
+            end += 1
+        self._movable_at = end
+        movables = list(enumerate(self.movables))[first:end]
+
+        def offload(slots: list[Any], call: _Call) -> None:
+            at = 0
+            for index, movable in movables:
+                mine = range(at, at + movable.sources)
+                at += movable.sources
+                values = [slots[sources[i]] for i in mine]
+                if call.decisions[index]:
+                    values = _offload_storage(values, movable, call, [targets[i] for i in mine])
+                for i, value in zip(mine, values, strict=True):
+                    slots[targets[i]] = value
+
+        return offload
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def run(self, args: list[Any], call: _Call) -> list[Any]:
+        """Run on ``args``, which is cleared."""
+        slots: list[Any] = [None] * self._num_slots
+        slots[: self._num_inputs] = args
+        args.clear()
+        for i, value in self._constants.items():
+            slots[i] = value
+        for step, dead in self._steps:
+            step(slots, call)
+            for i in dead:
+                slots[i] = None
+        return [slots[i] if i >= 0 else value for i, value in self._outputs]
+
+
+def _segment_step(node: fx.Node, steps: _Steps) -> _Step:
+    fn = steps.outer.get_submodule(str(node.target)).fn  # type: ignore[union-attr]
+    inputs = steps.slots_of(node.args)
+    outputs = [i for i in steps.unpacked(node, max((u.args[1] for u in node.users), default=-1) + 1)]  # type: ignore[type-var,operator]
+    dead = steps.dead_after(node)
+    name = f"fxoffload::{node.target}"
+
+    def call_segment(slots: list[Any], call: _Call) -> None:
+        values = [slots[i] for i in inputs]
+        for i in dead:
+            slots[i] = None
+        with record_function(name):
+            results = fn(values)  # type: ignore[misc]
+        for i, value in zip(outputs, results, strict=False):
+            if i >= 0:
+                slots[i] = value
+
+    return call_segment
+
+
+def _wait_reload_step(node: fx.Node, steps: _Steps) -> _Step:
+    request = node.args[0]
+    assert isinstance(request, fx.Node)
+    names = [n.name for n in request.args[0]]  # type: ignore[union-attr]
+    copies = steps.slots_of(request.args[0])  # type: ignore[arg-type]
+    targets = steps.unpacked(node, len(copies))
+
+    def wait_reload(slots: list[Any], call: _Call) -> None:
+        values = [slots[i] for i in copies]
+        for i in copies:
+            slots[i] = None
+        found = [slot_of(v, name, call.engine.device) for v, name in zip(values, names, strict=True)]
+        transfers = _distinct(s.transfer for s in found if s is not None)
+        buffers = dict(zip(transfers, call.engine.take(transfers), strict=True)) if transfers else {}
+        for i, value, slot in zip(targets, values, found, strict=True):
+            slots[i] = value if slot is None else slot.view.on(buffers[slot.transfer])
+
+    return wait_reload
+
+
+def _distinct(transfers: Any) -> list[Transfer]:
+    return list(dict.fromkeys(t for t in transfers if t is not None))
+
+
+def _offload_storage(values: list[Tensor], movable: Movable, call: _Call, targets: list[int]) -> list[Tensor]:
+    """Offload what shares storage with one copy each; returns tokens, or the values where they stay."""
+    by_storage: dict[int, list[int]] = {}
+    for i, value in enumerate(values):
+        by_storage.setdefault(value.untyped_storage()._cdata, []).append(i)
+    results = list(values)
+    for members in by_storage.values():
+        tensors = [values[i] for i in members]
+        if sum(t.numel() * t.element_size() for t in tensors) < max(call.options.min_bytes, 1):
+            continue
+        (transfer,) = call.engine.offload([tensors], call.options.budgets, reclaimable=not movable.is_input)
+        if transfer is None:
+            continue
+        call.group.add(movable.rank, transfer)
+        for i, view in zip(members, transfer.views, strict=True):
+            results[i] = make_token(Slot(call.group, transfer, view))
+            call.transfers[targets[i]] = transfer
+    return results
+
+
+def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]) -> Callable[[list[Any]], list[Any]]:
+    """What AOTAutograd calls as the compiled forward. ``decide``: one bool per movable, True to offload."""
+
+    def forward(args: list[Any]) -> list[Any]:
+        engine = engine_for(program.device)
+        decisions = decide()
+        if any(decisions):
+            reason = reason_to_keep()
+            if reason is not None:
+                counters.add_reason("calls_kept", reason)
+                decisions = (False,) * len(decisions)
+        call = _Call(engine, program.options, decisions)
+        results = program.run(args, call)
+        if len(call.group):
+            engine.tape.push(call.group)
+        return results
+
+    return boxed(forward)
+
+
+def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]:
+    """What AOTAutograd calls as the compiled backward."""
+    copies = tuple(program.copies.items())
+
+    def backward(args: list[Any]) -> list[Any]:
+        engine = engine_for(program.device)
+        keeps_graph = backward_keeps_graph()
+        slots = [s for i, name in copies if (s := slot_of(args[i], name, engine.device)) is not None]
+        if keeps_graph:
+            # Autograd hands these values out again next time; a segment may overwrite only a copy of them.
+            for i in program.overwritten:
+                if isinstance(args[i], Tensor) and slot_of(args[i], "", engine.device) is None:
+                    args[i] = _clone(args[i])
+        if slots:
+            options = program.options
+            engine.request(
+                slots[0].group,
+                keeps_graph=keeps_graph,
+                prefetch=options.prefetch,
+                across_graphs=options.across_graphs,
+            )
+        del slots
+        return program.run(args, _Call(engine, program.options))
+
+    return boxed(backward)
+
+
+def _clone(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)

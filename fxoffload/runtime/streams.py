@@ -1,0 +1,188 @@
+"""The two copy streams of one device, and the null object that stands for them on a CPU.
+
+[Note: Copies and fences]
+Five orderings make copies safe without ``record_stream``; each is a ``Wait`` below, and the GPU tests take them out one
+at a time to see the numbers go wrong:
+
+SOURCE_READY        the offload stream waits for the compute stream before it reads a source
+SOURCE_DONE         the compute stream waits for the copy before the reference to its source is dropped: the caching
+                    allocator may then hand the block to the next op of the compute stream
+HOST_WRITTEN        the reload stream waits for the copy that wrote the host block before it reads it
+TARGET_FREE         the reload stream waits for the compute stream before it writes a target that was allocated there
+TARGET_READY        the compute stream waits for the reload before it reads the target
+HOST_READ           the offload stream waits for the last reload out of a host block before it writes the block again
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Wait(enum.Enum):
+    """The orderings of [Note: Copies and fences]."""
+
+    SOURCE_READY = enum.auto()
+    SOURCE_DONE = enum.auto()
+    HOST_WRITTEN = enum.auto()
+    TARGET_FREE = enum.auto()
+    TARGET_READY = enum.auto()
+    HOST_READ = enum.auto()
+
+
+class CopyStreams(Protocol):
+    """Starts copies and orders them. Events are opaque to the caller."""
+
+    def compute_stream(self) -> Any:
+        """The stream that the caller's kernels run on now."""
+        ...
+
+    def offload_waits_for_compute(self) -> None: ...
+    def offload_waits_for(self, event: object, wait: Wait) -> None: ...
+    def reload_waits_for_compute(self) -> None: ...
+    def reload_waits_for(self, event: object, wait: Wait) -> None: ...
+    def compute_waits_for(self, event: object, wait: Wait, stream: Any = None) -> None: ...
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
+    def exposed_ms(self) -> float: ...
+    def reset_exposed(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class HostCopies:
+    """The CPU rehearsal: every copy is made at once, so nothing needs to wait."""
+
+    def compute_stream(self) -> None:
+        return None
+
+    def offload_waits_for_compute(self) -> None:
+        """Nothing runs beside the caller."""
+
+    def offload_waits_for(self, event: object, wait: Wait) -> None:
+        """Nothing runs beside the caller."""
+
+    def reload_waits_for_compute(self) -> None:
+        """Nothing runs beside the caller."""
+
+    def reload_waits_for(self, event: object, wait: Wait) -> None:
+        """Nothing runs beside the caller."""
+
+    def compute_waits_for(self, event: object, wait: Wait, stream: Any = None) -> None:
+        """Nothing runs beside the caller."""
+
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
+        for target, source in pieces:
+            target.copy_(source)
+        return None
+
+    reload = offload
+
+    def exposed_ms(self) -> float:
+        return 0.0
+
+    def reset_exposed(self) -> None:
+        """There is nothing to forget."""
+
+    def synchronize(self) -> None:
+        """Every copy is finished."""
+
+
+class CudaCopies:
+    """Two streams, one for each direction of the link, so that both directions run at once.
+
+    ``before_copy``: a hook for tests, called with the stream right before a copy is put on it (to delay it).
+    ``left_out``: a wait that tests take out, to see that it is needed.
+    """
+
+    _MAX_PENDING = 4096
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Device to host: overlaps the forward's kernels.
+        self.offload_stream = torch.cuda.Stream(device)
+        # Host to device: overlaps the backward's kernels, and the offloads of another microbatch's forward.
+        self.reload_stream = torch.cuda.Stream(device)
+        self.before_copy: Callable[[torch.cuda.Stream], None] | None = None
+        self.left_out: Wait | None = None
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._exposed_ms = 0.0
+
+    def compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def offload_waits_for_compute(self) -> None:
+        if self.left_out is not Wait.SOURCE_READY:
+            self.offload_stream.wait_stream(self.compute_stream())
+
+    def offload_waits_for(self, event: object, wait: Wait) -> None:
+        if self.left_out is not wait:
+            self.offload_stream.wait_event(event)  # type: ignore[arg-type]
+
+    def reload_waits_for_compute(self) -> None:
+        if self.left_out is not Wait.TARGET_FREE:
+            self.reload_stream.wait_stream(self.compute_stream())
+
+    def reload_waits_for(self, event: object, wait: Wait) -> None:
+        if self.left_out is not wait:
+            self.reload_stream.wait_event(event)  # type: ignore[arg-type]
+
+    def compute_waits_for(self, event: object, wait: Wait, stream: torch.cuda.Stream | None = None) -> None:
+        """Let the compute stream wait, and measure for how long it stood still."""
+        if self.left_out is wait:
+            return
+        stream = stream or self.compute_stream()
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(event)  # type: ignore[arg-type]
+        after.record(stream)
+        self._pending.append((before, after))
+        if len(self._pending) > self._MAX_PENDING:
+            self._fold(wait_for_them=False)
+
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
+        return self._copy(self.offload_stream, pieces)
+
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
+        return self._copy(self.reload_stream, pieces)
+
+    def exposed_ms(self) -> float:
+        """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
+        self._fold(wait_for_them=True)
+        return self._exposed_ms
+
+    def reset_exposed(self) -> None:
+        self._pending.clear()
+        self._exposed_ms = 0.0
+
+    def synchronize(self) -> None:
+        self.offload_stream.synchronize()
+        self.reload_stream.synchronize()
+
+    def _copy(self, stream: torch.cuda.Stream, pieces: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            if self.before_copy is not None:
+                self.before_copy(stream)
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def _fold(self, *, wait_for_them: bool) -> None:
+        while self._pending:
+            before, after = self._pending[0]
+            if wait_for_them:
+                after.synchronize()
+            elif not after.query():
+                if len(self._pending) > 2 * self._MAX_PENDING:
+                    self._pending.popleft()
+                    continue
+                return
+            self._pending.popleft()
+            self._exposed_ms += before.elapsed_time(after)

@@ -1,0 +1,45 @@
+"""The tape: the order in which groups were saved, over all compiled graphs of a step.
+
+A backward runs the forwards in reverse, so while the backward of one group runs, the groups under it on the tape are
+what will be needed next. The tape only predicts: a wrong guess costs time, never correctness. It holds groups weakly, so
+a forward that never goes backward leaves no trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from fxoffload.runtime.transfer import Group
+
+
+class Tape:
+    """Groups in the order of their forwards."""
+
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[Group]] = []
+
+    def push(self, group: Group) -> None:
+        """A forward call has saved ``group``."""
+        self._groups.append(weakref.ref(group))
+
+    def below(self, group: Group) -> list[Group]:
+        """The live groups saved before ``group``, the youngest first."""
+        live = self.live()
+        for i in range(len(live) - 1, -1, -1):
+            if live[i] is group:
+                return live[:i][::-1]
+        return []
+
+    def remove(self, group: Group) -> None:
+        """The backward of ``group`` runs and does not keep its graph."""
+        self._groups = [r for r in self._groups if (g := r()) is not None and g is not group]
+
+    def live(self) -> list[Group]:
+        """Groups that autograd still holds, oldest first."""
+        groups = [g for r in self._groups if (g := r()) is not None]
+        if len(groups) < len(self._groups):
+            self._groups = [weakref.ref(g) for g in groups]
+        return groups
+
+    def __len__(self) -> int:
+        return len(self.live())

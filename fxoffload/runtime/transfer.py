@@ -1,0 +1,167 @@
+"""What one forward call of a compiled graph saved: transfers (one per storage), the group that holds them, and tokens.
+
+[Note: Ownership]
+AOTAutograd saves *tokens*: empty CPU tensors that carry a ``Slot``. A slot owns its group, a group its transfers, a
+transfer its host block. When autograd lets go of the tokens (the backward has run, the graph was dropped, an exception
+unwound it) the blocks return to the arena by reference counting; ``retain_graph`` keeps the tokens and so the blocks.
+Finalizers may run on any thread at any time, so they only append to queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxoffload.errors import TokenLostError
+from fxoffload.runtime.host_arena import Fence, HostBlock
+
+_TOKEN_ATTRIBUTE = "_fxoffload_slot"
+_TOKEN_DTYPE = torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a saved tensor lies in its storage range. ``offset`` is in elements from the start of the range."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, buffer: Tensor) -> Tensor:
+        """The tensor on a buffer of bytes that holds the range."""
+        value = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        return value.set_(buffer.untyped_storage(), self._base(buffer) + self.offset, self.shape, self.stride)
+
+    def _base(self, buffer: Tensor) -> int:
+        return buffer.storage_offset() // self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Remains:
+    """What a dead transfer leaves for the engine to clean up."""
+
+    block: HostBlock
+    fence: Fence | None
+    buffer: Tensor | None
+    ready: object
+    nbytes: int
+
+
+class Transfer:
+    """One storage range on its way to the host and back.
+
+    Attributes:
+        nbytes: bytes of the range.
+        block: where it lies on the host.
+        written: the event of the copy to the host.
+        buffer: the bytes on the device while a reload is under way or finished but not yet handed out.
+        ready: the event of that reload.
+        fence: the youngest reload out of ``block``.
+        views: the saved tensors in the range.
+        reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
+            input after the forward has returned).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_bury",
+        "block",
+        "buffer",
+        "fence",
+        "nbytes",
+        "ready",
+        "reclaimable",
+        "views",
+        "written",
+    )
+
+    def __init__(
+        self,
+        nbytes: int,
+        block: HostBlock,
+        written: object,
+        views: Sequence[View],
+        *,
+        reclaimable: bool,
+        bury: Callable[[Remains], None],
+    ) -> None:
+        self.nbytes = nbytes
+        self.block = block
+        self.written = written
+        self.views = tuple(views)
+        self.reclaimable = reclaimable
+        self.buffer: Tensor | None = None
+        self.ready: object = None
+        self.fence: Fence | None = None
+        self._bury = bury
+
+    def __del__(self) -> None:
+        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.nbytes))
+
+
+class Group:
+    """Everything that one forward call of one compiled graph moved to the host.
+
+    Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
+    backward starts with what is needed first.
+    """
+
+    __slots__ = ("__weakref__", "_ranked", "num_tokens")
+
+    def __init__(self) -> None:
+        self._ranked: list[tuple[int, Transfer]] = []
+        self.num_tokens = 0
+
+    def add(self, rank: int, transfer: Transfer) -> None:
+        """``rank``: place in the order in which the backward first uses what was saved."""
+        self._ranked.append((rank, transfer))
+
+    def in_need_order(self) -> list[Transfer]:
+        """All transfers, those that the backward needs first in front."""
+        return [t for _, t in sorted(self._ranked, key=lambda item: item[0])]
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One saved tensor inside a group."""
+
+    group: Group
+    transfer: Transfer
+    view: View
+
+
+def make_token(slot: Slot) -> Tensor:
+    """A tensor that stands for an offloaded one in what autograd saves."""
+    token = torch.empty(0, dtype=_TOKEN_DTYPE)
+    setattr(token, _TOKEN_ATTRIBUTE, slot)
+    slot.group.num_tokens += 1
+    return token
+
+
+def slot_of(value: Any, name: str, device: torch.device) -> Slot | None:
+    """The slot of a token, None for a tensor that was kept.
+
+    Raises:
+        TokenLostError: ``value`` has a token's form but lost what it stood for.
+    """
+    slot = getattr(value, _TOKEN_ATTRIBUTE, None)
+    if slot is not None:
+        return slot
+    looks_like_token = (
+        isinstance(value, Tensor) and value.numel() == 0 and value.dtype is _TOKEN_DTYPE and value.device.type == "cpu"
+    )
+    if looks_like_token and device.type != "cpu":
+        raise TokenLostError(
+            f"expected the saved value {name} or the token that stands for its offloaded copy, found a copy of the "
+            "token: something (a saved-tensor hook set after the forward, a deep copy, pickling) replaced what autograd "
+            "saved. Set such hooks around the forward as well, where fxoffload sees them and keeps everything"
+        )
+    return None

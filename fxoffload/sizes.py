@@ -1,0 +1,53 @@
+"""Sizes in bytes: reading them from options and writing them into messages."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_HALF_EVEN, Decimal
+
+from fxoffload.errors import OptionsError
+
+_PREFIXES = ("k", "m", "g", "t")
+_UNITS = (
+    {"": 1, "b": 1}
+    | {f"{p}b": 1000 ** (i + 1) for i, p in enumerate(_PREFIXES)}
+    | {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate(_PREFIXES)}
+)
+_PATTERN = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_ACCEPTED = (
+    "a number of bytes such as 1048576, or a string with a unit such as '1.5GB', '512 MiB' or "
+    "'2GiB' (B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB powers of 1024)"
+)
+
+
+def parse_bytes(value: int | str, name: str, *, allow_zero: bool = False) -> int:
+    """The number of bytes that ``value`` stands for; parts of a byte are rounded.
+
+    ``name`` is the option the value was given for. Raises OptionsError (a ValueError) when the
+    value is no size, is negative, is less than one byte, or is zero without ``allow_zero``.
+    """
+    amount = _amount_bytes(value, name)
+    if amount < 1 and not (allow_zero and amount == 0):
+        least = "0 or at least 1 byte" if allow_zero else "at least 1 byte"
+        raise OptionsError(f"{name} is {value!r}; expected {least}: {_ACCEPTED}")
+    return int(amount.to_integral_value(ROUND_HALF_EVEN))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``num_bytes`` with one decimal in the largest of GiB, MiB and KiB that fits, else in B."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _amount_bytes(value: object, name: str) -> Decimal:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        amount = Decimal(value)
+        if amount.is_finite():
+            return amount
+    elif isinstance(value, str) and (match := _PATTERN.fullmatch(value)):
+        number, unit = match.groups()
+        if unit.lower() in _UNITS:
+            return Decimal(number) * _UNITS[unit.lower()]
+    raise OptionsError(f"{name} is {value!r}; expected {_ACCEPTED}")

@@ -1,0 +1,90 @@
+"""Counters of everything that fxoffload did in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot. Counters count since the start of the process or the last ``fxoffload.reset_stats()``.
+
+    Attributes:
+        bytes_offloaded: bytes copied from the device to the host.
+        bytes_reloaded: bytes copied from the host to the device.
+        bytes_reclaimed: offloaded bytes that the backward took back before their memory on the device was given up, so
+            that they were not copied back.
+        num_copies: copies started, both directions (one per storage).
+        host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
+        host_bytes_in_use: bytes of it that hold offloaded values now.
+        host_wait_ms: time the host stood still because memory was not pinned yet.
+        num_host_growths: times an arena pinned another chunk.
+        exposed_copy_ms: time the compute stream stood still for copies (waits for what is still running on the device).
+        num_segments_compiled: segments compiled.
+        num_segments_reused: segments that reused the code of an identical one.
+        num_prefetch_misses: reloads that had not been started when they were needed.
+        bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
+        calls_kept: forward calls that kept everything, by reason.
+        bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
+        num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
+        num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.
+        num_groups_on_tape: forward calls whose saved values wait for their backward now.
+    """
+
+    bytes_offloaded: int = 0
+    bytes_reloaded: int = 0
+    bytes_reclaimed: int = 0
+    num_copies: int = 0
+    host_bytes_reserved: int = 0
+    host_bytes_in_use: int = 0
+    host_wait_ms: float = 0.0
+    num_host_growths: int = 0
+    exposed_copy_ms: float = 0.0
+    num_segments_compiled: int = 0
+    num_segments_reused: int = 0
+    num_prefetch_misses: int = 0
+    bytes_kept_host_full: int = 0
+    calls_kept: Mapping[str, int] = field(default_factory=dict)
+    bytes_skipped: Mapping[str, int] = field(default_factory=dict)
+    num_fallbacks: int = 0
+    num_plain_graphs: int = 0
+    num_groups_on_tape: int = 0
+
+
+class Counters:
+    """The mutable side. One instance, ``counters``; thread-safe (autograd runs the backward on another thread)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._by_reason: dict[str, Counter[str]] = {"calls_kept": Counter(), "bytes_skipped": Counter()}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add to an integer counter of ``Stats``."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def add_reason(self, name: str, reason: str, amount: int = 1) -> None:
+        """Add to a counter of ``Stats`` that is split by reason."""
+        with self._lock:
+            self._by_reason[name][reason] += amount
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        with self._lock:
+            self._counts.clear()
+            for counter in self._by_reason.values():
+                counter.clear()
+
+    def snapshot(self, **gauges: int | float) -> Stats:
+        """The counters together with ``gauges``, which the engines know."""
+        with self._lock:
+            reasons = {k: MappingProxyType(dict(v)) for k, v in self._by_reason.items()}
+            return Stats(**dict(self._counts), **reasons, **gauges)  # type: ignore[arg-type]
+
+
+counters = Counters()

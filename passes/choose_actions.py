@@ -1,0 +1,44 @@
+"""Pass on the candidates: keep or offload, by policy. (Recompute and a byte budget are the planner's, to come.)
+
+==============  ========================================================================================
+``keep_all``    everything stays on the device
+``offload_all`` every candidate moves
+``auto``        every candidate moves, except what the last layer of a graph and what follows it saved: the backward
+                begins with those, so there is no compute to hide their way back behind, and at the peak they are on
+                the device in any case
+==============  ========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.passes.find_candidates import Candidate
+
+POLICIES = ("auto", "offload_all", "keep_all")
+
+
+class ChooseActions:
+    """One bool per candidate, in order: True to offload."""
+
+    name = "choose_actions"
+
+    def __init__(self, segmentation: Segmentation, candidates: Sequence[Candidate]) -> None:
+        self.segmentation = segmentation
+        self.candidates = candidates
+
+    def __call__(self, policy: str) -> tuple[bool, ...]:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
+        if policy == "auto":
+            tail = self._tail()
+            return tuple(not any(n in tail for n in c.nodes) for c in self.candidates)
+        return (policy == "offload_all",) * len(self.candidates)
+
+    def _tail(self) -> set[object]:
+        segments = self.segmentation.segments
+        layers = [i for i, s in enumerate(segments) if s.layer]
+        if len(layers) < 2:
+            return set()
+        return {n for s in segments[layers[-1] :] for n in s.outputs}

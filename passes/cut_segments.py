@@ -1,0 +1,219 @@
+"""Pass 4, on the forward and the backward graph: cut the existing order of nodes into segments, one per layer.
+
+::
+
+    add, pow, ..., mm, | pow, ..., mm, | ..., mm, mean        (labels: none, 0 0 0 0, 1 1 1, none)
+    [ prologue       ] [ layers.0    ] [ layers.1 ] [epilogue]
+
+Segments are contiguous ranges. Each cut is where the fewest bytes of intermediates live near the change of label
+(assigning node by node instead pulled intermediates into late segments and doubled the backward's memory). No cut
+separates a node from the one it was glued to by ``settle_nodes``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_leaves
+
+from fxoffload._torch_compat import symbols_of
+from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.passes.settle_nodes import GLUE_KEY
+from fxoffload.passes.values import extent_bytes, output_values, tensor_of
+
+# The share of a layer's nodes at each end that the search for the best cut may look at.
+_MARGIN = 0.05
+# A label starts (ends) where at least half of this many labelled nodes after (before) it carry it too.
+_NEIGHBOURS = 8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous run of ops, compiled as one piece.
+
+    Attributes:
+        name: unique in its graph, a valid Python identifier (``layers_3``).
+        layer: the layer label, or "" for what stands before, between or after the layers.
+        nodes: the ops in graph order.
+        inputs: values from outside that the ops read, in order of first use.
+        outputs: values of this segment that a later segment or the graph's output reads.
+    """
+
+    name: str
+    layer: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """The segments of one graph, in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def largest_share(self) -> float:
+        """The largest layer segment's share of all nodes that stand in layer segments (0.0 where there is none)."""
+        sizes = [len(s.nodes) for s in self.segments if s.layer]
+        return max(sizes) / sum(sizes) if sizes else 0.0
+
+
+class CutSegments:
+    """Cut a graph at its layers. ``whole=True`` makes one segment (the switch ``segments``)."""
+
+    name = "cut_segments"
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
+
+    def __call__(self, gm: fx.GraphModule) -> Segmentation:
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+        cuts = [] if self.whole else _find_cuts(gm, nodes)
+        ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
+        returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
+        sizes = _symbol_nodes(gm.graph)
+        taken: set[str] = set()
+        return Segmentation(tuple(_make_segment(gm, r, returned, sizes, taken) for r in ranges))
+
+
+def _find_cuts(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[int]:
+    labels = [n.meta.get(LAYER_KEY) for n in nodes]
+    places: dict[str, list[int]] = defaultdict(list)
+    for i, label in enumerate(labels):
+        if label is not None:
+            places[label].append(i)
+    if len(places) < 2:
+        return []
+    order = sorted(places, key=lambda name: places[name][len(places[name]) // 2])
+    live = _live_bytes(gm, nodes)
+    glued = [bool(n.meta.get(GLUE_KEY)) for n in nodes]
+
+    cuts = [_start_of(order[0], places, labels)]
+    for before, after in itertools.pairwise(order):
+        low = places[before][int((len(places[before]) - 1) * (1 - _MARGIN))]
+        high = places[after][int((len(places[after]) - 1) * _MARGIN)]
+        change = _start_of(after, places, labels)
+        first, last = min(low + 1, high), max(low + 1, high)
+        window = [i for i in range(max(first, cuts[-1] + 1), last + 1) if not glued[i]]
+        if window:
+            cuts.append(min(window, key=lambda i: (live[i], abs(i - change))))
+    end = _end_of(order[-1], places, labels)
+    if end > cuts[-1]:
+        cuts.append(end)
+    return sorted({_unglue(c, glued) for c in cuts if 0 < c < len(nodes)} - {0})
+
+
+def _start_of(label: str, places: dict[str, list[int]], labels: list[str | None]) -> int:
+    for i in places[label]:
+        ahead = [x for x in labels[i : i + 4 * _NEIGHBOURS] if x is not None][:_NEIGHBOURS]
+        if 2 * ahead.count(label) >= len(ahead):
+            return i
+    return places[label][0]
+
+
+def _end_of(label: str, places: dict[str, list[int]], labels: list[str | None]) -> int:
+    for i in reversed(places[label]):
+        behind = [x for x in labels[max(0, i + 1 - 4 * _NEIGHBOURS) : i + 1] if x is not None][-_NEIGHBOURS:]
+        if 2 * behind.count(label) >= len(behind):
+            return i + 1
+    return places[label][-1] + 1
+
+
+def _unglue(cut: int, glued: list[bool]) -> int:
+    while cut > 0 and glued[cut]:
+        cut -= 1
+    return cut
+
+
+def _live_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[int]:
+    """Bytes of intermediates that cross the gap before each node. Returned values live on whatever the cut is."""
+    position = {n: i for i, n in enumerate(nodes)}
+    delta = [0] * (len(nodes) + 2)
+    for node in nodes:
+        value = tensor_of(node)
+        readers = [position[u] for u in node.users if u in position]
+        if value is None or not readers or any(u.op == "output" for u in node.users):
+            continue
+        size = extent_bytes(value) or 0
+        delta[position[node] + 1] += size
+        delta[max(readers) + 1] -= size
+    live, total = [], 0
+    for change in delta[:-1]:
+        total += change
+        live.append(total)
+    return live
+
+
+def _make_segment(
+    gm: fx.GraphModule, nodes: list[fx.Node], returned: set[fx.Node], sizes: dict[Any, fx.Node], taken: set[str]
+) -> Segment:
+    inside = set(nodes)
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        for value in node.all_input_nodes:
+            if value not in inside and not is_submodule(gm, value):
+                inputs.setdefault(value)
+    for value in _missing_sizes(nodes, list(inputs), sizes):
+        if value not in inside:
+            inputs.setdefault(value)
+    outputs = [n for n in nodes if n in returned or any(u not in inside for u in n.users)]
+    layer = _main_label(nodes)
+    return Segment(_unique_name(layer, taken), layer, tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+def is_submodule(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` fetches a subgraph (flex attention's score function), which belongs inside its segment."""
+    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(gm), torch.nn.Module)
+
+
+def _symbol_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Symbol -> the value that is just this symbol."""
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and len(symbols_of(value)) == 1:
+            expression = value.node.expr
+            if expression.is_Symbol:
+                found.setdefault(expression, node)
+    return found
+
+
+def _missing_sizes(nodes: list[fx.Node], inputs: list[fx.Node], sizes: dict[Any, fx.Node]) -> list[fx.Node]:
+    """Sizes that the segment's shapes mention and that cannot be read off one of its inputs."""
+    if not sizes:
+        return []
+    known: set[Any] = set()
+    for node in inputs:
+        value = node.meta.get("val")
+        parts = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+        known.update(p.node.expr for p in parts if isinstance(p, torch.SymInt))
+    mentioned: set[Any] = set()
+    for node in (*nodes, *inputs):
+        for leaf in tree_leaves(node.meta.get("val")):
+            mentioned |= symbols_of(leaf)
+    return [sizes[s] for s in sorted(mentioned - known, key=str) if s in sizes]
+
+
+def _main_label(nodes: list[fx.Node]) -> str:
+    counts: dict[str, int] = defaultdict(int)
+    for node in nodes:
+        counts[node.meta.get(LAYER_KEY) or ""] += 1
+    best = max(counts, key=lambda k: counts[k])
+    return best if 2 * counts[best] >= len(nodes) else ""
+
+
+def _unique_name(layer: str, taken: set[str]) -> str:
+    base = "".join(c if c.isalnum() else "_" for c in layer) or "segment"
+    name, i = base, 0
+    while name in taken:
+        i += 1
+        name = f"{base}_{i}"
+    taken.add(name)
+    return name

@@ -1,0 +1,184 @@
+"""Pass 3, on the forward graph: which saved values may leave the device?
+
+Before, what the forward returns behind the caller's outputs::
+
+    return (loss,  primals_3, view, permute, getitem_2, full_default)
+            user   saved for the backward ...
+
+After, as data (the graph is not touched)::
+
+    candidates: [{view, permute} one storage, 134217728 B, written by layers.0], [{getitem_2} ...]
+    skipped:    primals_3 (parameter), full_default (smaller than min_bytes)
+
+A candidate is a *storage*: saved values that share memory move once. Graph inputs that are not parameters are
+candidates (under per-layer compile they are the residual stream). Never candidates: parameters, buffers and what is
+computed from them alone (under autocast, a third of the saved bytes are weight casts); storages the caller sees; what
+the graph itself writes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from fxoffload._torch_compat import hint
+from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One storage that the backward needs and that may be kept or offloaded.
+
+    Attributes:
+        name: the first saved value's name.
+        nodes: the saved values that share the storage, in output order.
+        nbytes: bytes of the storage range that the saved values cover; None where a size has no hint.
+        is_input: whether the storage belongs to a graph input, so that the caller may write to it later.
+        producer: the op that computes the last of the saved values ("placeholder" for a graph input).
+        num_readers: ops of the forward that read one of the saved values.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    nbytes: int | None
+    is_input: bool
+    producer: str
+    num_readers: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A saved storage that stays on the device, and why."""
+
+    name: str
+    nbytes: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """Everything that one forward graph saves: what may move, what may not."""
+
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def candidate_bytes(self) -> int:
+        """Bytes of all candidates whose size has a hint."""
+        return sum(c.nbytes or 0 for c in self.candidates)
+
+
+class FindCandidates:
+    """See the module docstring.
+
+    Args:
+        num_user_outputs: leading outputs of the forward graph that the caller sees.
+        static_inputs: indices of the placeholders that are parameters or buffers.
+        min_bytes: smaller storages stay.
+        device: the device that values may leave.
+    """
+
+    name = "find_candidates"
+
+    def __init__(
+        self,
+        *,
+        num_user_outputs: int,
+        static_inputs: Collection[int],
+        min_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.num_user_outputs = num_user_outputs
+        self.static_inputs = frozenset(static_inputs)
+        self.min_bytes = min_bytes
+        self.device = device
+
+    def __call__(self, gm: fx.GraphModule) -> SavedValues:
+        graph = gm.graph
+        storages = Storages(graph.nodes)
+        outputs = output_values(graph)
+        placeholders = graph.find_nodes(op="placeholder")
+        parameters = {n for i, n in enumerate(placeholders) if i in self.static_inputs}
+        constant = _computed_from(graph, parameters)
+        reasons: dict[fx.Node, str] = {}
+        for value in outputs[: self.num_user_outputs]:
+            if isinstance(value, fx.Node):
+                reasons[storages.root(value)] = "the caller sees it"
+        for value in written_values(graph.nodes):
+            reasons[storages.root(value)] = "the graph writes it in place"
+        for node in constant:
+            reasons[storages.root(node)] = "parameter, buffer, or computed from them alone"
+        inputs = {storages.root(n) for n in placeholders}
+
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for value in outputs[self.num_user_outputs :]:
+            if isinstance(value, fx.Node) and tensor_of(value) is not None:
+                members = groups.setdefault(storages.root(value), [])
+                if value not in members:
+                    members.append(value)
+
+        candidates, skipped = [], []
+        for root, nodes in groups.items():
+            size = _covered_bytes(nodes)
+            reason = reasons.get(root) or self._unfit(nodes, size)
+            if reason:
+                skipped.append(Skipped(nodes[0].name, size, reason))
+                continue
+            last = nodes[-1]
+            candidates.append(
+                Candidate(
+                    name=nodes[0].name,
+                    nodes=tuple(nodes),
+                    nbytes=size,
+                    is_input=root in inputs,
+                    producer="placeholder" if last.op == "placeholder" else str(last.target),
+                    num_readers=len({u for n in nodes for u in n.users if u.op != "output"}),
+                )
+            )
+        return SavedValues(tuple(candidates), tuple(skipped))
+
+    def _unfit(self, nodes: list[fx.Node], size: int | None) -> str:
+        for node in nodes:
+            value = tensor_of(node)
+            assert value is not None
+            if value.device != self.device:
+                return f"on {value.device.type}, not on the device that is offloaded"
+            if value.layout is not torch.strided or value.is_quantized:
+                return "not a strided tensor"
+            if value.is_conj() or value.is_neg():
+                return "a lazy conjugate or negation"
+        if size is not None and size < max(self.min_bytes, 1):
+            return "smaller than min_bytes"
+        return ""
+
+
+def _covered_bytes(nodes: list[fx.Node]) -> int | None:
+    """Upper estimate of the range that views of one storage cover: from the lowest to the highest byte."""
+    low, high = None, 0
+    for node in nodes:
+        value = tensor_of(node)
+        assert value is not None
+        size, offset = extent_bytes(value), hint(value.storage_offset())
+        if size is None or offset is None:
+            return None
+        start = offset * value.element_size()
+        low = start if low is None else min(low, start)
+        high = max(high, start + size)
+    return high - (low or 0)
+
+
+def _computed_from(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:
+    """Parameters and every op whose tensor inputs are all computed from them."""
+    found = set(parameters)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        tensors = [i for i in node.all_input_nodes if tensor_of(i) is not None]
+        if tensors and all(i in found for i in tensors):
+            found.add(node)
+    return found

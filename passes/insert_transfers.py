@@ -1,0 +1,242 @@
+"""Pass 6: build the outer graphs, in which segments are calls and what happens between them is ``fxoffload`` ops.
+
+Forward, before (the partitioned graph) and after::
+
+    %mm   = mm(%x, %w)                          %layers_0   = call_module[layers_0](%x, %w)
+    %silu = silu(%mm)                           %silu, %mm  = getitems
+    ...                                  ->     %copies     = fxoffload.offload([%mm])
+    return (%out, %mm)                          %copy       = %copies[0]
+                                                %layers_1   = call_module[layers_1](%silu, ...)
+                                                fxoffload.release([%copy])
+                                                return (%out, %copy)
+
+Backward::
+
+    %grad = mm(%tangent, %mm)                   %reloads    = fxoffload.reload([%mm], device)
+    ...                                         fxoffload.prefetch()
+    return (%grad,)                      ->     %values     = fxoffload.wait_reload(%reloads)
+                                                %layers_0   = call_module[layers_0](%tangent, %values[0])
+                                                fxoffload.release([])
+                                                fxoffload.prefetch()
+                                                return (%grad,)
+
+An offload stands right behind the segment that finishes its storage; the copies of saved graph inputs start at entry
+and are waited for before the graph returns, since the caller may write to them. All reloads are asked for at the top of
+the backward, in the order of first use; how early each one starts is decided at run time, by the prefetch budget.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload.passes.cut_segments import Segment, Segmentation
+from fxoffload.passes.find_candidates import Candidate
+from fxoffload.passes.values import Storages, output_values
+
+# Outer node -> name of the class of values that share memory with it in the inner graph.
+STORAGE_KEY = "fxoffload_storage"
+# Offload node -> the candidates that it moves; their values are the op's sources, in order.
+CANDIDATES_KEY = "fxoffload_candidates"
+# Placeholder of a backward -> it may hold a copy instead of the value.
+COPY_KEY = "fxoffload_copy"
+# Placeholder of a backward -> a segment may overwrite it after its last use (saved for this backward alone).
+DONATABLE_KEY = "fxoffload_donatable"
+
+
+class _OuterGraph:
+    """An outer graph under construction."""
+
+    def __init__(self, gm: fx.GraphModule, modules: Mapping[str, torch.nn.Module]) -> None:
+        self.inner = gm
+        self.modules = modules
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.attributes: dict[str, Any] = {}
+        storages = Storages(gm.graph.nodes)
+        self._storage = {n: storages.root(n).name for n in gm.graph.nodes if "val" in n.meta}
+
+    def bind(self, inner: fx.Node, outer: fx.Node) -> fx.Node:
+        """``outer`` stands for ``inner`` from now on."""
+        for key in ("val", "desc"):
+            if key in inner.meta:
+                outer.meta[key] = inner.meta[key]
+        if inner in self._storage:
+            outer.meta[STORAGE_KEY] = self._storage[inner]
+        self.env[inner] = outer
+        return outer
+
+    def heads(self) -> None:
+        """Placeholders, and constants that some segment takes as an input."""
+        for node in self.inner.graph.nodes:
+            if node.op == "placeholder":
+                self.bind(node, self.graph.placeholder(node.name))
+        for node in self.inner.graph.nodes:
+            if node.op == "get_attr":
+                value = _attribute(self.inner, str(node.target))
+                if not isinstance(value, torch.nn.Module):
+                    self.attributes[str(node.target)] = value
+                    self.bind(node, self.graph.get_attr(str(node.target)))
+
+    def call(self, op: Any, *args: Any, name: str | None = None) -> fx.Node:
+        return self.graph.create_node("call_function", op, args, name=name)
+
+    def unpack(self, packed: fx.Node, names: Sequence[str]) -> list[fx.Node]:
+        return [
+            self.graph.create_node("call_function", operator.getitem, (packed, i), name=name)
+            for i, name in enumerate(names)
+        ]
+
+    def segment(self, segment: Segment) -> None:
+        call = self.graph.create_node(
+            "call_module", segment.name, tuple(self.env[i] for i in segment.inputs), name=segment.name
+        )
+        call.meta["layer"] = segment.layer
+        for inner, outer in zip(segment.outputs, self.unpack(call, [n.name for n in segment.outputs]), strict=True):
+            self.bind(inner, outer)
+
+    def finish(self, values: Sequence[object]) -> fx.GraphModule:
+        self.graph.output(tuple(values))
+        return fx.GraphModule({**self.attributes, **self.modules}, self.graph)
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    return operator.attrgetter(path)(gm)
+
+
+class InsertOffloads:
+    """The forward half. ``modules`` maps segment names to the modules that the outer graph calls."""
+
+    name = "insert_offloads"
+
+    def __init__(
+        self, segmentation: Segmentation, candidates: Sequence[Candidate], modules: Mapping[str, torch.nn.Module]
+    ) -> None:
+        self.segments = segmentation.segments
+        self.candidates = candidates
+        self.modules = modules
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        outer = _OuterGraph(gm, self.modules)
+        outer.heads()
+        made_in = {n: i for i, s in enumerate(self.segments) for n in s.outputs}
+        last_read: dict[fx.Node, int] = {}
+        for i, segment in enumerate(self.segments):
+            last_read.update(dict.fromkeys(segment.inputs, i))
+
+        due: dict[int, list[Candidate]] = {}
+        for candidate in self.candidates:
+            due.setdefault(max(made_in.get(n, -1) for n in candidate.nodes), []).append(candidate)
+
+        copies: dict[fx.Node, fx.Node] = {}
+        releases: dict[int, list[fx.Node]] = {}
+        returned_to_caller: list[fx.Node] = []
+        for i in range(-1, len(self.segments)):
+            if i >= 0:
+                outer.segment(self.segments[i])
+            # Storages of the caller apart from ours: only those are waited for before the graph returns.
+            for is_input in (True, False):
+                group = [c for c in due.get(i, ()) if c.is_input is is_input]
+                if not group:
+                    continue
+                nodes = [n for c in group for n in c.nodes]
+                copied = self._offload(outer, group, nodes)
+                copies.update(zip(nodes, copied, strict=True))
+                releases.setdefault(max([i, *(last_read.get(n, i) for n in nodes)]), []).extend(copied)
+                if is_input:
+                    returned_to_caller.extend(copied)
+            if i in releases:
+                outer.call(ops.release, releases[i])
+        if returned_to_caller:
+            outer.call(ops.wait_offload, returned_to_caller)
+        values = [copies.get(v, outer.env.get(v)) if isinstance(v, fx.Node) else v for v in output_values(gm.graph)]
+        return outer.finish(values)
+
+    @staticmethod
+    def _offload(outer: _OuterGraph, group: list[Candidate], nodes: list[fx.Node]) -> list[fx.Node]:
+        packed = outer.call(ops.offload, [outer.env[n] for n in nodes])
+        packed.meta[CANDIDATES_KEY] = tuple(group)
+        return outer.unpack(packed, [f"{n.name}_copy" for n in nodes])
+
+
+class InsertReloads:
+    """The backward half.
+
+    Args:
+        segmentation: of the backward graph.
+        copies: names of the placeholders that may hold a copy.
+        donatable: names of the placeholders that belong to this backward alone.
+        device: where reloaded values go.
+        modules: segment names -> modules that the outer graph calls.
+    """
+
+    name = "insert_reloads"
+
+    def __init__(
+        self,
+        segmentation: Segmentation,
+        copies: frozenset[str],
+        donatable: frozenset[str],
+        device: torch.device,
+        modules: Mapping[str, torch.nn.Module],
+    ) -> None:
+        self.segments = segmentation.segments
+        self.copies = copies
+        self.donatable = donatable
+        self.device = device
+        self.modules = modules
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        outer = _OuterGraph(gm, self.modules)
+        outer.heads()
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.name in self.copies:
+                outer.env[node].meta[COPY_KEY] = True
+            if node.name in self.donatable:
+                outer.env[node].meta[DONATABLE_KEY] = True
+        needed = self._needed(gm)
+        reloads = {}
+        for i, nodes in needed.items():
+            reloads[i] = outer.call(ops.reload, [outer.env[n] for n in nodes], self.device)
+        if reloads:
+            outer.call(ops.prefetch)
+        for i, segment in enumerate(self.segments):
+            self._wait(outer, reloads.get(i), needed.get(i, ()))
+            outer.segment(segment)
+            if i == 0 and reloads:
+                # The forward's last copies have had this segment's time to finish.
+                outer.call(ops.release, [])
+            if any(j > i for j in reloads) or i == len(self.segments) - 1:
+                outer.call(ops.prefetch)
+        end = len(self.segments)
+        self._wait(outer, reloads.get(end), needed.get(end, ()))
+        values = [outer.env[v] if isinstance(v, fx.Node) else v for v in output_values(gm.graph)]
+        return outer.finish(values)
+
+    def _needed(self, gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+        """Segment -> the copies it is the first to read; what is only returned comes after the last segment."""
+        first: dict[fx.Node, int] = {}
+        for i, segment in enumerate(self.segments):
+            for value in segment.inputs:
+                first.setdefault(value, i)
+        for value in output_values(gm.graph):
+            if isinstance(value, fx.Node):
+                first.setdefault(value, len(self.segments))
+        needed: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.name in self.copies and node in first:
+                needed.setdefault(first[node], []).append(node)
+        return dict(sorted(needed.items()))
+
+    @staticmethod
+    def _wait(outer: _OuterGraph, reloads: fx.Node | None, nodes: Sequence[fx.Node]) -> None:
+        if reloads is None:
+            return
+        packed = outer.call(ops.wait_reload, reloads)
+        for inner, value in zip(nodes, outer.unpack(packed, [f"{n.name}_value" for n in nodes]), strict=True):
+            outer.bind(inner, value)

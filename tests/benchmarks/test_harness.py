@@ -1,0 +1,299 @@
+"""The harness on a CPU: a whole run at toy sizes, and each computed number against one worked out by hand."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.allocator_trace import Arrival, _mark_arrivals, replay
+from benchmarks.arguments import (
+    SHARED_OPTIONS,
+    expand_set,
+    parse_cases,
+    parse_protocol,
+    parse_variants,
+    split_settings,
+)
+from benchmarks.cli import app
+from benchmarks.copy_trace import Interval, summarize_copies
+from benchmarks.derived import derive
+from benchmarks.gradients import digest_gradients
+from benchmarks.gradients_compare import max_relative_difference
+from benchmarks.launch import run_variant
+from benchmarks.quartiles import summarize
+from benchmarks.schema import (
+    Case,
+    Digest,
+    Protocol,
+    Record,
+    Report,
+    Request,
+    Result,
+    Summary,
+    Variant,
+    from_json,
+    to_json,
+)
+from benchmarks.steps import Stepper
+from benchmarks.tables import render
+from benchmarks.workloads import build_job
+
+CPU = torch.device("cpu")
+TINY = Case(
+    layers=2,
+    seq=32,
+    hidden=32,
+    ffn=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    dtype="float32",
+    device="cpu",
+)
+TINY_WORDS = [f"{name}={getattr(TINY, name)}" for name in ("layers", "seq", "hidden", "ffn", "heads", "kv_heads")]
+TINY_WORDS += ["head_dim=8", "dtype=float32", "device=cpu", "link_mib=1", "link_copies=2"]
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """One real run: a reference, fxoffload, and a variant that cannot work."""
+    out = tmp_path_factory.mktemp("out")
+    words = [*TINY_WORDS, "inner=aot_eager", "device_types=cpu", "min_bytes=1KiB"]
+    variants = "eager,offload_all,offload_all@no_such_option=1"
+    arguments = expand_set(["run", "activations", "--set", *words, "--variants", variants, "--out", str(out)])
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return json.loads((out / "activations.json").read_text()), done.output
+
+
+def test_run_measures_every_variant_and_survives_the_failing_one(tiny_run: tuple[dict, str]) -> None:
+    report, table = tiny_run
+    by_label = {record["variant"]["label"]: record for record in report["records"]}
+    assert by_label["eager"]["status"] == by_label["offload_all"]["status"] == "ok", table
+    failed = by_label["offload_all@no_such_option=1"]
+    assert failed["status"] == "failed"
+    assert "no_such_option" in failed["reason"]
+    assert "no_such_option" in table
+
+
+def test_run_records_what_it_claims(tiny_run: tuple[dict, str]) -> None:
+    report, _ = tiny_run
+    assert report["environment"]["torch"]
+    assert len(report["environment"]["source_sha256"]) == 64
+    assert report["link"]["d2h_gb_per_s"] > 0
+    result = next(r["result"] for r in report["records"] if r["variant"]["label"] == "offload_all")
+    assert len(result["step_ms"]["values"]) == result["num_timed_steps"] == Protocol().steps
+    assert len(result["losses"]) == 2 + Protocol().warmup + Protocol().steps
+    assert len(set(result["losses"])) == 1, "the inputs are fixed and nothing updates the weights"
+    assert result["stats_first_step"]["num_segments_compiled"] > 0
+    assert result["stats_per_step"]["bytes_offloaded"] * result["num_timed_steps"] == pytest.approx(
+        result["stats_timed_steps"]["bytes_offloaded"]
+    )
+    assert result["stats_timed_steps"]["bytes_offloaded"] > 0
+    assert result["num_graphs_first_step"] == result["num_graphs_at_end"] == 1
+
+
+def test_run_gives_equal_gradients_names_across_variants(tiny_run: tuple[dict, str]) -> None:
+    report, _ = tiny_run
+    digests = {
+        record["variant"]["label"]: {n: Digest(**d) for n, d in record["result"]["gradients"].items()}
+        for record in report["records"]
+        if record["status"] == "ok"
+    }
+    assert max_relative_difference(digests["offload_all"], digests["eager"]) < 1e-5
+    assert "input0" in digests["eager"]
+
+
+def test_report_survives_json_and_shows_again(tiny_run: tuple[dict, str]) -> None:
+    report = from_json(Report, json.dumps(tiny_run[0]))
+    assert json.loads(to_json(report)) == tiny_run[0]
+    assert "no_such_option" in render(report)
+
+
+def test_variant_that_hangs_is_a_row_with_its_finished_phases() -> None:
+    request = Request("activations", TINY, Variant("eager", "eager"), Protocol(timeout_s=0.5))
+    record = run_variant(request, time_left_s=100.0)
+    assert record.status == "timeout"
+    assert "finished phases: none" in record.reason
+
+
+def test_replayed_peaks_match_the_hand_count() -> None:
+    """A gradient lives at an address that an activation had before it and a temporary has after it."""
+
+    def alloc(address: int, size: int) -> dict:
+        return {"action": "alloc", "addr": address, "size": size}
+
+    def free(address: int, size: int) -> list[dict]:
+        return [{"action": name, "addr": address, "size": size} for name in ("free_requested", "free_completed")]
+
+    marker = 7
+    events = [
+        alloc(100, 10),  # activation: live 10
+        alloc(200, 20),  # live 30, all of it without gradients
+        *free(100, 10),  # live 20
+        alloc(100, 15),  # the gradient: live 35, without 20
+        alloc(900, marker),  # it arrives: live 42, without 27
+        *free(900, marker),
+        *free(100, 15),  # accumulated: live 20
+        alloc(100, 8),  # live 28
+        *free(555, 5),  # older than the trace: live 23
+    ]
+    result = replay(events, [Arrival(100, marker)])
+    assert result.peak_bytes == 42
+    assert result.gradients_at_peak_bytes == 15
+    assert result.peak_without_gradients_bytes == 30
+    assert result.gradients_bytes == 15
+    assert (result.num_matched_by_marker, result.num_matched_by_last_allocation, result.num_unmatched) == (1, 0, 0)
+
+
+def test_replay_counts_what_it_had_to_guess_or_miss() -> None:
+    events = [{"action": "alloc", "addr": 1, "size": 4}, {"action": "alloc", "addr": 2, "size": 8}]
+    result = replay(events, [Arrival(2, 99), Arrival(3, 98)])
+    assert (result.num_matched_by_marker, result.num_matched_by_last_allocation, result.num_unmatched) == (0, 1, 1)
+    assert (result.peak_bytes, result.peak_without_gradients_bytes) == (12, 4)
+
+
+def test_markers_see_every_gradient_and_cause_no_compilation() -> None:
+    job = build_job(TINY, CPU)
+    job.allocate_gradients()
+    compilations = []
+
+    def counting_backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compilations.append(graph)
+        return graph.forward
+
+    stepper = Stepper(job, torch.compile(job.module, backend=counting_backend), CPU)  # type: ignore[arg-type]
+    stepper.step()
+    arrivals: list[Arrival] = []
+    hooked = _mark_arrivals(stepper, arrivals)
+    stepper.step()
+    assert len(arrivals) == len(job.leaves())
+    assert len({arrival.marker_bytes for arrival in arrivals}) == len(arrivals)
+    assert len(compilations) == 1
+    for _, handle in hooked:
+        handle.remove()
+    stepper.step()
+    assert len(arrivals) == len(job.leaves())
+
+
+def test_quartiles() -> None:
+    assert summarize([4.0, 1.0, 3.0, 2.0, 5.0]) == Summary(3.0, 2.0, 4.0, 1.0, 5.0, [4.0, 1.0, 3.0, 2.0, 5.0])
+    assert summarize([2.0]).q1 == 2.0
+    with pytest.raises(ValueError, match="at least one"):
+        summarize([])
+
+
+def test_copies_are_rated_over_the_time_they_ran() -> None:
+    down = [Interval(0, 1000), Interval(500, 1500), Interval(3000, 3500)]
+    copies = summarize_copies(down, [], d2h_bytes=4_000_000, h2d_bytes=0)
+    assert copies.d2h_busy_ms == 2.0
+    assert copies.d2h_span_ms == 3.5
+    assert copies.d2h_gb_per_s == 2.0
+    assert copies.h2d_gb_per_s == 0.0
+
+
+def test_bounds_take_the_slower_of_compute_and_link() -> None:
+    inductor = _record(Variant("inductor", "inductor"), forward_ms=100.0, backward_ms=200.0)
+    offload = _record(Variant("offload_all", "offload_all"), forward_ms=550.0, backward_ms=210.0)
+    offload.result.stats_per_step = {"bytes_offloaded": 25e9, "bytes_reloaded": 5e9, "host_bytes_reserved": 25.5e9}
+    row = derive([inductor, offload], {"d2h_gb_per_s": 50.0, "h2d_gb_per_s": 50.0})[1]
+    assert (row["forward_bound_ms"], row["forward_bound_by"]) == (500.0, "link")
+    assert (row["backward_bound_ms"], row["backward_bound_by"]) == (200.0, "compute")
+    assert row["forward_vs_bound"] == pytest.approx(1.1)
+    assert row["backward_vs_bound"] == pytest.approx(1.05)
+    assert row["step_vs_inductor"] == pytest.approx(760 / 300)
+    assert row["host_reserved_vs_bytes_offloaded"] == pytest.approx(1.02)
+
+
+def _record(variant: Variant, forward_ms: float, backward_ms: float) -> Record:
+    result = Result(
+        forward_ms=summarize([forward_ms]),
+        backward_ms=summarize([backward_ms]),
+        step_ms=summarize([forward_ms + backward_ms]),
+    )
+    return Record("activations", TINY, variant, "ok", "", 1.0, result)
+
+
+def test_gradient_digests_notice_what_sum_and_norm_miss() -> None:
+    job = build_job(TINY, CPU)
+    Stepper(_with_gradients(job), job.module, CPU).step()
+    before = digest_gradients(job, 0)
+    leaf = job.leaves()["decoder.layers.0.mlp.up_proj.weight"]
+    assert leaf.grad is not None
+    leaf.grad.copy_(leaf.grad.flip(0))
+    assert max_relative_difference(digest_gradients(job, 0), before) > 0.1
+    with pytest.raises(ValueError, match="different names"):
+        max_relative_difference({}, before)
+
+
+def _with_gradients(job):  # type: ignore[no-untyped-def]
+    job.allocate_gradients()
+    return job
+
+
+def test_same_seed_same_model_other_rank_other_input() -> None:
+    first, second = build_job(TINY, CPU), build_job(TINY, CPU, rank=1)
+    pairs = zip(first.module.parameters(), second.module.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(first.inputs[0], second.inputs[0])
+
+
+def test_attention_refuses_a_mask() -> None:
+    job = build_job(TINY, CPU)
+    mask = torch.zeros(1, 1, TINY.seq, TINY.seq)
+    with pytest.raises(RuntimeError, match="no attention mask"):
+        job.module.decoder(inputs_embeds=job.inputs[0], attention_mask=mask, use_cache=False)
+
+
+def test_settings() -> None:
+    assert expand_set(["run", "x", "--set", "a=1", "b=2", "--out", "d"]) == [
+        *("run", "x", "--set", "a=1", "--set", "b=2", "--out", "d")
+    ]
+    values = split_settings(["layers=16,36", "case=stack,causal_lm", "steps=9", "device_types=cpu"])
+    cases = parse_cases(values, {"seq": ["2048"]})
+    assert [(c.name, c.layers, c.seq) for c in cases] == [
+        ("stack", 16, 2048),
+        ("stack", 36, 2048),
+        ("causal_lm", 16, 2048),
+        ("causal_lm", 36, 2048),
+    ]
+    assert parse_protocol(values, {}).steps == 9
+    variants = parse_variants("inductor,offload_all@in_flight_budget=1GiB@disable=a+b", values)
+    assert variants[0].options == {}
+    assert variants[1].options == {
+        "policy": "offload_all",
+        "device_types": ["cpu"],
+        "in_flight_budget": "1GiB",
+        "disable": ["a", "b"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [(["layer=2"], "unknown setting layer"), (["layers"], "name=value"), (["name=x"], "unknown setting name")],
+)
+def test_mistyped_settings_are_refused_before_anything_runs(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_settings(settings)
+
+
+def test_mistyped_variants_and_short_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown variant"):
+        parse_variants("inducter", {})
+    with pytest.raises(ValueError, match="take options"):
+        parse_variants("inductor@x=1", {})
+    with pytest.raises(ValueError, match="at least 5"):
+        parse_protocol({"steps": ["4"]}, {})
+
+
+def test_shared_options_are_the_backends() -> None:
+    from fxoffload.options import Options
+
+    assert set(SHARED_OPTIONS) == {field.name for field in dataclasses.fields(Options)} - {"policy", "inductor"}
+
+
+def test_list_names_every_scenario() -> None:
+    output = CliRunner().invoke(app, ["list"]).output
+    assert all(name in output for name in ("activations", "compile-time", "fsdp"))

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
+    few_gpus = pytest.mark.skip(reason=f"needs two or more CUDA devices; there are {num_gpus}")
+    for item in items:
+        if "gpu" in item.keywords and num_gpus < 1:
+            item.add_marker(no_gpu)
+        if "dist" in item.keywords and num_gpus < 2:
+            item.add_marker(few_gpus)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Every test starts without compiled code and with counters at zero."""
+    import fxoffload
+
+    torch.compiler.reset()
+    if hasattr(fxoffload, "reset_stats"):
+        fxoffload.reset_stats()
+    yield
+    torch.compiler.reset()

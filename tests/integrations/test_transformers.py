@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+import fxoffload
+from fxoffload.integrations.transformers import OffloadCallback
+
+CPU_OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
+VOCABULARY, SEQUENCE, NUM_STEPS = 97, 16, 3
+
+
+def make_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_cache=False,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 2 * NUM_STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (SEQUENCE,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def make_trainer(folder: Path, *, model: Qwen3ForCausalLM, policy: str) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    callback = OffloadCallback(policy=policy, **CPU_OPTIONS)
+    return Trainer(model, args, train_dataset=RandomTokens(), callbacks=[callback])
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer_computes_the_same_with_offloading(tmp_path: Path) -> None:
+    keeping = make_trainer(tmp_path, model=make_model(), policy="keep_all")
+    keeping.train()
+    assert fxoffload.stats().bytes_offloaded == 0
+
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    offloading = make_trainer(tmp_path, model=make_model(), policy="offload_all")
+    offloading.train()
+    assert fxoffload.stats().bytes_offloaded > 0
+
+    assert len(losses(offloading)) == NUM_STEPS
+    assert all(math.isfinite(loss) for loss in losses(offloading))
+    assert losses(offloading) == losses(keeping)
+    kept = dict(keeping.model.named_parameters())
+    for name, parameter in offloading.model.named_parameters():
+        assert torch.equal(parameter, kept[name]), name
+
+
+def fake_args(**values: Any) -> Any:
+    return SimpleNamespace(**{"torch_compile": False, "n_gpu": 0, **values})
+
+
+def begin(callback: OffloadCallback, model: torch.nn.Module | None, **args: Any) -> None:
+    callback.on_train_begin(fake_args(**args), None, None, model=model)  # type: ignore[arg-type]
+
+
+def test_the_model_is_compiled_once() -> None:
+    model = torch.nn.Linear(2, 2)
+    callback = OffloadCallback(**CPU_OPTIONS)
+    begin(callback, model)
+    compiled = model._compiled_call_impl
+    assert compiled is not None
+    begin(callback, model)
+    begin(OffloadCallback(**CPU_OPTIONS), model)
+    assert model._compiled_call_impl is compiled
+    begin(OffloadCallback(policy="keep_all", **CPU_OPTIONS), model)
+    assert model._compiled_call_impl is not compiled
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="did you mean 'policy'"):
+        OffloadCallback(polcy="keep_all")
+    with pytest.raises(ValueError, match="min_bytes is -1"):
+        OffloadCallback(min_bytes=-1)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    callback = OffloadCallback(**CPU_OPTIONS)
+    with pytest.raises(ValueError, match="torch_compile=True"):
+        begin(callback, torch.nn.Linear(2, 2), torch_compile=True)
+    with pytest.raises(NotImplementedError, match="2 GPUs with DataParallel"):
+        begin(callback, torch.nn.Linear(2, 2), n_gpu=2)
+    with pytest.raises(RuntimeError, match="without a model"):
+        begin(callback, None)
+    compiled = torch.nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    with pytest.raises(ValueError, match="already compiled"):
+        begin(callback, compiled)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxoffload.errors import (
+    OptionsError,
+    PassError,
+    SegmentCompileError,
+    TokenLostError,
+    UnsupportedError,
+    VerificationError,
+)
+
+ROOT = Path(__file__).parents[1]
+
+ERRORS: list[tuple[Exception, type[Exception], str]] = [
+    (OptionsError("policy is 'x'"), ValueError, "policy is 'x'"),
+    (UnsupportedError("CUDA graphs"), NotImplementedError, "CUDA graphs"),
+    (PassError("no layers", "annotate_layers"), RuntimeError, "pass annotate_layers: no layers"),
+    (VerificationError("read after free"), AssertionError, "^read after free"),
+    (VerificationError("read after free"), PassError, "^read after free"),
+    (SegmentCompileError("boom", "model.layers.3"), RuntimeError, r"model\.layers\.3: boom"),
+]
+
+
+@pytest.fixture
+def failing_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], str]:
+    """Registers a backend that raises the given error, and returns its name."""
+    from torch._dynamo.backends import registry
+
+    registry.list_backends()  # fills the tables, once per process
+    # Work on copies, so that the name is gone after the test.
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    monkeypatch.setattr(registry, "_COMPILER_FNS", dict(registry._COMPILER_FNS))
+
+    def register(error: Exception) -> str:
+        def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+            raise error
+
+        registry.register_backend(backend, name="failing_backend")
+        return "failing_backend"
+
+    return register
+
+
+@pytest.mark.parametrize(("error", "caught_as", "message"), ERRORS)
+def test_errors_pass_through_dynamo(
+    failing_backend: Callable[[Exception], str],
+    error: Exception,
+    caught_as: type[Exception],
+    message: str,
+) -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=failing_backend(error))
+    with pytest.raises(caught_as, match=message) as caught:
+        compiled(torch.ones(2))
+    assert caught.value is error
+    assert_survives_pickling(caught.value)  # with what Dynamo has hung onto it
+
+
+def test_other_errors_do_not_pass(failing_backend: Callable[[Exception], str]) -> None:
+    """The reason for errors.py: when this fails, Dynamo has stopped to wrap and it can go."""
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=failing_backend(ValueError("x")))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        compiled(torch.ones(2))
+
+
+def assert_survives_pickling(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    for name in ("pass_name", "layer_name"):
+        assert getattr(again, name, None) == getattr(error, name, None)
+
+
+def test_token_lost_is_a_runtime_error() -> None:
+    assert issubclass(TokenLostError, RuntimeError)
+    assert_survives_pickling(TokenLostError("gone"))
+
+
+def test_the_import_starts_no_cuda() -> None:
+    code = "import fxoffload.errors, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
