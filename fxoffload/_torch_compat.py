@@ -155,10 +155,12 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return fn
 
 
-def is_view_op(target: Any) -> bool:
-    """Whether an op's schema says that its result aliases one of its inputs."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+def aliased_args(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result of ``node`` may share, by its schema (``copy_``: the target only)."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or all(r.alias_info is None for r in schema.returns):
+        return []
+    return _args_where(node, lambda alias: True)
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
@@ -166,10 +168,14 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    return _args_where(node, lambda alias: alias.is_write)
+
+
+def _args_where(node: fx.Node, fits: Callable[[Any], bool]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is None or not fits(argument.alias_info):
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        fx.map_arg(value, written.append)
-    return written
+        fx.map_arg(value, found.append)
+    return found

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Counters:
     def snapshot(self, **gauges: int | float) -> Stats:
         """The counters together with ``gauges``, which the engines know."""
         with self._lock:
-            reasons = {k: MappingProxyType(dict(v)) for k, v in self._by_reason.items()}
+            reasons = {k: dict(v) for k, v in self._by_reason.items()}
             return Stats(**dict(self._counts), **reasons, **gauges)  # type: ignore[arg-type]
 
 

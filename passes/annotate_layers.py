@@ -169,13 +169,17 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _spread_to_backward(nodes: list[fx.Node], labels: dict[fx.Node, str]) -> None:
-    """A backward node without a module path takes the label of the forward op whose autograd node made it."""
+    """A backward node without a module path takes the label of the forward op whose autograd node made it.
+
+    Sums of gradients are made by no autograd node: they carry the number of whatever came last in the forward. Labelled
+    by it, the residual stream's sums would spread the last layer over the whole backward, and the cuts would collapse.
+    """
     by_seq: dict[int, set[str]] = defaultdict(set)
     for node, label in labels.items():
         if not _is_backward(node) and "seq_nr" in node.meta:
             by_seq[node.meta["seq_nr"]].add(label)
     for node in nodes:
-        if node not in labels and _is_backward(node):
+        if node not in labels and _is_backward(node) and not node.meta.get("is_gradient_acc"):
             known = by_seq.get(node.meta.get("seq_nr", -1), set())
             if len(known) == 1:
                 labels[node] = next(iter(known))

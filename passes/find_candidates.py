@@ -70,6 +70,11 @@ class SavedValues:
         """Bytes of all candidates whose size has a hint."""
         return sum(c.nbytes or 0 for c in self.candidates)
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Name of a saved value -> bytes of its storage, counted at the first of the values that share it."""
+        return {c.name: c.nbytes or 0 for c in self.candidates}
+
 
 class FindCandidates:
     """See the module docstring.

@@ -17,7 +17,6 @@ Backward::
     return (%grad,)                      ->     %values     = fxoffload.wait_reload(%reloads)
                                                 %layers_0   = call_module[layers_0](%tangent, %values[0])
                                                 fxoffload.release([])
-                                                fxoffload.prefetch()
                                                 return (%grad,)
 
 An offload stands right behind the segment that finishes its storage; the copies of saved graph inputs start at entry
@@ -59,15 +58,15 @@ class _OuterGraph:
         self.env: dict[fx.Node, fx.Node] = {}
         self.attributes: dict[str, Any] = {}
         storages = Storages(gm.graph.nodes)
-        self._storage = {n: storages.root(n).name for n in gm.graph.nodes if "val" in n.meta}
+        self.storage = {n: storages.root(n).name for n in gm.graph.nodes if "val" in n.meta}
 
     def bind(self, inner: fx.Node, outer: fx.Node) -> fx.Node:
         """``outer`` stands for ``inner`` from now on."""
         for key in ("val", "desc"):
             if key in inner.meta:
                 outer.meta[key] = inner.meta[key]
-        if inner in self._storage:
-            outer.meta[STORAGE_KEY] = self._storage[inner]
+        if inner in self.storage:
+            outer.meta[STORAGE_KEY] = self.storage[inner]
         self.env[inner] = outer
         return outer
 
@@ -125,9 +124,10 @@ class InsertOffloads:
         outer = _OuterGraph(gm, self.modules)
         outer.heads()
         made_in = {n: i for i, s in enumerate(self.segments) for n in s.outputs}
-        last_read: dict[fx.Node, int] = {}
+        # By storage: a later segment may read a saved value through a view of it that is not saved itself.
+        last_read: dict[str | None, int] = {}
         for i, segment in enumerate(self.segments):
-            last_read.update(dict.fromkeys(segment.inputs, i))
+            last_read.update(dict.fromkeys(map(outer.storage.get, segment.inputs), i))
 
         due: dict[int, list[Candidate]] = {}
         for candidate in self.candidates:
@@ -147,7 +147,9 @@ class InsertOffloads:
                 nodes = [n for c in group for n in c.nodes]
                 copied = self._offload(outer, group, nodes)
                 copies.update(zip(nodes, copied, strict=True))
-                releases.setdefault(max([i, *(last_read.get(n, i) for n in nodes)]), []).extend(copied)
+                releases.setdefault(max([i, *(last_read.get(outer.storage.get(n), i) for n in nodes)]), []).extend(
+                    copied
+                )
                 if is_input:
                     returned_to_caller.extend(copied)
             if i in releases:
@@ -207,12 +209,13 @@ class InsertReloads:
             outer.call(ops.prefetch)
         for i, segment in enumerate(self.segments):
             self._wait(outer, reloads.get(i), needed.get(i, ()))
+            # Before the call, not behind it: the reload stream waits for what the compute stream has been given so far,
+            # and these copies are to run beside this segment, not after it.
+            outer.call(ops.prefetch)
             outer.segment(segment)
             if i == 0 and reloads:
                 # The forward's last copies have had this segment's time to finish.
                 outer.call(ops.release, [])
-            if any(j > i for j in reloads) or i == len(self.segments) - 1:
-                outer.call(ops.prefetch)
         end = len(self.segments)
         self._wait(outer, reloads.get(end), needed.get(end, ()))
         values = [outer.env[v] if isinstance(v, fx.Node) else v for v in output_values(gm.graph)]

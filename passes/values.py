@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint, is_view_op, mutated_args
+from fxoffload._torch_compat import aliased_args, hint, mutated_args
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
@@ -52,8 +52,8 @@ class Storages:
             if value.layout is torch.strided:
                 key = value.untyped_storage()._cdata
                 self._union(node, by_storage.setdefault(key, node))
-            if node.op == "call_function" and is_view_op(node.target):
-                for source in node.all_input_nodes:
+            if node.op == "call_function":
+                for source in aliased_args(node):
                     if tensor_of(source) is not None and source in self._parent:
                         self._union(node, source)
         self._members: dict[fx.Node, list[fx.Node]] | None = None

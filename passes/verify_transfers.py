@@ -1,15 +1,19 @@
-"""Pass 7: prove that an outer graph is safe, or name the rule and the node that break it.
+"""Pass 8: prove that an outer graph is safe, or name the rule and the node that break it.
 
-The walk keeps, for every storage class of the inner graph, what the outer graph has done with it. The rules, one per
-way in which a transfer can corrupt a value:
+The walk keeps, for every storage class of the inner graph, what the outer graph has done with it. That each op is
+given the right values is ``verify_wiring``'s proof, that a backward fits its forward ``verify_pairing``'s. The rules
+here, one per way in which a transfer can corrupt a value:
 
 ``unpaired``            every offload is released exactly once and its copies are returned; every reload is asked for
                         once and waited for once; nothing is waited for that was not started
 ``used-after-release``  no op reads a storage whose copy was released
-``source-overwritten``  no segment writes to (or was given for in-place reuse) a storage that is being copied
-``caller-may-write``    the copy of a graph input is waited for before the graph returns
+``source-overwritten``  no segment writes to (or was given for in-place reuse) a storage behind a copy: not while it is
+                        copied, and not later, since the decision to keep returns the source itself
+``caller-may-write``    the copy of a graph input is known to be one (it is never reclaimed) and waited for before the
+                        graph returns, in the order of the copies: the engine waits for the last one
 ``read-before-wait``    a reload is read only through its wait, a copy only by a reload
-``donated-then-read``   what a segment may overwrite is read by no later op, not returned, and not the caller's
+``donated-then-read``   what a segment may overwrite is its alone: read by no later op and through no other input, not
+                        returned, and no memory of the caller or of a constant
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch.fx as fx
 from fxoffload import ops
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
-from fxoffload.passes.insert_transfers import COPY_KEY, DONATABLE_KEY, STORAGE_KEY
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY
 
 RULES = (
     "unpaired",
@@ -38,11 +42,13 @@ RULES = (
 class _State:
     """What the walk knows so far."""
 
-    copying: dict[str, fx.Node] = field(default_factory=dict)  # storage -> offload that reads it
+    raw_copies: set[fx.Node]  # placeholders that may hold a copy
+    callers: dict[str, fx.Node]  # storage -> the placeholder or constant that brings it in
+    sources: dict[str, fx.Node] = field(default_factory=dict)  # storage -> offload that reads it
     released: dict[str, fx.Node] = field(default_factory=dict)  # storage -> release
-    waited: set[str] = field(default_factory=set)  # storages whose copy the compute stream waited for
-    copy_storage: dict[fx.Node, str] = field(default_factory=dict)  # copy -> its source's storage
+    copy_storage: dict[fx.Node, str] = field(default_factory=dict)  # copy -> its source's storage, in order of copies
     releases_of: dict[fx.Node, int] = field(default_factory=dict)  # copy -> times released
+    waited: set[fx.Node] = field(default_factory=set)  # copies that the compute stream waited for
     reload_waits: dict[fx.Node, int] = field(default_factory=dict)  # reload op -> waits
     reloaded: set[fx.Node] = field(default_factory=set)  # copies asked for
     donated: dict[str, fx.Node] = field(default_factory=dict)  # storage -> segment that may overwrite it
@@ -54,23 +60,19 @@ class VerifyTransfers:
     name = "verify_transfers"
 
     def __call__(self, outer: fx.GraphModule) -> fx.GraphModule:
-        state = _State()
-        inputs = {n.meta.get(STORAGE_KEY) for n in outer.graph.find_nodes(op="placeholder")}
-        raw_copies = {n for n in outer.graph.find_nodes(op="placeholder") if n.meta.get(COPY_KEY)}
+        heads = [n for n in outer.graph.nodes if n.op in ("placeholder", "get_attr")]
+        state = _State({n for n in heads if n.meta.get(COPY_KEY)}, {_storage(n): n for n in heads})
         for node in outer.graph.nodes:
             if node.op == "call_module":
-                self._segment(outer, node, state, raw_copies)
+                self._segment(outer, node, state)
             elif is_op(node, ops.offload):
                 self._offload(node, state)
             elif is_op(node, ops.release):
                 self._release(node, state)
             elif is_op(node, ops.wait_offload):
-                for copy in _listed(node):
-                    if copy not in state.copy_storage:
-                        raise _error("unpaired", node, f"waits for {copy}, which no offload made")
-                    state.waited.add(state.copy_storage[copy])
+                self._wait_offload(node, state)
             elif is_op(node, ops.reload):
-                self._reload(node, state, raw_copies)
+                self._reload(node, state)
             elif is_op(node, ops.wait_reload):
                 source = node.args[0]
                 if not isinstance(source, fx.Node) or source not in state.reload_waits:
@@ -78,16 +80,18 @@ class VerifyTransfers:
                 state.reload_waits[source] += 1
             elif node.target is operator.getitem:
                 self._getitem(node, state)
-        self._end(outer, state, inputs, raw_copies)
+        self._end(outer, state)
         return outer
 
     def _offload(self, node: fx.Node, state: _State) -> None:
         for source in _listed(node):
-            storage = _storage(source)
             self._check_readable(node, source, state)
-            if storage in state.released:
-                raise _error("used-after-release", node, f"copies {source}, released by {state.released[storage]}")
-            state.copying.setdefault(storage, node)
+            state.sources.setdefault(_storage(source), node)
+        candidates = node.meta.get(CANDIDATES_KEY, ())
+        inputs = [c.is_input for c in candidates for _ in c.nodes]
+        for source, is_input in zip(_listed(node), inputs, strict=bool(candidates)):
+            if (caller := state.callers.get(_storage(source))) is not None and not is_input:
+                raise _error("caller-may-write", node, f"copies {source}, memory of {caller}, as if it were ours")
 
     def _getitem(self, node: fx.Node, state: _State) -> None:
         packed, index = node.args
@@ -106,68 +110,70 @@ class VerifyTransfers:
             state.releases_of[copy] += 1
             state.released.setdefault(state.copy_storage[copy], node)
 
-    def _reload(self, node: fx.Node, state: _State, raw_copies: set[fx.Node]) -> None:
+    def _wait_offload(self, node: fx.Node, state: _State) -> None:
+        for copy in _listed(node):
+            if copy not in state.copy_storage:
+                raise _error("unpaired", node, f"waits for {copy}, which no offload made")
+        if _listed(node) != [c for c in state.copy_storage if c in _listed(node)]:
+            raise _error("caller-may-write", node, "lists copies in another order than they are made in")
+        state.waited.update(_listed(node))
+
+    def _reload(self, node: fx.Node, state: _State) -> None:
         state.reload_waits[node] = 0
         for copy in _listed(node):
-            if copy not in raw_copies:
+            if copy not in state.raw_copies:
                 raise _error("unpaired", node, f"reloads {copy}, which no forward offloads")
             if copy in state.reloaded:
                 raise _error("unpaired", node, f"reloads {copy} a second time")
             state.reloaded.add(copy)
 
-    def _segment(self, outer: fx.GraphModule, node: fx.Node, state: _State, raw_copies: set[fx.Node]) -> None:
+    def _segment(self, outer: fx.GraphModule, node: fx.Node, state: _State) -> None:
         module = outer.get_submodule(str(node.target))
-        writes: tuple[int, ...] = getattr(module, "mutates", ())
         donates: tuple[int, ...] = getattr(module, "donates", ())
         for i, value in enumerate(node.args):
             assert isinstance(value, fx.Node)
-            if value in raw_copies or value in state.copy_storage:
-                raise _error("read-before-wait", node, f"reads {value}, which may be a copy on the host")
             self._check_readable(node, value, state)
-            storage = _storage(value)
-            if storage in state.released:
-                raise _error("used-after-release", node, f"reads {value}, released by {state.released[storage]}")
-            if (i in writes or i in donates) and storage in state.copying and storage not in state.waited:
-                raise _error("source-overwritten", node, f"writes {value} while {state.copying[storage]} copies it")
+            offload = state.sources.get(_storage(value))
+            if offload is not None and (i in getattr(module, "mutates", ()) or i in donates):
+                raise _error("source-overwritten", node, f"writes {value}, which {offload} copies")
+        storages = [_storage(value) for value in node.args]  # type: ignore[arg-type]
         for i in donates:
-            value = node.args[i]
-            assert isinstance(value, fx.Node)
-            if value.op == "placeholder" and not value.meta.get(DONATABLE_KEY):
-                raise _error("donated-then-read", node, f"may overwrite {value}, which is the caller's")
-            state.donated[_storage(value)] = node
+            caller = state.callers.get(storages[i])
+            if caller is not None and not caller.meta.get(DONATABLE_KEY):
+                raise _error("donated-then-read", node, f"may overwrite {node.args[i]}, memory of {caller}")
+            if storages.count(storages[i]) > 1:
+                raise _error("donated-then-read", node, f"may overwrite {node.args[i]}, which is two of its inputs")
+            state.donated[storages[i]] = node
 
     @staticmethod
     def _check_readable(node: fx.Node, value: fx.Node, state: _State) -> None:
-        by = state.donated.get(_storage(value))
-        if by is not None:
+        if value in state.raw_copies or value in state.copy_storage:
+            raise _error("read-before-wait", node, f"reads {value}, which may be a copy on the host")
+        if any(is_op(value, op) for op in ops.ALL):
+            raise _error("read-before-wait", node, f"reads {value} itself, not what a wait unpacks")
+        if (by := state.donated.get(_storage(value))) is not None:
             raise _error("donated-then-read", node, f"reads {value}, which {by} may have overwritten")
+        if (by := state.released.get(_storage(value))) is not None:
+            raise _error("used-after-release", node, f"reads {value}, released by {by}")
 
-    def _end(self, outer: fx.GraphModule, state: _State, inputs: set[object], raw_copies: set[fx.Node]) -> None:
+    def _end(self, outer: fx.GraphModule, state: _State) -> None:
         end = outer.graph.output_node()
-        returned = [v for v in end.all_input_nodes]
         for copy, times in state.releases_of.items():
             if times != 1:
                 raise _error("unpaired", copy, f"is released {times} times, expected once")
-            if copy not in returned:
+            if copy not in end.all_input_nodes:
                 raise _error("unpaired", copy, "is not returned, so nothing can reload it")
-            storage = state.copy_storage[copy]
-            if storage in inputs and storage not in state.waited:
-                raise _error("caller-may-write", end, f"returns while the graph input behind {copy} is being copied")
+            if (caller := state.callers.get(state.copy_storage[copy])) is not None and copy not in state.waited:
+                raise _error("caller-may-write", end, f"returns while {caller} is being copied to {copy}")
         for reload, times in state.reload_waits.items():
             if times != 1:
                 raise _error("unpaired", reload, f"is waited for {times} times, expected once")
         for node in outer.graph.nodes:
-            if is_op(node, ops.offload) and len(_listed(node)) != len(node.users):
-                raise _error("unpaired", node, "makes copies that nothing takes")
-        for value in returned:
-            if value in state.copy_storage:
-                continue
-            if value in raw_copies:
-                raise _error("read-before-wait", end, f"returns {value}, which may be a copy on the host")
-            self._check_readable(end, value, state)
-            storage = _storage(value)
-            if storage in state.released:
-                raise _error("used-after-release", end, f"returns {value}, released by {state.released[storage]}")
+            if is_op(node, ops.offload) and sorted(u.args[1] for u in node.users) != [*range(len(_listed(node)))]:
+                raise _error("unpaired", node, "makes copies that nothing takes, or that two take")
+        for value in end.all_input_nodes:
+            if value not in state.copy_storage:
+                self._check_readable(end, value, state)
 
 
 def _listed(node: fx.Node) -> list[fx.Node]:

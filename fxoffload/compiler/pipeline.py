@@ -16,7 +16,9 @@ from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.runner import Step
 from fxoffload.passes.settle_nodes import SettleNodes
+from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
+from fxoffload.passes.verify_wiring import VerifyWiring
 
 
 @dataclass
@@ -42,6 +44,7 @@ class BackwardState:
     """From a partitioned backward graph to its outer graph."""
 
     gm: fx.GraphModule
+    forward: ForwardState
     copies: frozenset[str]
     donatable: frozenset[fx.Node]
     device: torch.device
@@ -56,6 +59,12 @@ class BackwardState:
 def _choose_actions(state: ForwardState) -> Mapping[str, tuple[bool, ...]]:
     choose = ChooseActions(state.segmentation, state.saved.candidates)
     return {policy: choose(policy) for policy in POLICIES}
+
+
+def _verify_pairing(state: BackwardState) -> VerifyPairing:
+    forward = state.forward
+    assert forward.outer is not None
+    return VerifyPairing(forward.gm, forward.outer, forward.num_user_outputs)
 
 
 FIND: tuple[Step[ForwardState], ...] = (
@@ -73,16 +82,17 @@ FIND: tuple[Step[ForwardState], ...] = (
 )
 
 FORWARD: tuple[Step[ForwardState], ...] = (
-    Step("cut_segments", lambda s: CutSegments(whole=s.whole), "segmentation"),
+    Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole), "segmentation"),
     Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
     Step("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
     Step("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
+    Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
     Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
 )
 
 BACKWARD: tuple[Step[BackwardState], ...] = (
     Step("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
-    Step("cut_segments", lambda s: CutSegments(whole=s.whole), "segmentation"),
+    Step("cut_segments", lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole), "segmentation"),
     Step("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
     Step(
         "make_calls",
@@ -94,5 +104,10 @@ BACKWARD: tuple[Step[BackwardState], ...] = (
         lambda s: InsertReloads(s.segmentation, s.copies, frozenset(n.name for n in s.donatable), s.device, s.modules),
         "outer",
     ),
+    Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
     Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
+    Step("verify_pairing", _verify_pairing, "outer", on="outer"),
 )
+
+# What the piece "verify" switches off.
+PROOFS = ("verify_wiring", "verify_transfers", "verify_pairing")

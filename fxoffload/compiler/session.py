@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fxoffload._torch_compat import (
     default_partition,
     take_donated_placeholders,
 )
-from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, BackwardState, ForwardState
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.errors import PassError
 from fxoffload.graphs import CompiledGraph, register
@@ -49,7 +49,7 @@ class _JointState:
     """``AnnotateLayers`` as a pipeline of one."""
 
     gm: fx.GraphModule
-    layers: LayerReport = LayerReport()
+    layers: LayerReport = field(default_factory=LayerReport)
 
 
 _JOINT: tuple[Step[_JointState], ...] = (Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),)
@@ -220,6 +220,7 @@ class CompileSession:
         donates = self.options.inner == "inductor" and "donation" not in self.disabled
         state = BackwardState(
             gm,
+            forward=forward.state,
             copies=copies,
             donatable=frozenset(n for i, n in enumerate(placeholders) if donates and i in forward.donatable),
             device=self.device,
@@ -260,7 +261,9 @@ class CompileSession:
         return compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
 
     def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
-        return without(steps, "verify_transfers") if "verify" in self.disabled else tuple(steps)
+        if "verify" not in self.disabled:
+            return tuple(steps)
+        return without(steps, *(s.name for s in steps if s.name in PROOFS))
 
     def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
         for segment in state.segmentation.segments:

@@ -20,7 +20,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,8 @@ class CopyEngine:
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
         self._queue: deque[weakref.ref[Transfer]] = deque()
+        # Handed out since the queue was made: what was late stands in it still, and must not be reloaded again.
+        self._taken: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._ahead: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._ahead_bytes = 0
         self._dead: deque[Remains] = deque()
@@ -109,7 +111,7 @@ class CopyEngine:
     def _offload(self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
-        block = self.arena.allocate(nbytes, budgets.host_bytes())
+        block = self.arena.allocate_ready(nbytes) or self.arena.allocate(nbytes, budgets.host_bytes())
         if block is None:
             self._warn_full(nbytes, budgets)
             return None
@@ -164,9 +166,12 @@ class CopyEngine:
         with self._lock:
             self._collect()
             wanted = group.in_need_order()
+            self._reclaim_all(set(wanted))
             if across_graphs:
                 for below in self.tape.below(group):
-                    wanted.extend(below.in_need_order())
+                    # A target belongs to the compute stream that it was allocated on.
+                    if below.stream == group.stream:
+                        wanted.extend(below.in_need_order())
             if not keeps_graph:
                 self.tape.remove(group)
             expected = set(wanted)
@@ -174,6 +179,7 @@ class CopyEngine:
                 if transfer not in expected:
                     self._give_up(transfer)
             self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
+            self._taken.clear()
 
     def prefetch(self, budget_bytes: int) -> None:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one)."""
@@ -182,7 +188,7 @@ class CopyEngine:
             waited = False
             while self._queue:
                 transfer = self._queue[0]()
-                if transfer is not None and transfer.buffer is None:
+                if transfer is not None and transfer.buffer is None and transfer not in self._taken:
                     if self._ahead_bytes and self._ahead_bytes + transfer.nbytes > budget_bytes:
                         return
                     if not waited:
@@ -215,43 +221,56 @@ class CopyEngine:
                 assert transfer.buffer is not None
                 buffers.append(transfer.buffer)
                 self._forget_ahead(transfer)
+            self._taken.update(transfers)
             return buffers
 
     def _start_reload(self, transfer: Transfer) -> None:
-        if not self._reclaim(transfer):
-            buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
-            self.streams.reload_waits_for(transfer.written, Wait.HOST_WRITTEN)
-            pieces = [
-                (buffer[at : at + host.numel()], host)
-                for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
-            ]
-            event = self.streams.reload(pieces)
-            transfer.buffer, transfer.ready = buffer, event
-            transfer.fence = Fence(next(self._order), event)
-            counters.add("bytes_reloaded", transfer.nbytes)
-            counters.add("num_copies")
+        if self._reclaim(transfer):
+            return
+        buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
+        pieces = [
+            (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
+        ]
+        event = self.streams.reload(pieces)
+        transfer.buffer, transfer.ready = buffer, event
+        transfer.fence = Fence(next(self._order), event)
+        transfer.ahead_bytes = transfer.nbytes
         self._ahead.add(transfer)
         self._ahead_bytes += transfer.nbytes
+        counters.add("bytes_reloaded", transfer.nbytes)
+        counters.add("num_copies")
 
     def _reclaim(self, transfer: Transfer) -> bool:
-        """Take a source back that is still on the device: no reload, no second buffer."""
+        """Take a source back that is still on the device: no reload, and no bytes beyond those it holds already."""
         if not transfer.reclaimable:
             return False
         for i in range(len(self._in_flight) - 1, -1, -1):
             if self._in_flight[i].transfer() is transfer:
-                item = self._in_flight[i]
+                self._take_back(transfer, self._in_flight[i])
                 del self._in_flight[i]
-                self._in_flight_bytes -= item.nbytes
-                transfer.buffer, transfer.ready = item.source, item.event
-                counters.add("bytes_reclaimed", transfer.nbytes)
                 return True
         return False
 
+    def _reclaim_all(self, transfers: Collection[Transfer]) -> None:
+        """Take back every source of these that is still held, before the backward's own release drops it."""
+        kept: deque[_InFlight] = deque()
+        for item in self._in_flight:
+            transfer = item.transfer()
+            if transfer is not None and transfer in transfers and transfer.reclaimable and transfer.buffer is None:
+                self._take_back(transfer, item)
+            else:
+                kept.append(item)
+        self._in_flight = kept
+
+    def _take_back(self, transfer: Transfer, item: _InFlight) -> None:
+        self._in_flight_bytes -= item.nbytes
+        transfer.buffer, transfer.ready = item.source, item.event
+        counters.add("bytes_reclaimed", transfer.nbytes)
+
     def _forget_ahead(self, transfer: Transfer) -> None:
-        if transfer in self._ahead:
-            self._ahead.discard(transfer)
-            self._ahead_bytes -= transfer.nbytes
-        transfer.buffer, transfer.ready = None, None
+        self._ahead.discard(transfer)
+        self._ahead_bytes -= transfer.ahead_bytes
+        transfer.buffer, transfer.ready, transfer.ahead_bytes = None, None, 0
 
     def _give_up(self, transfer: Transfer) -> None:
         self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY)
@@ -265,7 +284,7 @@ class CopyEngine:
             remains = self._dead.popleft()
             if remains.buffer is not None:
                 self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY)
-                self._ahead_bytes -= remains.nbytes
+                self._ahead_bytes -= remains.ahead_bytes
             self.arena.free(remains.block, remains.fence)
 
     def _warn_full(self, nbytes: int, budgets: Budgets) -> None:

@@ -81,8 +81,8 @@ class _Call:
 
     engine: CopyEngine
     options: RuntimeOptions
+    group: Group
     decisions: Sequence[bool] = ()
-    group: Group = field(default_factory=Group)
     transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
 
 
@@ -311,7 +311,7 @@ def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]
             if reason is not None:
                 counters.add_reason("calls_kept", reason)
                 decisions = (False,) * len(decisions)
-        call = _Call(engine, program.options, decisions)
+        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions)
         results = program.run(args, call)
         if len(call.group):
             engine.tape.push(call.group)
@@ -342,7 +342,7 @@ def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]
                 across_graphs=options.across_graphs,
             )
         del slots
-        return program.run(args, _Call(engine, program.options))
+        return program.run(args, _Call(engine, program.options, Group()))
 
     return boxed(backward)
 

@@ -120,6 +120,12 @@ class HostArena:
         with self._changed:
             self._grow_to(min(nbytes, limit_bytes))
 
+    def allocate_ready(self, nbytes: int) -> HostBlock | None:
+        """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
+        with self._changed:
+            self._collect()
+            return self._take(_round_up(max(nbytes, 1), ALIGNMENT))
+
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes; None where the arena would have to grow beyond ``limit_bytes``.
 
@@ -127,10 +133,7 @@ class HostArena:
         """
         size = _round_up(max(nbytes, 1), ALIGNMENT)
         with self._changed:
-            self._collect()
-            block = self._take(size)
-            if block is not None:
-                return block
+            block = self.allocate_ready(nbytes)
             began = time.perf_counter()
             while block is None:
                 ready = self._borders[-1]
@@ -143,7 +146,8 @@ class HostArena:
                 self._changed.wait(timeout=60.0)
                 self._collect()
                 block = self._take(size)
-            self.wait_ms += 1e3 * (time.perf_counter() - began)
+                self.wait_ms += 1e3 * (time.perf_counter() - began)
+                began = time.perf_counter()
             return block
 
     def free(self, block: HostBlock, fence: Fence | None) -> None:

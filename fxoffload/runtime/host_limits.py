@@ -28,7 +28,7 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def default_host_budget_bytes() -> int:
-    """``DEFAULT_SHARE`` of the machine's memory, or of the control group's limit where that is what the kernel enforces.
+    """``DEFAULT_SHARE`` of the machine's memory, or of the control group's limit where there is one.
 
     Read again at every growth: some virtual machines report more memory once it is used.
     """

@@ -7,10 +7,15 @@ at a time to see the numbers go wrong:
 SOURCE_READY        the offload stream waits for the compute stream before it reads a source
 SOURCE_DONE         the compute stream waits for the copy before the reference to its source is dropped: the caching
                     allocator may then hand the block to the next op of the compute stream
-HOST_WRITTEN        the reload stream waits for the copy that wrote the host block before it reads it
 TARGET_FREE         the reload stream waits for the compute stream before it writes a target that was allocated there
 TARGET_READY        the compute stream waits for the reload before it reads the target
 HOST_READ           the offload stream waits for the last reload out of a host block before it writes the block again
+                    (two compute streams may use the same blocks one after the other)
+
+That a reload reads its host block only after the copy that wrote it needs no wait of its own: the source of that copy
+is either still held, then it is taken back and nothing is reloaded, or the compute stream has waited for the copy
+(SOURCE_DONE), and the reload stream waits for the compute stream (TARGET_FREE). Groups of another compute stream are
+never prefetched.
 """
 
 from __future__ import annotations
@@ -29,7 +34,6 @@ class Wait(enum.Enum):
 
     SOURCE_READY = enum.auto()
     SOURCE_DONE = enum.auto()
-    HOST_WRITTEN = enum.auto()
     TARGET_FREE = enum.auto()
     TARGET_READY = enum.auto()
     HOST_READ = enum.auto()
@@ -45,7 +49,6 @@ class CopyStreams(Protocol):
     def offload_waits_for_compute(self) -> None: ...
     def offload_waits_for(self, event: object, wait: Wait) -> None: ...
     def reload_waits_for_compute(self) -> None: ...
-    def reload_waits_for(self, event: object, wait: Wait) -> None: ...
     def compute_waits_for(self, event: object, wait: Wait, stream: Any = None) -> None: ...
     def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
     def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
@@ -67,9 +70,6 @@ class HostCopies:
         """Nothing runs beside the caller."""
 
     def reload_waits_for_compute(self) -> None:
-        """Nothing runs beside the caller."""
-
-    def reload_waits_for(self, event: object, wait: Wait) -> None:
         """Nothing runs beside the caller."""
 
     def compute_waits_for(self, event: object, wait: Wait, stream: Any = None) -> None:
@@ -126,10 +126,6 @@ class CudaCopies:
     def reload_waits_for_compute(self) -> None:
         if self.left_out is not Wait.TARGET_FREE:
             self.reload_stream.wait_stream(self.compute_stream())
-
-    def reload_waits_for(self, event: object, wait: Wait) -> None:
-        if self.left_out is not wait:
-            self.reload_stream.wait_event(event)  # type: ignore[arg-type]
 
     def compute_waits_for(self, event: object, wait: Wait, stream: torch.cuda.Stream | None = None) -> None:
         """Let the compute stream wait, and measure for how long it stood still."""

@@ -1,7 +1,7 @@
 """The tape: the order in which groups were saved, over all compiled graphs of a step.
 
 A backward runs the forwards in reverse, so while the backward of one group runs, the groups under it on the tape are
-what will be needed next. The tape only predicts: a wrong guess costs time, never correctness. It holds groups weakly, so
+what will be needed next. The tape only predicts: a wrong guess costs time, never correctness. It holds groups weakly:
 a forward that never goes backward leaves no trace.
 """
 

@@ -49,7 +49,7 @@ class Remains:
     fence: Fence | None
     buffer: Tensor | None
     ready: object
-    nbytes: int
+    ahead_bytes: int
 
 
 class Transfer:
@@ -61,6 +61,7 @@ class Transfer:
         written: the event of the copy to the host.
         buffer: the bytes on the device while a reload is under way or finished but not yet handed out.
         ready: the event of that reload.
+        ahead_bytes: bytes that ``buffer`` takes of the prefetch budget.
         fence: the youngest reload out of ``block``.
         views: the saved tensors in the range.
         reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
@@ -70,6 +71,7 @@ class Transfer:
     __slots__ = (
         "__weakref__",
         "_bury",
+        "ahead_bytes",
         "block",
         "buffer",
         "fence",
@@ -97,25 +99,26 @@ class Transfer:
         self.reclaimable = reclaimable
         self.buffer: Tensor | None = None
         self.ready: object = None
+        self.ahead_bytes = 0
         self.fence: Fence | None = None
         self._bury = bury
 
     def __del__(self) -> None:
-        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.nbytes))
+        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes))
 
 
 class Group:
     """Everything that one forward call of one compiled graph moved to the host.
 
     Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
-    backward starts with what is needed first.
+    backward starts with what is needed first. ``stream``: the compute stream of the forward call.
     """
 
-    __slots__ = ("__weakref__", "_ranked", "num_tokens")
+    __slots__ = ("__weakref__", "_ranked", "stream")
 
-    def __init__(self) -> None:
+    def __init__(self, stream: object = None) -> None:
         self._ranked: list[tuple[int, Transfer]] = []
-        self.num_tokens = 0
+        self.stream = stream
 
     def add(self, rank: int, transfer: Transfer) -> None:
         """``rank``: place in the order in which the backward first uses what was saved."""
@@ -142,7 +145,6 @@ def make_token(slot: Slot) -> Tensor:
     """A tensor that stands for an offloaded one in what autograd saves."""
     token = torch.empty(0, dtype=_TOKEN_DTYPE)
     setattr(token, _TOKEN_ATTRIBUTE, slot)
-    slot.group.num_tokens += 1
     return token
 
 
@@ -161,7 +163,7 @@ def slot_of(value: Any, name: str, device: torch.device) -> Slot | None:
     if looks_like_token and device.type != "cpu":
         raise TokenLostError(
             f"expected the saved value {name} or the token that stands for its offloaded copy, found a copy of the "
-            "token: something (a saved-tensor hook set after the forward, a deep copy, pickling) replaced what autograd "
-            "saved. Set such hooks around the forward as well, where fxoffload sees them and keeps everything"
+            "token: something (a saved-tensor hook set after the forward, a deep copy, pickling) replaced what "
+            "autograd saved. Set such hooks around the forward as well, where fxoffload sees them and keeps everything"
         )
     return None

@@ -218,7 +218,8 @@ def _record(variant: Variant, forward_ms: float, backward_ms: float) -> Record:
 
 def test_gradient_digests_notice_what_sum_and_norm_miss() -> None:
     job = build_job(TINY, CPU)
-    Stepper(_with_gradients(job), job.module, CPU).step()
+    job.allocate_gradients()
+    Stepper(job, job.module, CPU).step()
     before = digest_gradients(job, 0)
     leaf = job.leaves()["decoder.layers.0.mlp.up_proj.weight"]
     assert leaf.grad is not None
@@ -226,11 +227,6 @@ def test_gradient_digests_notice_what_sum_and_norm_miss() -> None:
     assert max_relative_difference(digest_gradients(job, 0), before) > 0.1
     with pytest.raises(ValueError, match="different names"):
         max_relative_difference({}, before)
-
-
-def _with_gradients(job):  # type: ignore[no-untyped-def]
-    job.allocate_gradients()
-    return job
 
 
 def test_same_seed_same_model_other_rank_other_input() -> None:

@@ -1,0 +1,122 @@
+"""A model and helpers for the GPU tests. Everything runs under deterministic algorithms."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxoffload.runtime.engine import CopyEngine, engine_for
+from fxoffload.runtime.streams import CudaCopies, Wait
+
+MIB = 1 << 20
+WIDTH, TOKENS = 512, 2048
+CYCLES_PER_MS = 1_900_000
+
+
+class Block(nn.Module):
+    """A pre-norm attention and MLP block; saves about 30 MiB in bf16 at 2048 tokens."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Stack(nn.Module):
+    """``depth`` blocks, then a scalar."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def build(depth: int = 4) -> Stack:
+    torch.manual_seed(0)
+    return Stack(depth).to("cuda", torch.bfloat16)
+
+
+def fresh_input(seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(2, TOKENS // 2, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def gradients(model: nn.Module, step: Callable[[], Tensor]) -> list[Tensor]:
+    """Loss and all gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    loss = step()
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def differing(a: list[Tensor], b: list[Tensor]) -> int:
+    """How many of two lists of tensors are not bit-equal."""
+    assert len(a) == len(b)
+    return sum(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def engine() -> CopyEngine:
+    return engine_for(torch.device("cuda", torch.cuda.current_device()))
+
+
+def streams() -> CudaCopies:
+    found = engine().streams
+    assert isinstance(found, CudaCopies)
+    return found
+
+
+def sleep(ms: float) -> None:
+    """Let the current stream stand still."""
+    torch.cuda._sleep(int(ms * CYCLES_PER_MS))
+
+
+@contextlib.contextmanager
+def disturbed(seed: int, *, left_out: Wait | None = None, longest_ms: float = 3.0) -> Iterator[None]:
+    """Delay every copy by a random time and poison the memory that is given up; optionally take one wait out."""
+    chance = random.Random(seed)
+
+    def delay(stream: Any) -> None:
+        if chance.random() < 0.7:
+            sleep(chance.uniform(0.2, longest_ms))
+
+    def poison(source: Tensor) -> None:
+        source.fill_(0xFF)  # NaN in every float type
+
+    copies, moves = streams(), engine()
+    copies.before_copy, copies.left_out, moves.on_drop = delay, left_out, poison
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        copies.before_copy = copies.left_out = moves.on_drop = None
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory would hide a read of memory that nothing wrote.
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]

@@ -1,0 +1,106 @@
+"""Real models on the CPU rehearsal: the same bits with and without offloading, cuts at the layers, code shared by them.
+
+``aot_eager`` inside: every op is ATen's own, so what can differ is only what fxoffload does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import fxoffload
+from tests.models.zoo import MODELS, build
+from tests.support import Flip, Observed, assert_close, check_flip, compiled, segment_calls, train_step
+
+LAYERS = 3
+# The attention that these use by default has dropout everywhere, or only inside attention (qwen3).
+WITH_DROPOUT = ("gpt2", "bert", "t5", "qwen3")
+
+
+@functools.cache
+def flipped(name: str, dropout: float = 0.0) -> tuple[Flip, Observed]:
+    """The model trained offloading and keeping, and eagerly."""
+    built = build(name, layers=LAYERS, dropout=dropout)
+    eager = train_step(built.model, built.loss)()
+    module = compiled(built.model)
+    return check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=LAYERS + 1), eager
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_do_not_depend_on_offloading(name: str) -> None:
+    flip, eager = flipped(name)  # compares the bits
+    assert_close(flip.observed, eager)
+    assert any(key.startswith("grad ") for key in eager)
+    assert flip.stats.bytes_reloaded == flip.stats.bytes_offloaded
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
+    # inner="aot_eager" forces fallback_random: the masks come from the generator that eager uses.
+    flip, eager = flipped(name, 0.25)
+    assert_close(flip.observed, eager)
+    without, _ = flipped(name)
+    assert not torch.equal(flip.observed["loss"], without.observed["loss"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cuts_are_balanced(name: str) -> None:
+    flip, _ = flipped(name)
+    (graph,) = [g for g in flip.graphs if g.layer_names]
+    assert graph.backward is not None
+    stacks = 2 if name == "t5" else 1
+    assert len(graph.layer_names) == LAYERS * stacks
+    for outer, order in ((graph.forward, 1), (graph.backward, -1)):
+        calls = segment_calls(outer)
+        assert [c.layer for c in calls if c.layer] == list(graph.layer_names)[::order]
+        by_stack: dict[str, list[int]] = defaultdict(list)
+        for call in calls:
+            if call.layer:
+                by_stack[call.layer.rpartition(".")[0]].append(call.num_ops)
+        assert len(by_stack) == stacks
+        for sizes in by_stack.values():
+            assert max(sizes) <= sum(sizes) / 2, sizes
+        # Nor does a collapse hide in what stands before, between or behind the layers.
+        everything = [c.num_ops for c in calls]
+        assert max(everything) <= sum(everything) / 2, everything
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "few", "many"),
+    [
+        ("qwen3", 0.0, 4, 12),
+        ("gpt2", 0.1, 4, 12),
+        ("bert", 0.1, 4, 12),
+        ("gemma3", 0.1, 4, 12),
+        # Each number counts twice: an encoder and a decoder.
+        ("t5", 0.1, 3, 6),
+        # Its cuts lie inside the blocks (their repeats begin where the first repeated op stands), so that two segments
+        # at each end of the backward are special: with fewer than five blocks none is ordinary.
+        ("albert", 0.0, 5, 12),
+    ],
+)
+def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: float, few: int, many: int) -> None:
+    assert _compilations(name, few, dropout=dropout) == _compilations(name, many, dropout=dropout)
+
+
+def test_number_of_compilations_does_not_grow_with_depth_under_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU has no compiled backward of flex attention, and torch refuses to trace one; ATen's dense form, which
+    # aot_eager runs, exists. What is tested is that each layer's score function and block mask do not defeat the key.
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+    counts = [_compilations("llama", layers, attn_implementation="flex_attention") for layers in (4, 12)]
+    assert counts[0] == counts[1]
+
+
+def _compilations(name: str, layers: int, **extra: object) -> int:
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    built = build(name, layers=layers, **extra)  # type: ignore[arg-type]
+    built.loss(compiled(built.model))  # compiles the backward too
+    stats = fxoffload.stats()
+    assert stats.num_segments_reused >= layers - 3
+    return stats.num_segments_compiled

@@ -1,0 +1,260 @@
+"""Contexts that a training step runs in: no gradient, eval, autocast, a scaler, changing shapes, dropout."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxoffload
+from tests.support import (
+    Block,
+    Observed,
+    Stack,
+    assert_close,
+    assert_equal,
+    assert_nothing_held,
+    assert_offloaded,
+    batch,
+    check_flip,
+    compiled,
+    effects,
+    num_dynamo_graphs,
+    rehearsal,
+    train_step,
+)
+
+
+def _assert_plain() -> None:
+    stats = fxoffload.stats()
+    assert (stats.bytes_offloaded, stats.num_copies, stats.host_bytes_in_use) == (0, 0, 0)
+    assert (stats.num_segments_compiled, stats.num_groups_on_tape, stats.num_fallbacks) == (0, 0, 0)
+    assert not stats.calls_kept
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_without_gradients_nothing_is_touched(
+    context: Callable[[], contextlib.AbstractContextManager[None]], training: bool
+) -> None:
+    model = Stack(dropout=0.5 if not training else 0.0).train(training)
+    module = compiled(model)
+    with context():
+        actual = module(batch())
+        expected = model(batch())
+    torch.testing.assert_close(actual, expected)
+    _assert_plain()
+
+
+@pytest.mark.inductor
+def test_without_gradients_the_code_is_plain_inductors() -> None:
+    model = Stack(layers=2).eval()
+    inner = {"inner": "inductor", "inductor": {"fx_graph_cache": False}}
+    with torch.no_grad():
+        actual = compiled(model, **inner)(batch())
+        torch.compiler.reset()
+        expected = torch.compile(model)(batch())
+    assert torch.equal(actual, expected)
+    _assert_plain()
+
+
+def test_frozen_model_in_training_mode_is_left_alone() -> None:
+    model = Stack().requires_grad_(False)
+    torch.testing.assert_close(compiled(model)(batch()), model(batch()))
+    _assert_plain()
+
+
+def test_eval_with_gradients_trains_like_any_other_mode() -> None:
+    model = Stack(dropout=0.5).eval()
+    module = compiled(model)
+    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
+
+
+def test_training_after_a_forward_without_gradients() -> None:
+    """The validation loop in between changes nothing, on the same module."""
+    model = Stack()
+    module = compiled(model)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            module(batch(1))
+        return (module(batch()) ** 2).sum()
+
+    check_flip(train_step(model, call))
+
+
+LENGTHS = (8, 12, 24, 5, 16)
+
+
+def _run_lengths(
+    model: nn.Module, call: Callable[..., Tensor], *, mark: bool
+) -> list[tuple[Observed, fxoffload.Stats]]:
+    found = []
+    for length in LENGTHS:
+        x = batch(length=length)
+        if mark:
+            torch._dynamo.mark_dynamic(x, 1)
+        fxoffload.reset_stats()
+        found.append((train_step(model, lambda x=x: (call(x) ** 2).sum())(), fxoffload.stats()))
+        assert_nothing_held()
+    return found
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1500])
+@pytest.mark.parametrize("mark", [True, False], ids=["marked", "found out"])
+def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min_bytes: int) -> None:
+    model = Stack()
+    eager = _run_lengths(model, model, mark=False)
+
+    before = num_dynamo_graphs()
+    _run_lengths(model, torch.compile(model, backend="aot_eager"), mark=mark)
+    plain = num_dynamo_graphs() - before
+    torch.compiler.reset()
+
+    before = num_dynamo_graphs()
+    module = compiled(model, min_bytes=min_bytes)
+    offloaded = _run_lengths(model, module, mark=mark)
+    assert num_dynamo_graphs() - before == plain == (1 if mark else 2)
+    with fxoffload.override_policy("keep_all"):
+        kept = _run_lengths(model, module, mark=mark)
+    assert num_dynamo_graphs() - before == plain
+
+    for (ours, stats), (theirs, none), (reference, _) in zip(offloaded, kept, eager, strict=True):
+        assert_equal(ours, theirs)
+        assert_close(ours, reference)
+        assert_offloaded(stats)
+        assert none.bytes_offloaded == 0
+    if min_bytes == 1:
+        # Everything that is saved grows with the length: nothing is left out at one of them.
+        by_length = {length: stats.bytes_offloaded for length, (_, stats) in zip(LENGTHS, offloaded, strict=True)}
+        assert by_length[24] == 2 * by_length[12] == 3 * by_length[8]
+
+
+def test_min_bytes_holds_for_the_size_of_the_call_not_of_the_compilation() -> None:
+    model = Stack()
+    # The saved values are of 2 x length x 16 (or x 32, or x 1) floats.
+    module = compiled(model, min_bytes=2 * 10 * 16 * 4)
+
+    def offloaded(length: int) -> int:
+        x = batch(length=length)
+        torch._dynamo.mark_dynamic(x, 1)
+        fxoffload.reset_stats()
+        (module(x) ** 2).sum().backward()
+        return fxoffload.stats().bytes_offloaded
+
+    before = num_dynamo_graphs()
+    long, short = offloaded(12), offloaded(4)
+    assert num_dynamo_graphs() - before == 1
+    assert long > 0
+    assert short == 0
+
+
+def test_dynamic_shapes_with_a_mask_whose_size_is_computed() -> None:
+    """Sizes that are products of symbols cross the cuts."""
+
+    class Folding(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            mask = torch.ones(rows.shape[0], rows.shape[0], dtype=torch.bool).tril()
+            scores = (rows @ rows.t()).masked_fill(~mask, float("-inf"))
+            return super().forward((scores.softmax(-1) @ rows).reshape(x.shape))
+
+    model = Stack(block=Folding)
+    module = compiled(model)
+    before = num_dynamo_graphs()
+    offloaded = _run_lengths(model, module, mark=True)
+    assert num_dynamo_graphs() - before == 1
+    with fxoffload.override_policy("keep_all"):
+        kept = _run_lengths(model, module, mark=True)
+    for (ours, stats), (theirs, _) in zip(offloaded, kept, strict=True):
+        assert_equal(ours, theirs)
+        assert_offloaded(stats)
+
+
+def test_autocast() -> None:
+    model = Stack()
+    module = compiled(model)
+
+    def step(call: Callable[..., Tensor]) -> Callable[[], Observed]:
+        def forward() -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return (call(batch()).float() ** 2).sum()
+
+        return train_step(model, forward)
+
+    flip = check_flip(step(module))
+    assert_close(flip.observed, step(model)(), rtol=0.05, atol=0.05)
+    (graph,) = flip.graphs
+    dtypes = {n.meta["val"].dtype for c in graph.saved.candidates for n in c.nodes}
+    assert torch.bfloat16 in dtypes
+    # Casts of weights derive from parameters alone: they stay.
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+    assert not [c.name for c in graph.saved.candidates for n in c.nodes if tuple(n.meta["val"].shape) in shapes]
+
+
+def test_grad_scaler_trains_to_the_same_weights() -> None:
+    start = Stack()
+    model = copy.deepcopy(start)
+    module = compiled(model)
+
+    def train(call: Callable[..., Tensor]) -> Observed:
+        model.load_state_dict(start.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # So large that the first step overflows and is skipped.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+        scales = []
+        for i in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (call(batch(i)).float() ** 2).mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [2.0**7] * 4
+        weights = {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
+        return {"loss": loss.detach(), **weights, **effects(model)}
+
+    flip = check_flip(lambda: train(module))
+    assert_close(flip.observed, train(model), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("policy", ["offload_all", "auto"])
+def test_dropout_is_that_of_eager(policy: str) -> None:
+    model = Stack(dropout=0.5)
+    module = compiled(model, policy=policy)
+    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
+
+
+@pytest.mark.inductor
+def test_dropout_under_inductor_is_that_of_eager_with_fallback_random() -> None:
+    model = Stack(layers=3, dropout=0.5)
+    module = compiled(model, inner="inductor", inductor={"fallback_random": True})
+    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
+
+
+def test_dropout_inside_a_checkpoint_is_that_of_a_run_that_recomputes_nothing() -> None:
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    reference = Stack(dropout=0.5)
+    model = Stack(dropout=0.5, block=Checkpointed)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    module = compiled(model)
+    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    expected = train_step(reference, lambda: (reference(batch()) ** 2).sum())()
+    assert_close(flip.observed, expected)
+    torch.compiler.reset()
+    plain = torch.compile(reference, backend="fxoffload", options=rehearsal(disable=("offload",)))
+    assert_equal(flip.observed, train_step(reference, lambda: (plain(batch()) ** 2).sum())())
