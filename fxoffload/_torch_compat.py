@@ -7,6 +7,7 @@ checked by reading this file.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -153,6 +154,12 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark ``fn`` as following AOTAutograd's boxed convention (one list argument, cleared by the callee)."""
     fn._boxed_call = True  # type: ignore[attr-defined]
     return fn
+
+
+def is_rng_state(node: fx.Node) -> bool:
+    """Whether ``node`` is the state of a random generator that the forward saves (a checkpointed dropout's)."""
+    source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    return isinstance(source, fx.Node) and source.target is torch.ops.higher_order.run_and_save_rng_state
 
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:

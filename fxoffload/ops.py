@@ -39,7 +39,12 @@ def _strided_like(values: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _copied(values: list[Tensor], device: torch.device) -> list[Tensor]:
-    return [new.copy_(old) for new, old in zip(_strided_like(values, device), values, strict=True)]
+    """Copies of the raw ranges, as the executor makes them: an expanded tensor cannot be written by its strides."""
+    copies = _strided_like(values, device)
+    for new, old in zip(copies, values, strict=True):
+        count = 1 + sum((n - 1) * s for n, s in zip(old.shape, old.stride(), strict=True)) if old.numel() else 0
+        new.as_strided((count,), (1,)).copy_(old.as_strided((count,), (1,)))
+    return copies
 
 
 _HOST = torch.device("cpu")
@@ -59,7 +64,7 @@ _define(
 _define("prefetch() -> ()", lambda: None, lambda: None)
 _define(
     "wait_reload(Tensor[] reloads) -> Tensor[]",
-    lambda reloads: [r.view_as(r).clone(memory_format=torch.preserve_format) for r in reloads],
+    lambda reloads: [_copied([r], r.device)[0] for r in reloads],
     lambda reloads: [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in reloads],
 )
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint
+from fxoffload._torch_compat import hint, is_rng_state
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 
@@ -155,6 +155,9 @@ class FindCandidates:
                 return "not a strided tensor"
             if value.is_conj() or value.is_neg():
                 return "a lazy conjugate or negation"
+            if is_rng_state(node):
+                # The backward knows it by another name; on a GPU machine it is on the CPU anyway.
+                return "the state of a random generator"
         if size is not None and size < max(self.min_bytes, 1):
             return "smaller than min_bytes"
         return ""

@@ -158,6 +158,9 @@ class VerifyTransfers:
 
     def _end(self, outer: fx.GraphModule, state: _State) -> None:
         end = outer.graph.output_node()
+        for value in end.all_input_nodes:
+            if value not in state.copy_storage:
+                self._check_readable(end, value, state)
         for copy, times in state.releases_of.items():
             if times != 1:
                 raise _error("unpaired", copy, f"is released {times} times, expected once")
@@ -169,15 +172,14 @@ class VerifyTransfers:
             if times != 1:
                 raise _error("unpaired", reload, f"is waited for {times} times, expected once")
         for node in outer.graph.nodes:
-            if is_op(node, ops.offload) and sorted(u.args[1] for u in node.users) != [*range(len(_listed(node)))]:
+            if is_op(node, ops.offload) and sorted(u.args[1] for u in node.users) != [*range(len(_listed(node)))]:  # type: ignore[type-var]
                 raise _error("unpaired", node, "makes copies that nothing takes, or that two take")
-        for value in end.all_input_nodes:
-            if value not in state.copy_storage:
-                self._check_readable(end, value, state)
 
 
 def _listed(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    if not isinstance(node.args[0], (list, tuple)):
+        raise _error("unpaired", node, f"is given {node.args[0]}, expected a list")
+    return [n for n in node.args[0] if isinstance(n, fx.Node)]
 
 
 def _storage(node: fx.Node) -> str:

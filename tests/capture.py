@@ -37,12 +37,14 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """``num_layers`` blocks in an ``nn.ModuleList`` called ``stack``, between two projections."""
+    """``num_layers`` blocks in an ``nn.ModuleList`` called ``stack``, between two projections (``embed``: or one)."""
 
-    def __init__(self, num_layers: int = 2, stack: str = "layers", make: Callable[[], nn.Module] = Block) -> None:
+    def __init__(
+        self, num_layers: int = 2, stack: str = "layers", make: Callable[[], nn.Module] = Block, *, embed: bool = True
+    ) -> None:
         super().__init__()
         self.stack = stack
-        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.embed = nn.Linear(WIDTH, WIDTH) if embed else nn.Identity()
         self.add_module(stack, nn.ModuleList(make() for _ in range(num_layers)))
         self.head = nn.Linear(WIDTH, 8)
 
@@ -128,6 +130,14 @@ def tiny_tower(num_layers: int = 2) -> Captured:
     """A captured ``Tower``. Shared by all tests of a process: copy its graphs before changing them."""
     torch.manual_seed(0)
     return capture(Tower(num_layers), example_input())
+
+
+@functools.cache
+def bare_tower(num_layers: int = 2) -> Captured:
+    """Without the first projection: the first layer's saved residual stream is a graph input, each later layer reads
+    what the one before it saved. Shared, as ``tiny_tower``."""
+    torch.manual_seed(0)
+    return capture(Tower(num_layers, embed=False), example_input())
 
 
 class Sketch:

@@ -86,9 +86,7 @@ def rehearsal(**changes: Any) -> dict[str, Any]:
 
 def compiled(fn: Any, *, dynamic: bool | None = None, fullgraph: bool = False, **changes: Any) -> Any:
     """``torch.compile`` with the options of a rehearsal."""
-    return torch.compile(
-        fn, backend="fxoffload", dynamic=dynamic, fullgraph=fullgraph, options=rehearsal(**changes)
-    )
+    return torch.compile(fn, backend="fxoffload", dynamic=dynamic, fullgraph=fullgraph, options=rehearsal(**changes))
 
 
 def train_step(

@@ -106,9 +106,13 @@ class CopyEngine:
         with self._lock:
             self._collect()
             self.streams.offload_waits_for_compute()
-            return [self._offload(tensors, budgets, reclaimable) for tensors in storages]
+            stream = self.streams.compute_stream()
+            with self.streams.offloading():
+                return [self._offload(tensors, budgets, reclaimable, stream) for tensors in storages]
 
-    def _offload(self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool) -> Transfer | None:
+    def _offload(
+        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object
+    ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
         block = self.arena.allocate_ready(nbytes) or self.arena.allocate(nbytes, budgets.host_bytes())
@@ -126,7 +130,7 @@ class CopyEngine:
             View(t.dtype, tuple(t.shape), t.stride(), t.storage_offset() - start // t.element_size()) for t in tensors
         ]
         transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, self.streams.compute_stream()))
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
@@ -185,17 +189,17 @@ class CopyEngine:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one)."""
         with self._lock:
             self._collect()
-            waited = False
+            due: list[Transfer] = []
+            ahead = self._ahead_bytes
             while self._queue:
                 transfer = self._queue[0]()
                 if transfer is not None and transfer.buffer is None and transfer not in self._taken:
-                    if self._ahead_bytes and self._ahead_bytes + transfer.nbytes > budget_bytes:
-                        return
-                    if not waited:
-                        self.streams.reload_waits_for_compute()
-                        waited = True
-                    self._start_reload(transfer)
+                    if ahead and ahead + transfer.nbytes > budget_bytes:
+                        break
+                    ahead += transfer.nbytes
+                    due.append(transfer)
                 self._queue.popleft()
+            self._start_reloads(due)
 
     def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
         """The bytes of each transfer on the device, readable by the compute stream from here on."""
@@ -203,19 +207,15 @@ class CopyEngine:
             late = [t for t in transfers if t.buffer is None]
             if late:
                 counters.add("num_prefetch_misses", len(late))
-                self.streams.reload_waits_for_compute()
-                for transfer in late:
-                    self._start_reload(transfer)
-            reloads = [t for t in transfers if t.ready is not None]
-            youngest: Transfer | None = None
-            for transfer in reloads:
-                if transfer.fence is None or transfer.ready is not transfer.fence.event:
-                    # Reclaimed: its buffer is the source, which the copy to the host may still be reading.
-                    self.streams.compute_waits_for(transfer.ready, Wait.SOURCE_DONE)
-                elif youngest is None or transfer.fence.order > youngest.fence.order:  # type: ignore[union-attr]
-                    youngest = transfer
-            if youngest is not None:
-                self.streams.compute_waits_for(youngest.ready, Wait.TARGET_READY)
+                self._start_reloads(late)
+            # The copies of one direction run in order: the youngest stands for all.
+            reclaimed = [t for t in transfers if t.reclaimed]
+            if reclaimed:
+                # Their buffers are the sources, which the copies to the host may still be reading.
+                self.streams.compute_waits_for(max(reclaimed, key=lambda t: t.serial).ready, Wait.SOURCE_DONE)
+            reloaded = [t for t in transfers if not t.reclaimed]
+            if reloaded:
+                self.streams.compute_waits_for(max(reloaded, key=_reload_order).ready, Wait.TARGET_READY)
             buffers = []
             for transfer in transfers:
                 assert transfer.buffer is not None
@@ -224,16 +224,26 @@ class CopyEngine:
             self._taken.update(transfers)
             return buffers
 
-    def _start_reload(self, transfer: Transfer) -> None:
-        if self._reclaim(transfer):
+    def _start_reloads(self, transfers: Sequence[Transfer]) -> None:
+        missing = [t for t in transfers if not self._reclaim(t)]
+        if not missing:
             return
-        buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
+        # Targets are allocated on the compute stream, before the reload stream waits for it.
+        for transfer in missing:
+            transfer.buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
+        self.streams.reload_waits_for_compute()
+        with self.streams.reloading():
+            for transfer in missing:
+                self._reload(transfer)
+
+    def _reload(self, transfer: Transfer) -> None:
+        buffer = transfer.buffer
+        assert buffer is not None
         pieces = [
             (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
         ]
-        event = self.streams.reload(pieces)
-        transfer.buffer, transfer.ready = buffer, event
-        transfer.fence = Fence(next(self._order), event)
+        transfer.ready = self.streams.reload(pieces)
+        transfer.fence = Fence(next(self._order), transfer.ready)
         transfer.ahead_bytes = transfer.nbytes
         self._ahead.add(transfer)
         self._ahead_bytes += transfer.nbytes
@@ -264,13 +274,13 @@ class CopyEngine:
 
     def _take_back(self, transfer: Transfer, item: _InFlight) -> None:
         self._in_flight_bytes -= item.nbytes
-        transfer.buffer, transfer.ready = item.source, item.event
+        transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
         counters.add("bytes_reclaimed", transfer.nbytes)
 
     def _forget_ahead(self, transfer: Transfer) -> None:
         self._ahead.discard(transfer)
         self._ahead_bytes -= transfer.ahead_bytes
-        transfer.buffer, transfer.ready, transfer.ahead_bytes = None, None, 0
+        transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
 
     def _give_up(self, transfer: Transfer) -> None:
         self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY)
@@ -310,6 +320,11 @@ class CopyEngine:
             self._collect()
             self.streams.synchronize()
             return self.arena.release()
+
+
+def _reload_order(transfer: Transfer) -> int:
+    assert transfer.fence is not None
+    return transfer.fence.order
 
 
 def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:

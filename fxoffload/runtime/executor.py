@@ -209,14 +209,17 @@ class OuterProgram:
 
         def offload(slots: list[Any], call: _Call) -> None:
             at = 0
+            moved: list[tuple[Movable, list[int], list[Tensor]]] = []
             for index, movable in movables:
                 mine = range(at, at + movable.sources)
                 at += movable.sources
-                values = [slots[sources[i]] for i in mine]
+                for i in mine:
+                    slots[targets[i]] = slots[sources[i]]
                 if call.decisions[index]:
-                    values = _offload_storage(values, movable, call, [targets[i] for i in mine])
-                for i, value in zip(mine, values, strict=True):
-                    slots[targets[i]] = value
+                    where = [targets[i] for i in mine]
+                    moved.extend((movable, *group) for group in _by_storage(slots, where, call.options.min_bytes))
+            if moved:
+                _offload_storages(slots, moved, call)
 
         return offload
 
@@ -267,7 +270,7 @@ def _wait_reload_step(node: fx.Node, steps: _Steps) -> _Step:
         values = [slots[i] for i in copies]
         for i in copies:
             slots[i] = None
-        found = [slot_of(v, name, call.engine.device) for v, name in zip(values, names, strict=True)]
+        found = [slot_of(v, name) for v, name in zip(values, names, strict=True)]
         transfers = _distinct(s.transfer for s in found if s is not None)
         buffers = dict(zip(transfers, call.engine.take(transfers), strict=True)) if transfers else {}
         for i, value, slot in zip(targets, values, found, strict=True):
@@ -280,24 +283,28 @@ def _distinct(transfers: Any) -> list[Transfer]:
     return list(dict.fromkeys(t for t in transfers if t is not None))
 
 
-def _offload_storage(values: list[Tensor], movable: Movable, call: _Call, targets: list[int]) -> list[Tensor]:
-    """Offload what shares storage with one copy each; returns tokens, or the values where they stay."""
-    by_storage: dict[int, list[int]] = {}
-    for i, value in enumerate(values):
-        by_storage.setdefault(value.untyped_storage()._cdata, []).append(i)
-    results = list(values)
-    for members in by_storage.values():
-        tensors = [values[i] for i in members]
-        if sum(t.numel() * t.element_size() for t in tensors) < max(call.options.min_bytes, 1):
-            continue
-        (transfer,) = call.engine.offload([tensors], call.options.budgets, reclaimable=not movable.is_input)
+def _by_storage(slots: list[Any], where: list[int], min_bytes: int) -> list[tuple[list[int], list[Tensor]]]:
+    """Slots and tensors of each storage that is large enough to move. What shares memory at trace time shares it at run
+    time too, unless Inductor chose to copy."""
+    groups: dict[int, tuple[list[int], list[Tensor]]] = {}
+    for i in where:
+        found = groups.setdefault(slots[i].untyped_storage()._cdata, ([], []))
+        found[0].append(i)
+        found[1].append(slots[i])
+    return [g for g in groups.values() if sum(t.numel() * t.element_size() for t in g[1]) >= max(min_bytes, 1)]
+
+
+def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:
+    """Start the copies; put tokens where the values were, except where the host is full."""
+    reclaimable = not any(movable.is_input for movable, _, _ in moved)
+    transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
+    for (movable, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue
         call.group.add(movable.rank, transfer)
-        for i, view in zip(members, transfer.views, strict=True):
-            results[i] = make_token(Slot(call.group, transfer, view))
-            call.transfers[targets[i]] = transfer
-    return results
+        for i, view in zip(where, transfer.views, strict=True):
+            slots[i] = make_token(Slot(call.group, transfer, view))
+            call.transfers[i] = transfer
 
 
 def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]) -> Callable[[list[Any]], list[Any]]:
@@ -327,11 +334,11 @@ def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]
     def backward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         keeps_graph = backward_keeps_graph()
-        slots = [s for i, name in copies if (s := slot_of(args[i], name, engine.device)) is not None]
+        slots = [s for i, name in copies if (s := slot_of(args[i], name)) is not None]
         if keeps_graph:
             # Autograd hands these values out again next time; a segment may overwrite only a copy of them.
             for i in program.overwritten:
-                if isinstance(args[i], Tensor) and slot_of(args[i], "", engine.device) is None:
+                if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
         if slots:
             options = program.options

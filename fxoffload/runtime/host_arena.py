@@ -97,6 +97,7 @@ class HostArena:
         self._in_use = 0
         self._target = 0
         self._failed: BaseException | None = None
+        self._warned_failed = False
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._dead: deque[HostBlock] = deque()
@@ -118,7 +119,7 @@ class HostArena:
     def reserve(self, nbytes: int, limit_bytes: int) -> None:
         """Grow to at least ``nbytes`` in the background, at most to ``limit_bytes``. Returns at once."""
         with self._changed:
-            self._grow_to(min(nbytes, limit_bytes))
+            self._grow_to(nbytes, limit_bytes)
 
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
@@ -139,10 +140,10 @@ class HostArena:
                 ready = self._borders[-1]
                 tail = self._free[-1] if self._free and self._free[-1].end == ready else None
                 needed = ready + size - (tail.end - tail.start if tail else 0)
-                if needed > min(limit_bytes, self._capacity) or self._failed is not None:
+                if needed > min(_whole_pages(limit_bytes), self._capacity) or self._failed is not None:
                     self._warn_failed()
                     return None
-                self._grow_to(needed)
+                self._grow_to(needed, limit_bytes)
                 self._changed.wait(timeout=60.0)
                 self._collect()
                 block = self._take(size)
@@ -186,9 +187,8 @@ class HostArena:
             given = self._borders[-1]
             for start in self._borders[:-1]:
                 self._pinner.unregister(self._address + start)
+            # Unmapped with the last reference: closing it would pull the memory from under a view that somebody holds.
             self._bytes = None
-            if self._map is not None:
-                self._map.close()
             self._map, self._address, self._borders, self._free, self._failed = None, 0, [0], [], None
             return given
 
@@ -224,12 +224,13 @@ class HostArena:
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
-    def _grow_to(self, nbytes: int) -> None:
-        wanted = min(_round_up(nbytes, _PAGE), self._capacity)
+    def _grow_to(self, nbytes: int, limit_bytes: int) -> None:
+        # The last chunk under a limit may end between two huge pages, but not between two pages.
+        wanted = min(_round_up(nbytes, _PAGE), self._capacity, _whole_pages(limit_bytes))
         if wanted <= max(self._target, self._borders[-1]):
             return
         self._target = wanted
-        self._failed = None
+        self._failed, self._warned_failed = None, False
         if self._thread is None:
             self._thread = threading.Thread(target=self._grow, name="fxoffload-pin", daemon=True)
             self._thread.start()
@@ -280,7 +281,8 @@ class HostArena:
         self._pinner.register(self._address + start, size)
 
     def _warn_failed(self) -> None:
-        if self._failed is not None:
+        if self._failed is not None and not self._warned_failed:
+            self._warned_failed = True
             log.warning("could not get more pinned host memory (%s); values stay on the device", self._failed)
 
 
@@ -317,6 +319,10 @@ class CudaPinner:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _whole_pages(nbytes: int) -> int:
+    return nbytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def address_space_bytes(limit_bytes: int) -> int:

@@ -9,6 +9,7 @@ Finalizers may run on any thread at any time, so they only append to queues.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,10 @@ from fxoffload.errors import TokenLostError
 from fxoffload.runtime.host_arena import Fence, HostBlock
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
-_TOKEN_DTYPE = torch.uint8
+# A form that no saved value has and that survives whatever a hook does to a token (detach, clone, a trip through another
+# device): a copy without the attribute is recognised by it. Two sizes that broadcast with nothing.
+_TOKEN_SHAPE, _TOKEN_DTYPE = (3, 0, 7919), torch.uint8
+_SERIAL = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Transfer:
         ahead_bytes: bytes that ``buffer`` takes of the prefetch budget.
         fence: the youngest reload out of ``block``.
         views: the saved tensors in the range.
+        reclaimed: whether ``buffer`` is the source itself, taken back.
+        serial: grows with every copy to the host.
         reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
             input after the forward has returned).
     """
@@ -78,6 +84,8 @@ class Transfer:
         "nbytes",
         "ready",
         "reclaimable",
+        "reclaimed",
+        "serial",
         "views",
         "written",
     )
@@ -100,6 +108,8 @@ class Transfer:
         self.buffer: Tensor | None = None
         self.ready: object = None
         self.ahead_bytes = 0
+        self.reclaimed = False
+        self.serial = next(_SERIAL)
         self.fence: Fence | None = None
         self._bury = bury
 
@@ -143,12 +153,12 @@ class Slot:
 
 def make_token(slot: Slot) -> Tensor:
     """A tensor that stands for an offloaded one in what autograd saves."""
-    token = torch.empty(0, dtype=_TOKEN_DTYPE)
+    token = torch.empty(_TOKEN_SHAPE, dtype=_TOKEN_DTYPE)
     setattr(token, _TOKEN_ATTRIBUTE, slot)
     return token
 
 
-def slot_of(value: Any, name: str, device: torch.device) -> Slot | None:
+def slot_of(value: Any, name: str) -> Slot | None:
     """The slot of a token, None for a tensor that was kept.
 
     Raises:
@@ -157,10 +167,7 @@ def slot_of(value: Any, name: str, device: torch.device) -> Slot | None:
     slot = getattr(value, _TOKEN_ATTRIBUTE, None)
     if slot is not None:
         return slot
-    looks_like_token = (
-        isinstance(value, Tensor) and value.numel() == 0 and value.dtype is _TOKEN_DTYPE and value.device.type == "cpu"
-    )
-    if looks_like_token and device.type != "cpu":
+    if isinstance(value, Tensor) and value.shape == _TOKEN_SHAPE and value.dtype is _TOKEN_DTYPE:
         raise TokenLostError(
             f"expected the saved value {name} or the token that stands for its offloaded copy, found a copy of the "
             "token: something (a saved-tensor hook set after the forward, a deep copy, pickling) replaced what "

@@ -71,7 +71,7 @@ def test_offloading_is_bit_equal_over_20_delay_schedules(compiled: tuple[Stack, 
         expected = _expected(model, step, x)
         with disturbed(seed):
             sleep(5.0)  # the host runs ahead of the device
-            found = gradients(model, lambda x=x: step(x))
+            found = gradients(model, lambda x=x: step(x.clone()))
         assert differing(expected, found) == 0, f"schedule {seed}"
     stats = fxoffload.stats()
     assert stats.num_segments_compiled == before, "flipping the decision must not compile"
@@ -92,7 +92,8 @@ def test_without_one_wait_the_gradients_are_wrong(
         expected = _expected(model, step, x)
         with disturbed(seed, left_out=wait):
             sleep(20.0)
-            wrong += differing(expected, gradients(model, lambda x=x: step(x))) > 0
+            # A copy: the input is offloaded too, and what is given up is poisoned.
+            wrong += differing(expected, gradients(model, lambda x=x: step(x.clone()))) > 0
         # Nothing of the broken run may leak into the next one.
         assert differing(expected, gradients(model, lambda x=x: step(x))) == 0
     assert wrong > 0, f"taking {wait} out changed nothing: the wait is not needed, or this test cannot see it"
@@ -109,7 +110,7 @@ def _two_streams(compiled: tuple[Stack, Callable[[Tensor], Tensor]], left_out: W
     with disturbed(0, left_out=left_out, longest_ms=8.0):
         for x, lane in zip(xs, lanes, strict=True):
             with torch.cuda.stream(lane):
-                found.append(gradients(model, lambda x=x: step(x)))
+                found.append(gradients(model, lambda x=x: step(x.clone())))
     torch.cuda.synchronize()
     return sum(differing(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -10,7 +10,7 @@ import torch.fx as fx
 from fxoffload.passes.annotate_layers import LAYER_KEY, AnnotateLayers
 from fxoffload.passes.cut_segments import CutSegments, Segmentation
 from fxoffload.passes.settle_nodes import GLUE_KEY, SettleNodes
-from tests.capture import Captured, Sketch, Tower, capture, example_input, tiny_tower
+from tests.capture import Captured, Sketch, Tower, capture, tiny_tower
 
 aten = torch.ops.aten
 

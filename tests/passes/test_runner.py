@@ -76,7 +76,7 @@ def test_errors_of_ours_keep_their_type() -> None:
     def refute(gm: fx.GraphModule) -> None:
         raise VerificationError("unpaired: x")
 
-    with pytest.raises(VerificationError, match="^unpaired: x"):
+    with pytest.raises(VerificationError, match=r"^unpaired: x"):
         run_steps((Step("verify", lambda s: refute, "first"),), make_state(), "forward")
 
 
@@ -127,7 +127,9 @@ def test_artifacts_show_the_graph_before_and_after(monkeypatch: pytest.MonkeyPat
 
 def test_a_compile_emits_artifacts_for_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(runner, "trace_structured", lambda kind, *, metadata_fn, payload_fn: seen.append(metadata_fn()["name"]))
+    monkeypatch.setattr(
+        runner, "trace_structured", lambda kind, *, metadata_fn, payload_fn: seen.append(metadata_fn()["name"])
+    )
     capture(Tower(2), example_input())
     # As the run was configured: nothing is donated by segments that run uncompiled.
     backward = without(BACKWARD, "choose_donations")

@@ -106,7 +106,7 @@ def _run_lengths(
     return found
 
 
-@pytest.mark.parametrize("min_bytes", [1, 1500])
+@pytest.mark.parametrize("min_bytes", [1, 1100])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "found out"])
 def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min_bytes: int) -> None:
     model = Stack()

@@ -28,7 +28,9 @@ from tests.support import (
 )
 
 
-def scenario(model: Stack, body: Callable[[Callable[..., Tensor]], None]) -> Callable[[Callable[..., Tensor]], Observed]:
+def scenario(
+    model: Stack, body: Callable[[Callable[..., Tensor]], None]
+) -> Callable[[Callable[..., Tensor]], Observed]:
     """``body`` on an empty set of gradients; returns every gradient."""
 
     def run(call: Callable[..., Tensor]) -> Observed:

@@ -1,0 +1,467 @@
+"""The copy engine on the CPU rehearsal: what is held, what is ahead, what comes back, and in which order."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxoffload
+from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from fxoffload.runtime.host_arena import HeapMemory, HostArena
+from fxoffload.runtime.streams import HostCopies, Wait
+from fxoffload.runtime.transfer import Group, Transfer
+
+CPU = torch.device("cpu")
+NBYTES = 1024  # of each value in this file
+ROOM = 1 << 24
+
+
+class Recorder(HostCopies):
+    """Copies at once, and writes down what a GPU would be told: events are numbers."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, object]] = []
+        self._count = 0
+        self.stream = "main"
+
+    def compute_stream(self) -> str:  # type: ignore[override]
+        return self.stream
+
+    def offload_waits_for_compute(self) -> None:
+        self.said.append(("offload waits for compute", None))
+
+    def offload_waits_for(self, event: object, wait: Wait) -> None:
+        self.said.append((f"offload waits: {wait.name}", event))
+
+    def reload_waits_for_compute(self) -> None:
+        self.said.append(("reload waits for compute", None))
+
+    def compute_waits_for(self, event: object, wait: Wait, stream: object = None) -> None:
+        self.said.append((f"compute waits: {wait.name}", event))
+
+    def offload(self, pieces):  # type: ignore[no-untyped-def]
+        return self._copy("offload", pieces)
+
+    def reload(self, pieces):  # type: ignore[no-untyped-def]
+        return self._copy("reload", pieces)
+
+    def _copy(self, what: str, pieces) -> int:  # type: ignore[no-untyped-def]
+        super().offload(pieces)
+        self._count += 1
+        self.said.append((what, self._count))
+        return self._count
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.said]
+
+
+class Bench:
+    """An engine of its own, and the values that were offloaded through it."""
+
+    def __init__(self, streams: HostCopies | None = None, host: int = ROOM) -> None:
+        self.streams = streams or HostCopies()
+        self.engine = CopyEngine(CPU, self.streams, HostArena(HeapMemory(), ROOM))
+        self.budgets = Budgets(host, 0, 0)
+        self.alive: list[weakref.ref[Tensor]] = []
+        self.engine.on_drop = self._drop
+        self.dropped: list[float] = []
+
+    def _drop(self, source: Tensor) -> None:
+        self.dropped.append(float(source.view(torch.float32)[0]))
+
+    def save(self, *values: float, reclaimable: bool = True, push: bool = True) -> Group:
+        """One forward: a group with one storage for each value, filled with it, needed in reverse order."""
+        group = Group(self.engine.streams.compute_stream())
+        for rank, value in enumerate(values):
+            tensor = torch.full((NBYTES // 4,), value)
+            (transfer,) = self.engine.offload([[tensor]], self.budgets, reclaimable=reclaimable)
+            assert transfer is not None
+            group.add(len(values) - rank, transfer)
+        if push:
+            self.engine.tape.push(group)
+        return group
+
+    def request(self, group: Group, *, keeps_graph: bool = False, prefetch: bool = True, across: bool = True) -> None:
+        self.engine.request(group, keeps_graph=keeps_graph, prefetch=prefetch, across_graphs=across)
+
+    def take(self, transfers: Sequence[Transfer]) -> list[float]:
+        found = []
+        for transfer, buffer in zip(transfers, self.engine.take(transfers), strict=True):
+            value = transfer.views[0].on(buffer)
+            assert bool((value == value[0]).all())
+            found.append(float(value[0]))
+        return found
+
+    def held(self) -> int:
+        return self.engine._in_flight_bytes
+
+    def ahead(self) -> int:
+        return self.engine._ahead_bytes
+
+
+def reloaded(group: Group) -> list[bool]:
+    return [t.buffer is not None for t in group.in_need_order()]
+
+
+# -- to the host -----------------------------------------------------------------------------------------------------
+
+
+def test_release_keeps_what_the_budget_allows_and_drops_the_oldest_first() -> None:
+    bench = Bench()
+    group = bench.save(1, 2, 3, 4, 5)
+    assert bench.held() == 5 * NBYTES
+    bench.engine.release(3 * NBYTES)
+    assert (bench.held(), bench.dropped) == (3 * NBYTES, [1, 2])
+    bench.engine.release(3 * NBYTES)
+    bench.engine.release(2 * NBYTES + 1)
+    assert (bench.held(), bench.dropped) == (2 * NBYTES, [1, 2, 3])
+    bench.engine.release(0)
+    assert (bench.held(), bench.dropped) == (0, [1, 2, 3, 4, 5])
+    assert len(group) == 5
+
+
+def test_the_source_is_held_until_its_release_and_no_longer() -> None:
+    bench = Bench()
+    tensor = torch.ones(256)
+    storage = weakref.ref(tensor.untyped_storage())
+    address = tensor.data_ptr()
+    (transfer,) = bench.engine.offload([[tensor]], bench.budgets, reclaimable=True)
+    del tensor
+    assert bench.engine._in_flight[0].source.data_ptr() == address
+    bench.engine.release(0)
+    assert not bench.engine._in_flight
+    gc.collect()
+    assert storage() is None
+    assert transfer is not None
+
+
+def test_the_compute_stream_waits_before_a_source_is_dropped() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    bench.save(1, 2, 3)
+    streams.said.clear()
+
+    def check(source: Tensor) -> None:
+        assert streams.names() == ["compute waits: SOURCE_DONE"]
+
+    bench.engine.on_drop = check
+    bench.engine.release(NBYTES)
+    # One wait for the youngest copy covers those before it.
+    assert streams.said == [("compute waits: SOURCE_DONE", 2)]
+    streams.said.clear()
+    bench.engine.release(NBYTES)
+    assert streams.said == []
+
+
+def test_each_compute_stream_waits_for_its_own_sources() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    bench.save(1)
+    streams.stream = "side"
+    bench.save(2)
+    streams.said.clear()
+    bench.engine.on_drop = None
+    bench.engine.release(0)
+    assert streams.said == [("compute waits: SOURCE_DONE", 1), ("compute waits: SOURCE_DONE", 2)]
+
+
+def test_a_copy_waits_for_the_compute_stream_before_it_reads() -> None:
+    streams = Recorder()
+    Bench(streams).save(1)
+    assert streams.names() == ["offload waits for compute", "offload"]
+
+
+def test_a_block_that_was_read_from_is_not_written_before() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(1)
+    bench.engine.release(0)
+    bench.take(group.in_need_order())
+    reload_event = streams.said[-2][1]
+    assert streams.said[-2][0] == "reload"
+    del group
+    streams.said.clear()
+    bench.save(2)
+    assert streams.said == [
+        ("offload waits for compute", None),
+        ("offload waits: HOST_READ", reload_event),
+        ("offload", 3),
+    ]
+
+
+def test_wait_offload_waits_for_the_last() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(1, 2, 3)
+    streams.said.clear()
+    bench.engine.wait_offload([])
+    assert not streams.said
+    bench.engine.wait_offload(group.in_need_order()[::-1])
+    assert streams.said == [("compute waits: SOURCE_DONE", 3)]
+
+
+def test_a_full_host_keeps_says_so_once_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(host=4096)
+    transfers = bench.engine.offload([[torch.ones(768)] for _ in range(3)], bench.budgets, reclaimable=True)
+    assert [t is not None for t in transfers] == [True, False, False]
+    assert fxoffload.stats().bytes_kept_host_full == 2 * 3072
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(messages) == 1
+    assert "host budget of 0.00 GiB is used up" in messages[0]
+    assert "raise host_budget or offload less" in messages[0]
+
+
+# -- back to the device ----------------------------------------------------------------------------------------------
+
+
+def test_values_come_back() -> None:
+    bench = Bench()
+    group = bench.save(1, 2, 3)
+    bench.engine.release(0)
+    bench.request(group)
+    bench.engine.prefetch(ROOM)
+    assert bench.take(group.in_need_order()) == [3, 2, 1]
+    found = fxoffload.stats()
+    assert (found.bytes_offloaded, found.bytes_reloaded, found.num_copies) == (3 * NBYTES, 3 * NBYTES, 6)
+    assert (found.num_prefetch_misses, found.bytes_reclaimed) == (0, 0)
+
+
+@pytest.mark.parametrize(("budget", "count"), [(0, 1), (NBYTES - 1, 1), (NBYTES, 1), (2 * NBYTES, 2), (ROOM, 4)])
+def test_prefetch_is_bounded_in_bytes_and_always_starts_one(budget: int, count: int) -> None:
+    bench = Bench()
+    group = bench.save(1, 2, 3, 4)
+    bench.engine.release(0)
+    bench.request(group)
+    bench.engine.prefetch(budget)
+    assert reloaded(group) == [i < count for i in range(4)]
+    assert bench.ahead() == count * NBYTES
+    bench.engine.prefetch(budget)
+    assert bench.ahead() == count * NBYTES
+    bench.take(group.in_need_order()[:1])
+    assert bench.ahead() == (count - 1) * NBYTES
+    bench.engine.prefetch(budget)  # and the next one moves up
+    assert bench.ahead() == min(count, 3) * NBYTES
+
+
+def test_what_was_not_prefetched_is_reloaded_when_needed_and_counted() -> None:
+    bench = Bench()
+    group = bench.save(1, 2, 3)
+    bench.engine.release(0)
+    bench.request(group, prefetch=False)
+    bench.engine.prefetch(ROOM)
+    assert reloaded(group) == [False] * 3
+    assert bench.take(group.in_need_order()[:2]) == [3, 2]
+    assert fxoffload.stats().num_prefetch_misses == 2
+
+
+def test_what_was_late_is_not_reloaded_again_by_the_queue() -> None:
+    bench = Bench()
+    group = bench.save(1, 2)
+    bench.engine.release(0)
+    bench.request(group)
+    assert bench.take(group.in_need_order()) == [2, 1]
+    bench.engine.prefetch(ROOM)
+    assert bench.ahead() == 0
+    assert fxoffload.stats().bytes_reloaded == 2 * NBYTES
+
+
+def test_a_reload_waits_for_the_compute_stream_and_the_reader_for_the_reload() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(1, 2)
+    bench.engine.release(0)
+    bench.request(group)
+    streams.said.clear()
+    bench.engine.prefetch(ROOM)
+    assert streams.said == [("reload waits for compute", None), ("reload", 3), ("reload", 4)]
+    streams.said.clear()
+    bench.take(group.in_need_order())
+    assert streams.said == [("compute waits: TARGET_READY", 4)]  # the youngest of both
+
+
+def test_a_second_backward_reloads_again() -> None:
+    bench = Bench()
+    group = bench.save(1, 2)
+    bench.engine.release(0)
+    for _ in range(2):
+        bench.request(group, keeps_graph=True)
+        bench.engine.prefetch(ROOM)
+        assert bench.take(group.in_need_order()) == [2, 1]
+        assert bench.ahead() == 0
+    assert len(bench.engine.tape) == 1
+    bench.request(group)
+    assert len(bench.engine.tape) == 0
+    assert bench.take(group.in_need_order()) == [2, 1]
+
+
+# -- reclaim ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_still_held_is_taken_back() -> None:
+    bench = Bench()
+    group = bench.save(1, 2, 3)
+    bench.engine.release(2 * NBYTES)  # the first is gone
+    addresses = [item.source.data_ptr() for item in bench.engine._in_flight]
+    bench.request(group)
+    transfers = group.in_need_order()
+    assert bench.held() == 0
+    assert bench.ahead() == 0  # it holds no bytes beyond those it held already
+    assert [b.data_ptr() for b in bench.engine.take(transfers[:2])] == addresses[::-1]
+    assert bench.take(transfers[2:]) == [1]
+    found = fxoffload.stats()
+    assert (found.bytes_reclaimed, found.bytes_reloaded) == (2 * NBYTES, NBYTES)
+
+
+def test_the_reader_of_a_reclaimed_source_waits_for_the_copy_that_reads_it() -> None:
+    """The segment may overwrite it."""
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(1)
+    bench.request(group)
+    streams.said.clear()
+    bench.take(group.in_need_order())
+    assert streams.said == [("compute waits: SOURCE_DONE", 1)]
+
+
+def test_what_the_caller_may_have_written_to_is_never_taken_back() -> None:
+    bench = Bench()
+    tensor = torch.full((NBYTES // 4,), 5.0)
+    (transfer,) = bench.engine.offload([[tensor]], bench.budgets, reclaimable=False)
+    assert transfer is not None
+    group = Group(bench.streams.compute_stream())
+    group.add(0, transfer)
+    tensor.fill_(9)
+    bench.request(group)
+    bench.engine.prefetch(ROOM)
+    assert bench.take([transfer]) == [5]
+    assert fxoffload.stats().bytes_reclaimed == 0
+
+
+def test_a_reclaimed_source_can_be_had_again() -> None:
+    """retain_graph: the copy on the host was made all the same."""
+    bench = Bench()
+    group = bench.save(1)
+    bench.request(group, keeps_graph=True)
+    (first,) = bench.engine.take(group.in_need_order())
+    first.zero_()
+    del first
+    bench.request(group)
+    assert bench.take(group.in_need_order()) == [1]
+
+
+# -- across graphs ---------------------------------------------------------------------------------------------------
+
+
+def test_the_groups_below_are_prefetched_in_reverse() -> None:
+    bench = Bench()
+    groups = [bench.save(10 * i, 10 * i + 1) for i in range(3)]
+    bench.engine.release(0)
+    bench.request(groups[2])
+    bench.engine.prefetch(3 * NBYTES)
+    assert [reloaded(g) for g in groups] == [[False, False], [True, False], [True, True]]
+    assert bench.take(groups[2].in_need_order()) == [21, 20]
+    bench.request(groups[1])
+    bench.engine.prefetch(3 * NBYTES)
+    assert [reloaded(g) for g in groups[:2]] == [[True, False], [True, True]]
+    assert bench.take(groups[1].in_need_order()) == [11, 10]
+    assert bench.take(groups[0].in_need_order()) == [1, 0]
+    assert fxoffload.stats().num_prefetch_misses == 1  # the last request of group 0 was never made
+
+
+def test_another_graph_is_left_alone_where_that_is_switched_off() -> None:
+    bench = Bench()
+    below, group = bench.save(1), bench.save(2)
+    bench.engine.release(0)
+    bench.request(group, across=False)
+    bench.engine.prefetch(ROOM)
+    assert (reloaded(below), reloaded(group)) == ([False], [True])
+
+
+def test_groups_of_another_compute_stream_are_not_prefetched() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    streams.stream = "side"
+    below = bench.save(1)
+    streams.stream = "main"
+    group = bench.save(2)
+    bench.engine.release(0)
+    bench.request(group)
+    bench.engine.prefetch(ROOM)
+    assert (reloaded(below), reloaded(group)) == ([False], [True])
+
+
+def test_a_wrong_guess_is_given_up() -> None:
+    """The backward of another group begins: what was prefetched for the first one goes, after a wait for its copy."""
+    streams = Recorder()
+    bench = Bench(streams)
+    first = bench.save(1, 2)
+    second = bench.save(3, push=False)  # nobody predicted it
+    bench.engine.release(0)
+    bench.request(first)
+    bench.engine.prefetch(ROOM)
+    assert bench.ahead() == 2 * NBYTES
+    streams.said.clear()
+    bench.request(second)
+    assert reloaded(first) == [False, False]
+    assert bench.ahead() == 0
+    assert streams.names() == ["compute waits: TARGET_READY"] * 2
+    assert bench.take(second.in_need_order()) == [3]
+    assert bench.take(first.in_need_order()) == [2, 1]  # and costs time only
+
+
+def test_what_dies_prefetched_gives_its_bytes_back() -> None:
+    """An exception, or a graph that was dropped."""
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(1, 2)
+    bench.engine.release(0)
+    bench.request(group)
+    bench.engine.prefetch(ROOM)
+    assert (bench.ahead(), bench.engine.host_bytes_in_use()) == (2 * NBYTES, 2 * NBYTES)
+    del group
+    streams.said.clear()
+    assert bench.engine.host_bytes_in_use() == 0
+    assert bench.ahead() == 0
+    assert streams.names() == ["compute waits: TARGET_READY"] * 2
+    bench.engine.prefetch(ROOM)  # the queue holds dead transfers
+    assert bench.ahead() == 0
+
+
+def test_a_group_that_dies_in_flight_leaves_its_block_when_the_copy_is_done() -> None:
+    bench = Bench()
+    group = bench.save(1)
+    del group
+    assert bench.engine.host_bytes_in_use() == 0
+    assert bench.held() == NBYTES
+    bench.engine.release(0)
+    assert bench.dropped == [1]
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_release_host_memory() -> None:
+    bench = Bench()
+    group = bench.save(1)
+    with pytest.raises(RuntimeError, match="1024 bytes in use"):
+        bench.engine.release_host_memory()
+    del group
+    assert bench.engine.release_host_memory() == 2 << 20
+    assert bench.held() == 0
+
+
+def test_one_engine_for_each_device() -> None:
+    assert engine_for(CPU) is engine_for(torch.device("cpu"))
+    assert engine_for(CPU).device == CPU
+
+
+def test_the_default_host_budget_is_read_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Budgets(7, 0, 0).host_bytes() == 7
+    monkeypatch.setattr("fxoffload.runtime.engine.default_host_budget_bytes", lambda: 11)
+    assert Budgets(None, 0, 0).host_bytes() == 11

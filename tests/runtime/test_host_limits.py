@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fxoffload.runtime import host_limits
+from fxoffload.runtime.host_limits import cgroup_limit_bytes, default_host_budget_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 100 GiB whose control group files are in the returned folder: v2, then v1."""
+    monkeypatch.setattr(host_limits, "_CGROUP_LIMITS", (tmp_path / "memory.max", tmp_path / "limit_in_bytes"))
+    monkeypatch.setattr(host_limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
+    return tmp_path
+
+
+def test_without_control_groups_the_machine_counts(machine: Path) -> None:
+    assert cgroup_limit_bytes() is None
+    assert default_host_budget_bytes() == 80 * GIB
+
+
+def test_version_2(machine: Path) -> None:
+    (machine / "memory.max").write_text(f"{20 * GIB}\n")
+    assert cgroup_limit_bytes() == 20 * GIB
+    assert default_host_budget_bytes() == 16 * GIB
+
+
+def test_version_2_without_a_limit(machine: Path) -> None:
+    (machine / "memory.max").write_text("max\n")
+    assert cgroup_limit_bytes() is None
+    assert default_host_budget_bytes() == 80 * GIB
+
+
+def test_version_1(machine: Path) -> None:
+    (machine / "limit_in_bytes").write_text(f"{10 * GIB}\n")
+    assert default_host_budget_bytes() == 8 * GIB
+
+
+def test_version_1_without_a_limit_says_a_huge_number(machine: Path) -> None:
+    (machine / "limit_in_bytes").write_text("9223372036854771712\n")
+    assert cgroup_limit_bytes() is None
+
+
+def test_version_2_goes_first(machine: Path) -> None:
+    (machine / "memory.max").write_text(f"{20 * GIB}\n")
+    (machine / "limit_in_bytes").write_text(f"{10 * GIB}\n")
+    assert cgroup_limit_bytes() == 20 * GIB
+
+
+def test_a_limit_beyond_the_machine_is_no_limit(machine: Path) -> None:
+    """A container may be allowed more than the machine has."""
+    (machine / "memory.max").write_text(f"{500 * GIB}\n")
+    assert default_host_budget_bytes() <= 100 * GIB
+
+
+def test_the_limit_is_read_again(machine: Path) -> None:
+    assert default_host_budget_bytes() == 80 * GIB
+    (machine / "memory.max").write_text(f"{10 * GIB}\n")
+    assert default_host_budget_bytes() == 8 * GIB

@@ -1,0 +1,174 @@
+"""Recompute that the user asked for, together with offloading."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fxoffload
+from fxoffload.runtime.executor import KEPT_FOR_HOOKS, KEPT_IN_BACKWARD
+from tests.support import (
+    Block,
+    Flip,
+    Stack,
+    assert_close,
+    assert_equal,
+    assert_nothing_held,
+    batch,
+    check_flip,
+    compiled,
+    num_dynamo_graphs,
+    rehearsal,
+    train_step,
+)
+
+WIDTH, TOKENS = 16, 6
+LAYER_INPUT_BYTES = 2 * TOKENS * WIDTH * 4
+
+
+def squared(call: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    return lambda: (call(batch()) ** 2).sum()
+
+
+def plain_bits(model: torch.nn.Module, call: Callable[[Callable[..., Any]], Tensor]) -> dict[str, Tensor]:
+    """The model through the same inner compiler, nothing offloaded and nothing segmented."""
+    torch.compiler.reset()
+    module = torch.compile(model, backend="fxoffload", options=rehearsal(disable=("offload",)))
+    return train_step(model, lambda: call(module))()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hf_gradient_checkpointing_inside_one_graph(name: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.models.zoo import BATCH, HIDDEN, SEQUENCE, build
+
+    # Recompute must draw the dropout masks of the forward again.
+    reference, built = (build(name, layers=3, dropout=0.25) for _ in range(2))
+    built.model.gradient_checkpointing_enable()  # type: ignore[operator]
+    module = compiled(built.model)
+    flip = check_flip(train_step(built.model, lambda: built.loss(module)))
+    assert_equal(flip.observed, plain_bits(reference.model, reference.loss))
+
+    # What a layer saves is its input.
+    graph = max(flip.graphs, key=lambda g: len(g.layer_names))
+    assert len(graph.layer_names) == 3
+    hidden = [n for c in graph.saved.candidates for n in c.nodes if n.meta["val"].shape == (BATCH, SEQUENCE, HIDDEN)]
+    assert len(hidden) >= 3
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    reference.loss(compiled(reference.model)).backward()
+    assert flip.stats.bytes_offloaded < fxoffload.stats().bytes_offloaded / 2
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        context_fn = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=context_fn)
+
+
+class Everything(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _offloaded_bytes(block: type[Block]) -> Flip:
+    model = Stack(block=block)
+    module = compiled(model)
+    flip = check_flip(train_step(model, squared(module)))
+    reference = Stack()
+    assert_close(flip.observed, train_step(reference, squared(reference))())
+    assert_equal(flip.observed, plain_bits(reference, lambda call: squared(call)()))
+    return flip
+
+
+def test_selective_checkpointing_offloads_what_its_policy_saves() -> None:
+    everything = _offloaded_bytes(Everything)
+    selective = _offloaded_bytes(Selective)
+    nothing = _offloaded_bytes(Block)
+    assert everything.stats.bytes_offloaded < selective.stats.bytes_offloaded < nothing.stats.bytes_offloaded
+    (graph,) = selective.graphs
+    saved = [c for c in graph.saved.candidates if "mm" in c.producer]
+    # The result of `up` of each of four layers; that of `down` is an input of nothing that needs it.
+    assert len([c for c in saved if c.nbytes == 2 * LAYER_INPUT_BYTES]) == 4
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_eager_checkpoint_around_layers_compiled_on_their_own(reentrant: bool, dropout: float) -> None:
+    """Checkpoint's own forward saves nothing that could be copied, its recompute must not: the backward reads the
+    result at once. The layers outside are offloaded as ever."""
+    wrapped = (1, 2)
+
+    class Wrapped(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x = checkpoint(layer, x, use_reentrant=reentrant) if i in wrapped else layer(x)
+            return self.head(x)
+
+    model, reference = Wrapped(dropout=dropout), Stack(dropout=dropout)
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", options=rehearsal())
+    run = train_step(model, squared(model))
+    first = run()
+    assert_nothing_held()
+    assert_close(first, train_step(reference, squared(reference))())
+
+    graphs = num_dynamo_graphs()
+    fxoffload.reset_stats()
+    again = run()
+    stats = fxoffload.stats()
+    assert_nothing_held()
+    assert_equal(again, first)
+    if reentrant:
+        # The first forward runs without gradients: plain code.
+        assert dict(stats.calls_kept) == {KEPT_IN_BACKWARD: len(wrapped)}
+    else:
+        assert dict(stats.calls_kept) == {KEPT_FOR_HOOKS: len(wrapped), KEPT_IN_BACKWARD: len(wrapped)}
+    both = stats.bytes_offloaded
+    assert both > 0
+    assert stats.bytes_reloaded == both
+
+    with fxoffload.override_policy("keep_all"):
+        assert_equal(run(), first)
+    assert num_dynamo_graphs() == graphs
+
+    # Exactly what the two layers outside the checkpoints save without any checkpoint.
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    for layer in reference.layers:
+        layer.compile(backend="fxoffload", options=rehearsal())
+    squared(reference)().backward()
+    assert both == fxoffload.stats().bytes_offloaded / 2
+
+
+def test_nothing_is_held_in_the_middle_of_a_backward_that_recomputes() -> None:
+    held: list[tuple[int, int]] = []
+
+    def look(grad: Tensor) -> None:
+        stats = fxoffload.stats()
+        held.append((stats.num_groups_on_tape, stats.host_bytes_in_use))
+
+    class Wrapped(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+                x.register_hook(look)
+            return self.head(x)
+
+    model = Wrapped()
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", options=rehearsal())
+    squared(model)().backward()
+    squared(model)().backward()
+    assert held == [(0, 0)] * 8

@@ -1,0 +1,215 @@
+"""Others who look inside what autograd saved: saved-tensor hooks and compiled autograd."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import fxoffload
+from fxoffload.runtime.executor import KEPT_FOR_COMPILED_AUTOGRAD, KEPT_FOR_HOOKS
+from tests.support import (
+    Stack,
+    assert_close,
+    assert_equal,
+    assert_nothing_held,
+    assert_offloaded,
+    batch,
+    compiled,
+    effects,
+    num_dynamo_graphs,
+    rehearsal,
+    train_step,
+)
+
+
+def squared(call: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    return lambda: (call(batch()) ** 2).sum()
+
+
+HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "identity": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+    "detach": lambda: saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
+    "clone": lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()),
+    "save_on_cpu": lambda: save_on_cpu(pin_memory=False),
+    "numpy": lambda: saved_tensors_hooks(lambda t: t.detach().numpy(), lambda a: torch.from_numpy(a)),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("where", ["forward", "step"])
+def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str, where: str) -> None:
+    model = Stack()
+    module = compiled(model)
+
+    def under_hooks() -> Tensor:
+        with HOOKS[hooks]():
+            return squared(module)()
+
+    plain = train_step(model, squared(module))
+    hooked = train_step(model, under_hooks)
+    reference = plain()
+    graphs = num_dynamo_graphs()
+    fxoffload.reset_stats()
+    if where == "forward":
+        observed = hooked()
+    else:
+        with HOOKS[hooks]():
+            observed = plain()
+    stats = fxoffload.stats()
+    assert_equal(observed, reference)
+    assert dict(stats.calls_kept) == {KEPT_FOR_HOOKS: 1}
+    assert (stats.bytes_offloaded, stats.num_copies) == (0, 0)
+    assert_nothing_held()
+
+    # That call only.
+    fxoffload.reset_stats()
+    assert_equal(plain(), reference)
+    assert_offloaded(fxoffload.stats())
+    assert num_dynamo_graphs() == graphs
+
+
+def test_hooks_from_the_first_call_on() -> None:
+    """Compiled under hooks, used without them afterwards."""
+    model = Stack()
+    module = compiled(model)
+    with HOOKS["clone"]():
+        hooked = train_step(model, squared(module))()
+    assert dict(fxoffload.stats().calls_kept) == {KEPT_FOR_HOOKS: 1}
+    fxoffload.reset_stats()
+    assert_equal(train_step(model, squared(module))(), hooked)
+    assert_offloaded(fxoffload.stats())
+
+
+@contextlib.contextmanager
+def _config_switch() -> Iterator[None]:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        yield
+
+
+@contextlib.contextmanager
+def _enabled() -> Iterator[None]:
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        yield
+
+
+@pytest.mark.parametrize("switch", [_config_switch, _enabled], ids=["config", "enable"])
+def test_a_step_under_compiled_autograd_keeps_everything_and_says_so(
+    switch: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    model = Stack(layers=3)
+    eager = train_step(model, squared(model))()
+    with switch():
+        module = compiled(model)
+        run = train_step(model, squared(module))
+        first = run()
+        fxoffload.reset_stats()
+        second = run()
+        stats = fxoffload.stats()
+        with fxoffload.override_policy("keep_all"):
+            kept = run()
+    assert_close(first, eager)
+    assert_equal(second, kept)
+    assert dict(stats.calls_kept) == {KEPT_FOR_COMPILED_AUTOGRAD: 1}
+    assert (stats.bytes_offloaded, stats.num_copies) == (0, 0)
+    assert_nothing_held()
+
+
+def test_compiled_autograd_around_the_backward_alone_never_gives_wrong_gradients() -> None:
+    """The forward could not know, and our backward is not asked: compiled autograd inlines the graph and finds tokens
+    where values should be. It cannot trace that (no shape fits a token's), so it raises before anything runs."""
+    model = Stack(layers=3)
+    module = compiled(model)
+    expected = train_step(model, squared(module))()
+    model.zero_grad(set_to_none=True)
+    loss = squared(module)()
+    assert fxoffload.stats().host_bytes_in_use > 0
+    with _enabled():
+        with contextlib.suppress(RuntimeError):
+            loss.backward()
+            assert_close({"loss": loss.detach(), **effects(model)}, expected)
+            return
+    assert all(p.grad is None for p in model.parameters())
+    del loss
+    # Both remember the arguments of the trace that failed.
+    compiled_autograd.reset()
+    torch.compiler.reset()
+    gc.collect()
+    assert_nothing_held()
+    assert_equal(train_step(model, squared(module))(), expected)
+
+
+# -- hooks that come after the forward ---------------------------------------------------------------------------------
+
+
+def _register_late(loss: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> int:
+    """Register hooks on what the compiled graphs below ``loss`` have saved; returns on how many tensors."""
+    seen, todo, found = set(), [loss.grad_fn], 0
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [n for n, _ in node.next_functions]
+        if "CompiledFunction" in type(node).__name__:
+            for saved in node._raw_saved_tensors:  # type: ignore[attr-defined]
+                saved.register_hooks(pack, unpack)
+                found += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["same object", "detached", "copied"])
+def test_hooks_set_after_the_forward_never_give_wrong_gradients(kind: str) -> None:
+    model = Stack()
+    module = compiled(model)
+    expected = train_step(model, squared(module))()
+    model.zero_grad(set_to_none=True)
+    loss = squared(module)()
+    value = loss.detach().clone()
+    pack = {"same object": lambda t: t, "detached": lambda t: t.detach(), "copied": lambda t: t.clone()}[kind]
+    assert _register_late(loss, pack, lambda t: t) > 0
+    lost = None
+    try:
+        loss.backward()
+    except fxoffload.TokenLostError as error:
+        lost = str(error)
+    if lost is None:
+        assert_equal({"loss": value, **effects(model)}, expected)
+    else:
+        assert "saved-tensor hook set after the forward" in lost
+        assert all(p.grad is None for p in model.parameters())
+    del loss
+    gc.collect()  # the traceback and its frames are a cycle
+    assert_nothing_held()
+    assert_equal(train_step(model, squared(module))(), expected)
+
+
+def test_layers_under_hooks_beside_layers_without() -> None:
+    """Per layer: the calls under hooks keep, the others offload, one tape serves both."""
+    model = Stack()
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", options=rehearsal())
+
+    def call() -> Tensor:
+        x = batch()
+        for i, layer in enumerate(model.layers):
+            with HOOKS["save_on_cpu"]() if i % 2 else contextlib.nullcontext():
+                x = layer(x)
+        return (model.head(x) ** 2).sum()
+
+    run = train_step(model, call)
+    first = run()
+    fxoffload.reset_stats()
+    assert_equal(run(), first)
+    stats = fxoffload.stats()
+    assert dict(stats.calls_kept) == {KEPT_FOR_HOOKS: 2}
+    assert stats.bytes_offloaded == stats.bytes_reloaded > 0
+    assert_nothing_held()
+    with fxoffload.override_policy("keep_all"):
+        assert_equal(run(), first)
