@@ -31,8 +31,9 @@ class Options:
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
     host_budget: most pinned host memory to reserve, in bytes; None decides from the memory of the
         machine or of its cgroup.
-    in_flight_budget: most bytes on their way to the host at a time; they still use device memory.
-    prefetch_budget: most bytes reloaded ahead of their use; they already use device memory.
+    in_flight_budget: most bytes on their way to the host at a time; they still use device memory. None: as many as the
+        largest segment moves, which keeps the link busy with the least memory.
+    prefetch_budget: most bytes reloaded ahead of their use; they already use device memory. None: likewise.
     inner: ``"inductor"``, or ``"aot_eager"`` to run the segments uncompiled (for debugging).
     inductor: Inductor options as in ``torch.compile(options=...)``, for every segment. Given as a
         mapping, stored as pairs sorted by name; ``inductor_config()`` is a fresh dict of them.
@@ -48,8 +49,8 @@ class Options:
     on_error: OnError
     min_bytes: int
     host_budget: int | None
-    in_flight_budget: int
-    prefetch_budget: int
+    in_flight_budget: int | None
+    prefetch_budget: int | None
     inner: Inner
     inductor: tuple[tuple[str, Any], ...]
     device_types: tuple[str, ...]
@@ -63,8 +64,8 @@ class Options:
         on_error: OnError = "raise",
         min_bytes: int | str = "1MiB",
         host_budget: int | str | None = None,
-        in_flight_budget: int | str = "1GiB",
-        prefetch_budget: int | str = "1.5GiB",
+        in_flight_budget: int | str | None = None,
+        prefetch_budget: int | str | None = None,
         inner: Inner = "inductor",
         inductor: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
         device_types: Iterable[str] = ("cuda",),
@@ -74,9 +75,9 @@ class Options:
             "policy": _one_of("policy", policy, get_args(Policy)),
             "on_error": _one_of("on_error", on_error, get_args(OnError)),
             "min_bytes": parse_bytes(min_bytes, "min_bytes", allow_zero=True),
-            "host_budget": None if host_budget is None else parse_bytes(host_budget, "host_budget"),
-            "in_flight_budget": parse_bytes(in_flight_budget, "in_flight_budget"),
-            "prefetch_budget": parse_bytes(prefetch_budget, "prefetch_budget"),
+            "host_budget": _bytes_or_none(host_budget, "host_budget"),
+            "in_flight_budget": _bytes_or_none(in_flight_budget, "in_flight_budget"),
+            "prefetch_budget": _bytes_or_none(prefetch_budget, "prefetch_budget"),
             "inner": _one_of("inner", inner, get_args(Inner)),
             "inductor": _check_inductor(inductor),
             "device_types": _check_device_types(device_types),
@@ -134,6 +135,10 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> object:
         return value
     hint = suggestion(value, allowed) if isinstance(value, str) else ""
     raise OptionsError(f"{name} is {value!r}{hint}; expected one of {', '.join(allowed)}")
+
+
+def _bytes_or_none(value: int | str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name)
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:

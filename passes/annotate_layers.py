@@ -17,6 +17,7 @@ break) the longest repeated run of ops is the stack, and its repeats are the lay
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections import Counter, defaultdict
@@ -67,6 +68,7 @@ class _Path:
         return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _parse(path: str) -> tuple[str, ...]:
     parts = [a or b for a, b in _COMPONENT.findall(path)]
     return tuple(p for p in parts if p not in _WRAPPERS)

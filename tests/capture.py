@@ -98,6 +98,7 @@ class Captured:
 
 def capture(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] | None = None, **options: Any) -> Captured:
     """Compile ``model`` through the backend, run one step under "keep_all", and return everything that was made."""
+    torch.compiler.reset()  # Dynamo would run an equal model with the code that it has
     states: dict[str, Any] = {}
     calls: list[Call] = []
     alive = set(fxoffload.graphs())

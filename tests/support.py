@@ -8,7 +8,7 @@ and not equally wrong, is checked against eager with a tolerance.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in a ``ModuleList`` named ``layers``, and a head. ``between`` is called behind each block with its index."""
+    """Blocks in a ``ModuleList`` named ``layers``, and a head.
+
+    ``between`` is called behind each block, with the block's index and output.
+    """
 
     def __init__(
         self,

@@ -48,11 +48,11 @@ _RANGE_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes. ``host``: None for the machine's default."""
+    """Bytes. ``host``: None for the machine's default; the others: None for what the largest segment moves."""
 
     host: int | None
-    in_flight: int
-    prefetch: int
+    in_flight: int | None
+    prefetch: int | None
 
     def host_bytes(self) -> int:
         """The host budget that holds now."""

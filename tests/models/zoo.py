@@ -87,7 +87,9 @@ def _gemma3(layers: int, p: float, **extra: Any) -> Built:
 
 
 def _qwen3_moe(layers: int, p: float, **extra: Any) -> Built:
-    return _causal(hf.Qwen3MoeConfig(**_DECODER, **_MOE, num_hidden_layers=layers, attention_dropout=p, **extra))
+    config = hf.Qwen3MoeConfig(**_DECODER, **_MOE, num_hidden_layers=layers, attention_dropout=p, **extra)
+    # Mixtral has the default, grouped_mm.
+    return Built(hf.AutoModelForCausalLM.from_config(config, experts_implementation="batched_mm"), _tokens())
 
 
 def _mixtral(layers: int, p: float, **extra: Any) -> Built:

@@ -79,7 +79,7 @@ class Bench:
         """One forward: a group with one storage for each value, filled with it, needed in reverse order."""
         group = Group(self.engine.streams.compute_stream())
         for rank, value in enumerate(values):
-            tensor = torch.full((NBYTES // 4,), value)
+            tensor = torch.full((NBYTES // 4,), value, dtype=torch.float32)
             (transfer,) = self.engine.offload([[tensor]], self.budgets, reclaimable=reclaimable)
             assert transfer is not None
             group.add(len(values) - rank, transfer)

@@ -52,12 +52,6 @@ def test_version_2_goes_first(machine: Path) -> None:
     assert cgroup_limit_bytes() == 20 * GIB
 
 
-def test_a_limit_beyond_the_machine_is_no_limit(machine: Path) -> None:
-    """A container may be allowed more than the machine has."""
-    (machine / "memory.max").write_text(f"{500 * GIB}\n")
-    assert default_host_budget_bytes() <= 100 * GIB
-
-
 def test_the_limit_is_read_again(machine: Path) -> None:
     assert default_host_budget_bytes() == 80 * GIB
     (machine / "memory.max").write_text(f"{10 * GIB}\n")

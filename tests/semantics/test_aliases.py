@@ -191,7 +191,7 @@ def test_saved_tensors_that_are_not_contiguous() -> None:
 
 
 def test_saved_tensors_with_gaps_and_offsets() -> None:
-    """A slice of a wider tensor that enters the graph: strided, at an offset, its storage larger than what it covers."""
+    """A slice of a wider graph input: strided, at an offset, in a storage that is larger than what it covers."""
 
     class Sliced(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -302,8 +302,24 @@ def test_a_kept_graph_input_that_the_caller_writes_to_is_noticed_as_in_eager() -
             later.sum().backward()
 
 
+def test_what_the_graph_writes_in_place_stays() -> None:
+    """Inductor's partition recomputes from an input that the graph has written by then, so its gradients differ from
+    eager's. Offloading is not the place to correct that, nor to change it."""
+
+    class InPlace(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x * x)
+            x.mul_(2)
+            return y
+
+    model = InPlace()
+    module = compiled(model)
+    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    assert any(s.reason == "the graph writes it in place" for s in flip.graphs[0].saved.skipped)
+
+
 def test_the_graph_itself_writes_to_an_input() -> None:
-    """Not one that the backward reads: there Inductor's own partition is wrong (it recomputes from what was written)."""
+    """Not one that the backward reads: there Inductor itself is wrong, it recomputes from what was written."""
 
     class Counting(Stack):
         def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]

@@ -43,13 +43,13 @@ def plain_bits(model: torch.nn.Module, call: Callable[[Callable[..., Any]], Tens
     return train_step(model, lambda: call(module))()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hf_gradient_checkpointing_inside_one_graph(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import BATCH, HIDDEN, SEQUENCE, build
 
     # Recompute must draw the dropout masks of the forward again.
-    reference, built = (build(name, layers=3, dropout=0.25) for _ in range(2))
+    reference, built = (build(name, layers=2, dropout=0.25) for _ in range(2))
     built.model.gradient_checkpointing_enable()  # type: ignore[operator]
     module = compiled(built.model)
     flip = check_flip(train_step(built.model, lambda: built.loss(module)))
@@ -57,9 +57,9 @@ def test_hf_gradient_checkpointing_inside_one_graph(name: str) -> None:
 
     # What a layer saves is its input.
     graph = max(flip.graphs, key=lambda g: len(g.layer_names))
-    assert len(graph.layer_names) == 3
+    assert len(graph.layer_names) == 2
     hidden = [n for c in graph.saved.candidates for n in c.nodes if n.meta["val"].shape == (BATCH, SEQUENCE, HIDDEN)]
-    assert len(hidden) >= 3
+    assert len(hidden) >= 2
     torch.compiler.reset()
     fxoffload.reset_stats()
     reference.loss(compiled(reference.model)).backward()

@@ -128,6 +128,28 @@ def test_mixed_decisions_in_one_call() -> None:
             assert_nothing_held()
 
 
+def test_gradients_that_are_returned_and_read_on() -> None:
+    """What is added to the residual stream has the stream's own gradient: one segment returns it, the next reads it."""
+
+    class Additions(Stack):
+        def forward(self, x: Tensor, *additions: Tensor) -> Tensor:  # type: ignore[override]
+            for layer, addition in zip(self.layers, additions, strict=True):
+                x = layer(x) + addition
+            return self.head(x)
+
+    model = Additions(layers=3)
+    module = compiled(model, inner="inductor")
+
+    def run(call=module) -> Observed:
+        model.zero_grad(set_to_none=True)
+        inputs = [batch(i).requires_grad_() for i in range(4)]
+        (call(*inputs) ** 2).sum().backward()
+        return {**effects(model), **{f"grad {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}}
+
+    eager = run(model)
+    assert_close(check_flip(run).observed, eager)
+
+
 def test_gradient_that_aliases_an_incoming_gradient() -> None:
     """A residual hands its incoming gradient on: what arrives is also what leaves."""
 

@@ -277,6 +277,10 @@ def test_prefetch_across_graphs_keeps_to_its_budget(monkeypatch: pytest.MonkeyPa
     model = _per_layer(Stack(layers=6), prefetch_budget=per_layer)
     flip = check_flip(train_step(model, squared(model)), min_segments=1)
     assert 0 < peak <= per_layer
+    # What the budget goes to is what is needed next: a part of every group is there when its backward begins.
+    watch = _Watch(monkeypatch)
+    squared(model)().backward()
+    assert [ready > 0 for ready, _ in watch.ahead] == [False] + [True] * 5
     assert flip.stats.bytes_reloaded == flip.stats.bytes_offloaded
 
 

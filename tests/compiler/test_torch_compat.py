@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fxoffload._torch_compat import (
+    AOT_CONFIG,
+    aliased_args,
+    aot_config_patch,
+    backward_keeps_graph,
+    boxed,
+    boxed_eager,
+    compiled_autograd_active,
+    hint,
+    in_backward,
+    mutated_args,
+    saved_tensor_hooks_active,
+    symbols_of,
+)
+from tests.capture import Sketch
+
+aten = torch.ops.aten
+
+
+def symbolic(*shape: int) -> tuple[ShapeEnv, torch.Tensor]:
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))  # type: ignore[call-arg]
+    return env, mode.from_tensor(torch.empty(*shape), symbolic_context=context)
+
+
+def test_a_hint_adds_no_guard() -> None:
+    """Comparisons on SymInts leak guards: five compilations for six lengths, where one is enough."""
+    env, x = symbolic(7, 5)
+    assert hint(x.shape[0]) == 7
+    assert hint(x.shape[0] * x.shape[1]) == 35
+    assert hint(x.stride()[0]) == 5
+    assert not env.guards
+    assert (hint(3), hint(2.5), hint(None)) == (3, None, None)
+
+
+def test_an_unbacked_size_has_no_hint() -> None:
+    env, _ = symbolic(7)
+    assert hint(env.create_unbacked_symint()) is None
+
+
+def test_symbols() -> None:
+    _, x = symbolic(7, 5)
+    assert len(symbols_of(x)) == 2
+    assert len(symbols_of(x.shape[0])) == 1
+    assert symbols_of(torch.ones(3)) == set()
+    assert symbols_of(7) == set()
+
+
+def test_what_a_result_may_share_memory_with() -> None:
+    sketch = Sketch()
+    x, y = sketch.input("x", 4, 4), sketch.input("y", 4, 4)
+    assert aliased_args(sketch.op(aten.view.default, x, [16])) == [x]
+    assert aliased_args(sketch.op(aten.add.Tensor, x, y)) == []
+    assert aliased_args(sketch.op(aten.copy_.default, x, y)) == [x]  # not what it copies
+    split = sketch.op(aten.split.Tensor, x, 2)
+    assert aliased_args(split) == [x]
+    assert aliased_args(sketch.op(operator.getitem, split, 0)) == []  # no schema: the fake storages say it
+
+
+def test_what_an_op_writes() -> None:
+    sketch = Sketch()
+    x, y = sketch.input("x", 4, 4), sketch.input("y", 4, 4)
+    assert mutated_args(sketch.op(aten.copy_.default, x, y)) == [x]
+    assert mutated_args(sketch.op(aten.add.out, x, y, out=y)) == [y]
+    assert mutated_args(sketch.op(aten.add.Tensor, x, y)) == []
+    assert mutated_args(sketch.op(aten.view.default, x, [16])) == []
+    assert mutated_args(sketch.op(aten._foreach_add_.Scalar, [x, y], 1)) == [x, y]
+
+
+def test_aot_config_is_patched_and_put_back() -> None:
+    import torch._functorch.config as config
+
+    before = {name: getattr(config, name) for name in AOT_CONFIG}
+    with pytest.raises(ValueError, match="inside"):
+        with aot_config_patch():
+            assert {name: getattr(config, name) for name in AOT_CONFIG} == AOT_CONFIG
+            raise ValueError("inside")
+    assert {name: getattr(config, name) for name in AOT_CONFIG} == before
+
+
+def test_saved_tensor_hooks_are_seen() -> None:
+    assert not saved_tensor_hooks_active()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert saved_tensor_hooks_active()
+    with torch.autograd.graph.save_on_cpu():
+        assert saved_tensor_hooks_active()
+    assert not saved_tensor_hooks_active()
+
+
+def test_compiled_autograd_is_seen() -> None:
+    assert not compiled_autograd_active()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert compiled_autograd_active()
+    assert not compiled_autograd_active()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_running_backward_is_seen(keep: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append((in_backward(), backward_keeps_graph())))
+    assert not in_backward()
+    y.sum().backward(retain_graph=keep)
+    assert seen == [(True, keep)]
+    assert not in_backward()
+
+
+def test_boxed_eager_empties_its_list_before_it_computes() -> None:
+    sketch = Sketch()
+    gm = sketch.module([sketch.chain(sketch.input("x", 4), 2)])
+    fn = boxed_eager(gm)
+    args = [torch.zeros(4)]
+    (found,) = fn(args)
+    assert args == []
+    assert torch.equal(found, torch.ones(4))
+    assert fn._boxed_call is True  # type: ignore[attr-defined]
+
+
+def test_boxed_marks() -> None:
+    def fn(args: list[int]) -> None: ...
+
+    assert boxed(fn) is fn
+    assert fn._boxed_call is True  # type: ignore[attr-defined]
