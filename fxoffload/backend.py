@@ -64,7 +64,7 @@ def fxoffload(
 
 @contextlib.contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Compiling makes millions of objects that live until its end, and the cyclic collector would look at them again and
+    """Compiling makes millions of objects that live until its end; the cyclic collector would look at them again and
     again."""
     enabled = gc.isenabled()
     gc.disable()

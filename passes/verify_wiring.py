@@ -99,7 +99,7 @@ class VerifyWiring:
             if not 0 <= index < len(outputs):
                 raise _error(node, f"takes output {index} of {len(outputs)}")
             return _value(outputs[index])
-        sources = packed.args[0]
+        sources = packed.args[0] if packed.args else None
         if is_op(packed, ops.wait_reload) and isinstance(sources, fx.Node):
             sources = sources.args[0]
         if not any(is_op(packed, op) for op in _PACKED) or not isinstance(sources, (list, tuple)):

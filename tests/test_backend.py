@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="fxoffload")`` as its user sees it: bad input, switches, fallbacks, policies, stats."""
+"""``torch.compile(model, backend="fxoffload")`` as its user sees it: bad input, switches, fallbacks, policies."""
 
 from __future__ import annotations
 

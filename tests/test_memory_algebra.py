@@ -164,13 +164,16 @@ def last_readers(outer: fx.GraphModule) -> tuple[dict[fx.Node, int], dict[str, i
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def expected_forward(graph: CompiledGraph, in_flight: int) -> list[tuple[str, set[str], set[str], int]]:
-    """(segment, R, F, bytes offloaded since the last release) at each boundary of a forward that offloads all."""
+def expected_forward(graph: CompiledGraph, in_flight: int | None) -> list[tuple[str, set[str], set[str], int]]:
+    """(segment, R, F, bytes offloaded since the last release) at each boundary of a forward that offloads all.
+
+    ``in_flight``: None for what the segment that moved most so far has moved.
+    """
     sizes = nbytes_of(graph)
     order, last = last_readers(graph.forward)
     made: set[str] = set()
     flying: deque[str] = deque()
-    since_release = 0
+    since_release = largest = 0
     found = []
     for node in graph.forward.graph.nodes:
         if node.op == "call_module":
@@ -180,9 +183,11 @@ def expected_forward(graph: CompiledGraph, in_flight: int) -> list[tuple[str, se
         elif is_op(node, ops.offload):
             sources = list(dict.fromkeys(map(storage, node.args[0])))  # type: ignore[arg-type]
             flying.extend(sources)
-            since_release += sum(sizes[s] for s in sources)
+            moved = sum(sizes[s] for s in sources)
+            since_release, largest = since_release + moved, max(largest, moved)
         elif is_op(node, ops.release):
-            while flying and sum(sizes[s] for s in flying) > in_flight:
+            limit = largest if in_flight is None else in_flight
+            while flying and sum(sizes[s] for s in flying) > limit:
                 flying.popleft()
             since_release = 0
     return found
@@ -231,6 +236,17 @@ def test_forward(watch: Watch, layers: float | None) -> None:
 def inputs(graph: CompiledGraph) -> set[str]:
     """Storage classes that the caller brings: they live on whatever we do, and are not watched."""
     return {storage(n) for n in graph.forward.graph.find_nodes(op="placeholder")}
+
+
+def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
+    """Without a budget: what the largest segment moves, so that each layer's copies hide behind the next layer."""
+    graph, boundaries, _ = run(watch)
+    sizes = nbytes_of(graph)
+    expected = expected_forward(graph, None)
+    for boundary, (segment, still_read, flying, _) in zip(boundaries, expected, strict=True):
+        assert boundary.live - inputs(graph) == (still_read | flying) - inputs(graph), segment
+        assert boundary.in_flight_bytes == sum(sizes[s] for s in flying) <= 2.1 * layer_bytes(graph)
+    assert max(b.in_flight_bytes for b in boundaries) >= 0.9 * layer_bytes(graph)
 
 
 def test_a_forward_that_keeps_holds_everything_it_saved(watch: Watch) -> None:
@@ -296,6 +312,16 @@ def test_backward(watch: Watch, layers: float | None) -> None:
     assert last_bytes <= 2 * A  # the last segment needs the model's input alone: nothing is left over
     if layers is not None and layers >= 1:
         assert fxoffload.stats().num_prefetch_misses <= len(sizes)
+
+
+def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
+    """Without a budget: what the segment that needs most needs, so that a layer's copies hide behind the one before."""
+    graph, _, boundaries = run(watch, in_flight_budget=1)
+    ahead = [b.ahead_bytes for b in boundaries if b.segment.startswith("layers")]
+    assert all(a <= 1.2 * layer_bytes(graph) for a in ahead)
+    assert max(ahead) >= 0.9 * layer_bytes(graph)
+    for boundary, (segment, gradients, saved) in zip(boundaries, expected_backward(graph), strict=True):
+        assert boundary.live == gradients | saved, segment
 
 
 def test_a_saved_value_dies_in_the_segment_that_reads_it_last(watch: Watch) -> None:

@@ -28,6 +28,7 @@ from fxoffload.errors import PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
+from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
@@ -175,7 +176,11 @@ class CompileSession:
 
         ordered = [c for node in state.outer.graph.nodes for c in node.meta.get("fxoffload_candidates", ())]
         place = {c.name: i for i, c in enumerate(state.saved.candidates)}
-        movables = [Movable(c.name, len(c.nodes), c.is_input) for c in ordered]
+        paces = _values_of_layers(state.segmentation, lambda s: s.outputs)
+        movables = [
+            Movable(c.name, len(c.nodes), c.is_input, paces_forward=any(n.name in paces for n in c.nodes))
+            for c in ordered
+        ]
         program = OuterProgram(state.outer, device=self.device, options=self._runtime, movables=movables)
         graph = CompiledGraph(
             forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
@@ -250,7 +255,9 @@ class CompileSession:
         for i, segment in enumerate(state.segmentation.segments):
             for value in segment.inputs:
                 order.setdefault(value.name, i)
+        paces = _values_of_layers(state.segmentation, lambda s: s.inputs)
         for movable in movables:
+            movable.paces_backward = movable.name in paces
             movable.rank = order.get(movable.name, len(state.segmentation.segments))
 
     # -- shared --------------------------------------------------------------------------------------------------------
@@ -280,6 +287,12 @@ class CompileSession:
             f"fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): {error}",
             stacklevel=2,
         )
+
+
+def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:
+    """Names of what layer segments make (or read); of all segments where none is a layer."""
+    layers = [s for s in segmentation.segments if s.layer] or segmentation.segments
+    return frozenset(n.name for s in layers for n in values(s))
 
 
 def compile_plain(

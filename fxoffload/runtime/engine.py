@@ -90,6 +90,7 @@ class CopyEngine:
         self._taken: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._ahead: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._ahead_bytes = 0
+        self._reclaimed_bytes = 0
         self._dead: deque[Remains] = deque()
         self._order = itertools.count(1)
         self._warned_full = False
@@ -185,10 +186,16 @@ class CopyEngine:
             self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
             self._taken.clear()
 
-    def prefetch(self, budget_bytes: int) -> None:
-        """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one)."""
+    def prefetch(self, budget_bytes: int, *, beside_reclaimed: bool = False) -> None:
+        """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one).
+
+        ``beside_reclaimed``: the budget grows by what was reclaimed and waits to be read. A backward begins with such
+        values, and nothing would reload behind the segments that read them.
+        """
         with self._lock:
             self._collect()
+            if beside_reclaimed:
+                budget_bytes += self._reclaimed_bytes
             due: list[Transfer] = []
             ahead = self._ahead_bytes
             while self._queue:
@@ -274,11 +281,14 @@ class CopyEngine:
 
     def _take_back(self, transfer: Transfer, item: _InFlight) -> None:
         self._in_flight_bytes -= item.nbytes
+        self._reclaimed_bytes += transfer.nbytes
         transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
         counters.add("bytes_reclaimed", transfer.nbytes)
 
     def _forget_ahead(self, transfer: Transfer) -> None:
         self._ahead.discard(transfer)
+        if transfer.reclaimed:
+            self._reclaimed_bytes -= transfer.nbytes
         self._ahead_bytes -= transfer.ahead_bytes
         transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
 
@@ -295,6 +305,7 @@ class CopyEngine:
             if remains.buffer is not None:
                 self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY)
                 self._ahead_bytes -= remains.ahead_bytes
+                self._reclaimed_bytes -= remains.reclaimed_bytes
             self.arena.free(remains.block, remains.fence)
 
     def _warn_full(self, nbytes: int, budgets: Budgets) -> None:

@@ -56,12 +56,17 @@ class Movable:
         sources: how many saved values share it.
         is_input: it belongs to a graph input.
         rank: place in the order in which the backward first reads what was saved; set when the backward is compiled.
+        paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
+            stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
+        paces_backward: likewise for the segment that first reads it, and the prefetch window.
     """
 
     name: str
     sources: int
     is_input: bool
     rank: int = 0
+    paces_forward: bool = True
+    paces_backward: bool = True
 
 
 def reason_to_keep() -> str | None:
@@ -203,7 +208,9 @@ class OuterProgram:
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
         if is_op(node, ops.prefetch):
-            return lambda slots, call: call.engine.prefetch(call.prefetch_bytes())
+            return lambda slots, call: call.engine.prefetch(
+                call.prefetch_bytes(), beside_reclaimed=call.options.budgets.prefetch is None
+            )
         if is_op(node, ops.wait_reload):
             return _wait_reload_step(node, steps)
         return None
@@ -310,11 +317,12 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
     """Start the copies; put tokens where the values were, except where the host is full."""
     reclaimable = not any(movable.is_input for movable, _, _ in moved)
     transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
-    call.largest_offload = max(call.largest_offload, sum(t.nbytes for t in transfers if t is not None))
+    paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
+    call.largest_offload = max(call.largest_offload, paced)
     for (movable, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue
-        call.group.add(movable.rank, transfer)
+        call.group.add(movable.rank, transfer, sets_window=movable.paces_backward)
         for i, view in zip(where, transfer.views, strict=True):
             slots[i] = make_token(Slot(call.group, transfer, view))
             call.transfers[i] = transfer

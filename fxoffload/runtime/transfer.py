@@ -54,6 +54,7 @@ class Remains:
     buffer: Tensor | None
     ready: object
     ahead_bytes: int
+    reclaimed_bytes: int
 
 
 class Transfer:
@@ -114,7 +115,8 @@ class Transfer:
         self._bury = bury
 
     def __del__(self) -> None:
-        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes))
+        reclaimed = self.nbytes if self.reclaimed else 0
+        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes, reclaimed))
 
     def __reduce__(self) -> NoReturn:
         # A copy, made with a token that somebody copies deeply, would return the same block a second time.
@@ -128,15 +130,19 @@ class Group:
     backward starts with what is needed first. ``stream``: the compute stream of the forward call.
     """
 
-    __slots__ = ("__weakref__", "_ranked", "stream")
+    __slots__ = ("__weakref__", "_needs", "_ranked", "stream")
 
     def __init__(self, stream: object = None) -> None:
         self._ranked: list[tuple[int, Transfer]] = []
+        self._needs: dict[int, int] = {}
         self.stream = stream
 
-    def add(self, rank: int, transfer: Transfer) -> None:
-        """``rank``: place in the order in which the backward first uses what was saved."""
+    def add(self, rank: int, transfer: Transfer, *, sets_window: bool = True) -> None:
+        """``rank``: place in the order in which the backward first uses what was saved. ``sets_window``: whether its
+        segment counts for ``largest_need_bytes``."""
         self._ranked.append((rank, transfer))
+        if sets_window:
+            self._needs[rank] = self._needs.get(rank, 0) + transfer.nbytes
 
     def in_need_order(self) -> list[Transfer]:
         """All transfers, those that the backward needs first in front."""
@@ -144,10 +150,7 @@ class Group:
 
     def largest_need_bytes(self) -> int:
         """The most bytes that one segment of the backward needs at once."""
-        needs: dict[int, int] = {}
-        for rank, transfer in self._ranked:
-            needs[rank] = needs.get(rank, 0) + transfer.nbytes
-        return max(needs.values(), default=0)
+        return max(self._needs.values(), default=0)
 
     def __len__(self) -> int:
         return len(self._ranked)

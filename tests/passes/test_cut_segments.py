@@ -157,6 +157,51 @@ def test_real_graphs_are_cut_into_all_their_ops() -> None:
         assert_whole(state.gm, state.segmentation)
 
 
+# -- heavy layers -----------------------------------------------------------------------------------------------------
+
+
+def heavy(gm: fx.GraphModule) -> dict[str, int]:
+    """Every third op saves a GiB."""
+    return {n.name: 1 << 30 for i, n in enumerate(gm.graph.nodes) if i % 3 == 0}
+
+
+def test_a_layer_that_moves_much_is_cut_where_few_bytes_live_near_equal_shares() -> None:
+    sketch, x = stacked(30, 30)
+    gm = sketch.module([x])
+    AnnotateLayers()(gm)
+    light, twice = (
+        CutSegments(moved=heavy(gm), max_moved=1 << 40)(gm),
+        CutSegments(moved=heavy(gm), max_moved=5 << 30)(gm),
+    )
+    assert [s.layer for s in light.segments] == ["", "layers.0", "layers.1", ""]
+    assert [s.layer for s in twice.segments] == ["", *["layers.0"] * 2, *["layers.1"] * 2, ""]
+    assert [s.name for s in twice.segments][1:5] == ["layers_0", "layers_0_1", "layers_1", "layers_1_1"]
+    assert all(10 <= len(s.nodes) <= 20 for s in twice.segments if s.layer)
+    assert_whole(gm, twice)
+    # The cuts between the layers are where they were.
+    assert {s.nodes[0] for s in light.segments} <= {s.nodes[0] for s in twice.segments}
+
+
+def test_a_layer_is_cut_into_a_few_pieces_at_most() -> None:
+    sketch, x = stacked(60, 60)
+    gm = sketch.module([x])
+    AnnotateLayers()(gm)
+    found = CutSegments(moved=heavy(gm), max_moved=1)(gm)
+    assert [s.layer for s in found.segments].count("layers.0") <= 4
+    assert_whole(gm, found)
+
+
+def test_no_layer_is_cut_inside_what_is_glued() -> None:
+    sketch, x = stacked(30, 30)
+    gm = sketch.module([x])
+    AnnotateLayers()(gm)
+    moved = heavy(gm)
+    for node in [n for n in gm.graph.nodes if n.op == "call_function"][4:32]:
+        node.meta[GLUE_KEY] = True
+    found = CutSegments(moved=moved, max_moved=5 << 30)(gm)
+    assert [s.layer for s in found.segments] == ["", "layers.0", *["layers.1"] * 2, ""]
+
+
 # -- balance ---------------------------------------------------------------------------------------------------------
 
 

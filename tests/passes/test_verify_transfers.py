@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from fxoffload import ops
 from fxoffload.compiler import session
 from fxoffload.compiler.pipeline import PROOFS
+from fxoffload.compiler.segments import SegmentCall
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
 from fxoffload.passes import verify_pairing, verify_transfers, verify_wiring
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY
+from fxoffload.passes.cut_segments import Segment, Segmentation
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY, InsertOffloads
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring
-from tests.capture import WIDTH, Captured, Tower, bare_tower, capture, example_input, rehearsal_options
+from tests.capture import WIDTH, Captured, Sketch, Tower, bare_tower, capture, example_input, rehearsal_options
 
 
 class TwoInputs(nn.Module):
@@ -157,6 +159,14 @@ def release_of_a_value() -> fx.GraphModule:
     gm = forward()
     node = calls(gm, ops.release)[-1]
     node.args = ([*listed(node), source_of(copies(gm)[0])],)
+    return gm
+
+
+@breaks("unpaired")
+def release_of_all_copies_packed() -> fx.GraphModule:
+    gm = forward()
+    node = calls(gm, ops.release)[-1]
+    node.args = (calls(gm, ops.offload)[-1],)
     return gm
 
 
@@ -517,8 +527,8 @@ def donated_then_offloaded() -> fx.GraphModule:
 @breaks("donated-then-read")
 def donated_and_read_through_another_input() -> fx.GraphModule:
     gm = backward()
-    call = segments(gm)[1]
-    value = next(v for v in call.args if v.target is operator.getitem and v.args[0].op == "call_module")  # type: ignore[union-attr]
+    value, readers = crossing(gm)
+    call = readers[-1]
     other = next(i for i, v in enumerate(call.args) if v is not value)
     give(gm, call, value, "donates")  # type: ignore[arg-type]
     set_input(call, other, value)  # type: ignore[arg-type]
@@ -631,6 +641,21 @@ def a_result_that_the_segment_does_not_have() -> WiringCase:
 
 
 @miswires
+def a_copy_that_the_offload_does_not_make() -> WiringCase:
+    gm = forward()
+    last = copies(gm)[-1]
+    last.args = (last.args[0], 99)
+    return gm, forward_proof()
+
+
+@miswires
+def a_part_of_a_value() -> WiringCase:
+    gm = forward()
+    insert(gm, gm.graph.output_node(), operator.getitem, gm.graph.find_nodes(op="placeholder")[0], 0)
+    return gm, forward_proof()
+
+
+@miswires
 def two_copies_unpacked_in_each_others_place() -> WiringCase:
     gm = forward()
     one, other = items(calls(gm, ops.offload)[2])[:2]
@@ -728,6 +753,54 @@ def another_constant() -> WiringCase:
     return gm, VerifyWiring(state.gm, state.segmentation)
 
 
+def writers() -> WiringCase:
+    """Two segments that write to a buffer and return nothing: no data flow says in which order, or that they run."""
+    sketch = Sketch()
+    x, buffer = sketch.input("x", 4), sketch.input("buffer", 4)
+    out = sketch.op(torch.ops.aten.sin.default, x)
+    copy_ = sketch.op(torch.ops.aten.copy_.default, buffer, out)
+    add_ = sketch.op(torch.ops.aten.add_.Tensor, buffer, out)
+    inner = sketch.module([out])
+    cuts = Segmentation(
+        (
+            Segment("compute", "", (out,), (x,), (out,)),
+            Segment("copy", "", (copy_,), (buffer, out), ()),
+            Segment("add", "", (add_,), (buffer, out), ()),
+        )
+    )
+    modules = {s.name: SegmentCall(s) for s in cuts.segments}
+    return InsertOffloads(cuts, (), modules)(inner), VerifyWiring(inner, cuts)
+
+
+def test_writers_as_they_are_wired_pass() -> None:
+    gm, proof = writers()
+    proof(gm)
+
+
+@miswires
+def a_writer_that_never_runs() -> WiringCase:
+    gm, proof = writers()
+    gm.graph.erase_node(segments(gm)[-1])
+    return gm, proof
+
+
+@miswires
+def two_writers_in_each_others_place() -> WiringCase:
+    gm, proof = writers()
+    _, one, other = segments(gm)
+    other.append(one)
+    return gm, proof
+
+
+@miswires
+def a_writer_that_runs_twice() -> WiringCase:
+    gm, proof = writers()
+    last = segments(gm)[-1]
+    with gm.graph.inserting_after(last):
+        gm.graph.call_module(str(last.target), last.args)
+    return gm, proof
+
+
 @pytest.mark.parametrize("name", WIRING)
 def test_a_miswired_graph_is_refused(name: str) -> None:
     gm, proof = WIRING[name][1]()
@@ -804,10 +877,23 @@ def a_copy_returned_to_the_caller() -> PairingCase:
     return backward(), pairing(gm)
 
 
+@mispairs("pair-missing")
+def a_saved_value_that_the_caller_sees_as_a_copy() -> PairingCase:
+    """The saved value is one of the caller's outputs too, and both places return the copy."""
+    state = bare_tower().forward
+    gm, inner = forward(), copy.deepcopy(state.gm)
+    place = outputs(gm).index(copies(gm)[-1])
+    for graph in (gm, inner):
+        values = outputs(graph)
+        set_output(graph, [values[place], *values[1:]])
+    return backward(), VerifyPairing(inner, gm, state.num_user_outputs)
+
+
 @mispairs("pair-order")
 def two_saved_values_in_each_others_place() -> PairingCase:
     gm = backward()
-    one, other = copied(gm)[-2:]
+    one, other = copied(gm)[1:3]
+    assert one.meta["val"].shape == other.meta["val"].shape  # only the names tell
     other.append(one)
     return gm, pairing()
 
