@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._C import _autograd  # type: ignore[attr-defined]
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._logging import trace_structured as trace_structured
+from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.graph import _BoxedCodeGen
@@ -29,14 +30,14 @@ MIN_TORCH = (2, 11)
 #  - plain callables cannot go into AOTAutograd's cache (Inductor's own cache still works per segment);
 #  - the backward is compiled together with the forward, so that a failing pass raises at compile time and the host
 #    arena is pinned behind the whole compilation instead of inside the first step.
-AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+AOT_CONFIG: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
 
 
 def aot_config_patch() -> contextlib.AbstractContextManager[Any]:
     """Patch ``torch._functorch.config`` for the duration of one compilation."""
     import torch._functorch.config as functorch_config
 
-    return functorch_config.patch(**AOT_CONFIG)
+    return functorch_config.patch(AOT_CONFIG)
 
 
 def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -74,7 +75,7 @@ def symbols_of(value: Any) -> set[Any]:
 
 def saved_tensor_hooks_active() -> bool:
     """Whether saved-tensor hooks (user's, non-reentrant checkpoint's, ``save_on_cpu``) would see what we save now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def compiled_autograd_active() -> bool:
@@ -95,7 +96,7 @@ def in_backward() -> bool:
 
 def backward_keeps_graph() -> bool:
     """Whether the running backward was called with ``retain_graph=True`` or ``create_graph=True``."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return bool(_autograd._get_current_graph_task_keep_graph())
 
 
 def take_donated_placeholders() -> set[int]:

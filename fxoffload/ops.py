@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import _side_effectful_functions
 
 _LIBRARY = torch.library.Library("fxoffload", "DEF")
 
@@ -77,7 +78,7 @@ wait_reload = torch.ops.fxoffload.wait_reload.default
 
 ALL = (offload, release, wait_offload, reload, prefetch, wait_reload)
 # Keep the ops that return nothing when something eliminates dead code.
-torch.fx.node._side_effectful_functions.update({release, wait_offload, prefetch})
+_side_effectful_functions.update({release, wait_offload, prefetch})
 
 
 def is_op(node: torch.fx.Node, op: Callable[..., Any]) -> bool:

@@ -109,8 +109,10 @@ class CutSegments:
         weights = _moved_by(nodes, self.moved)
         live = _live_bytes(gm, nodes)
         inner: list[int] = []
-        for start, end in itertools.pairwise(cuts):
+        for start, end in itertools.pairwise([0, *cuts, len(nodes)]):
             total = sum(weights[start:end])
+            if not total or not _main_label(nodes[start:end]):
+                continue
             pieces = min(max(round(total / self.max_moved), 2 if 4 * total > self.max_moved else 1), _MAX_PIECES)
             passed = list(itertools.accumulate(weights[start:end]))
             for piece in range(1, pieces):

@@ -100,7 +100,7 @@ class _OuterGraph:
             self.bind(inner, outer)
 
     def finish(self, values: Sequence[object]) -> fx.GraphModule:
-        self.graph.output(tuple(values))
+        self.graph.output(tuple(values))  # type: ignore[arg-type]
         return fx.GraphModule({**self.attributes, **self.modules}, self.graph)
 
 

@@ -167,12 +167,13 @@ def last_readers(outer: fx.GraphModule) -> tuple[dict[fx.Node, int], dict[str, i
 def expected_forward(graph: CompiledGraph, in_flight: int | None) -> list[tuple[str, set[str], set[str], int]]:
     """(segment, R, F, bytes offloaded since the last release) at each boundary of a forward that offloads all.
 
-    ``in_flight``: None for what the segment that moved most so far has moved.
+    ``in_flight``: None for what the layer that moved most so far has moved.
     """
     sizes = nbytes_of(graph)
     order, last = last_readers(graph.forward)
     made: set[str] = set()
     flying: deque[str] = deque()
+    of_layers: set[str] = set()
     since_release = largest = 0
     found = []
     for node in graph.forward.graph.nodes:
@@ -180,11 +181,13 @@ def expected_forward(graph: CompiledGraph, in_flight: int | None) -> list[tuple[
             still_read = {name for name in made if last[name] >= order[node]}
             found.append((str(node.target), still_read, set(flying), since_release))
             made |= {storage(item) for item in items(node)}
+            if node.meta["layer"]:
+                of_layers |= {storage(item) for item in items(node)}
         elif is_op(node, ops.offload):
             sources = list(dict.fromkeys(map(storage, node.args[0])))  # type: ignore[arg-type]
             flying.extend(sources)
-            moved = sum(sizes[s] for s in sources)
-            since_release, largest = since_release + moved, max(largest, moved)
+            since_release += sum(sizes[s] for s in sources)
+            largest = max(largest, sum(sizes[s] for s in sources if s in of_layers))
         elif is_op(node, ops.release):
             limit = largest if in_flight is None else in_flight
             while flying and sum(sizes[s] for s in flying) > limit:
@@ -239,7 +242,7 @@ def inputs(graph: CompiledGraph) -> set[str]:
 
 
 def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: what the largest segment moves, so that each layer's copies hide behind the next layer."""
+    """Without a budget: what the largest layer moves, so that each layer's copies hide behind the next layer."""
     graph, boundaries, _ = run(watch)
     sizes = nbytes_of(graph)
     expected = expected_forward(graph, None)
@@ -315,7 +318,7 @@ def test_backward(watch: Watch, layers: float | None) -> None:
 
 
 def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: what the segment that needs most needs, so that a layer's copies hide behind the one before."""
+    """Without a budget: what the layer that needs most needs, so that its copies hide behind the one before."""
     graph, _, boundaries = run(watch, in_flight_budget=1)
     ahead = [b.ahead_bytes for b in boundaries if b.segment.startswith("layers")]
     assert all(a <= 1.2 * layer_bytes(graph) for a in ahead)

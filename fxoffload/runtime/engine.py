@@ -128,7 +128,8 @@ class CopyEngine:
         pieces = [(host, source[at : at + host.numel()]) for at, host in self.arena.pieces(block, nbytes)]
         event = self.streams.offload(pieces)
         views = [
-            View(t.dtype, tuple(t.shape), t.stride(), t.storage_offset() - start // t.element_size()) for t in tensors
+            View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
+            for t in tensors
         ]
         transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
         self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
@@ -151,7 +152,7 @@ class CopyEngine:
         if not done:
             return
         # One stream makes these copies in order: waiting for the youngest of each compute stream covers the rest.
-        youngest = {id(item.stream): item for item in done}
+        youngest = {item.stream: item for item in done}
         for item in youngest.values():
             self.streams.compute_waits_for(item.event, Wait.SOURCE_DONE, item.stream)
         if self.on_drop is not None:

@@ -343,6 +343,33 @@ def test_what_the_caller_may_have_written_to_is_never_taken_back() -> None:
     assert fxoffload.stats().bytes_reclaimed == 0
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_reloads_go_on_beside_what_was_taken_back(beside: bool) -> None:
+    """A backward begins with values that are still there; nothing would reload behind the segments that read them."""
+    bench = Bench()
+    group = bench.save(1, 2, 3, 4)
+    bench.engine.release(2 * NBYTES)  # 3 and 4 are still held, and needed first
+    bench.request(group)
+    bench.engine.prefetch(0, beside_reclaimed=beside)
+    assert reloaded(group) == [True, True, True, beside]
+    transfers = group.in_need_order()
+    bench.take(transfers[:2])
+    bench.engine.prefetch(0, beside_reclaimed=beside)
+    assert bench.ahead() == (2 if beside else 1) * NBYTES
+    assert bench.take(transfers[2:]) == [2, 1]
+    assert bench.engine._reclaimed_bytes == bench.ahead() == 0
+
+
+def test_what_was_taken_back_and_never_read_leaves_no_trace_in_the_budget() -> None:
+    bench = Bench()
+    group = bench.save(1, 2)
+    bench.request(group)
+    assert bench.engine._reclaimed_bytes == 2 * NBYTES
+    del group
+    assert bench.engine.host_bytes_in_use() == 0
+    assert bench.engine._reclaimed_bytes == 0
+
+
 def test_a_reclaimed_source_can_be_had_again() -> None:
     """retain_graph: the copy on the host was made all the same."""
     bench = Bench()
