@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from fxoffload.passes.annotate_layers import LayerReport
+from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
 
 
@@ -22,12 +23,12 @@ class CompiledGraph:
     Attributes:
         forward: the outer forward graph; its nodes are segment calls and ``torch.ops.fxoffload`` ops.
         backward: the outer backward graph; None until the backward is compiled.
-        layers: layer labels in order of execution.
-        layer_source: where they come from: "modules", "repeats" or "none".
+        layers: layer labels in order of execution, and where they come from ("modules", "repeats" or "none").
         saved: what the forward saves, candidates and skipped.
         policy: "auto", "offload_all" or "keep_all"; may be set at any time, from the next forward on.
         actions: policy -> one bool per candidate, True to offload.
         decisions: candidate name -> True to offload; outweighs the policy; may be changed at any time.
+        keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
         index: place in the order of compilation.
     """
 
@@ -38,6 +39,7 @@ class CompiledGraph:
     actions: Mapping[str, tuple[bool, ...]]
     backward: fx.GraphModule | None = None
     decisions: dict[str, bool] = field(default_factory=dict)
+    keeps_everything: bool = False
     index: int = field(default_factory=lambda: next(_INDEX))
 
     @property
@@ -47,12 +49,21 @@ class CompiledGraph:
 
     def decide(self) -> tuple[bool, ...]:
         """One bool per candidate for the forward call that begins now. ``decisions`` (by name) override the policy."""
-        chosen = self.actions[_override.policy or self.policy]
+        if self.keeps_everything:
+            return (False,) * len(self.saved.candidates)
+        policy = _override.policy or self.policy
+        _check_policy(policy)
+        chosen = self.actions[policy]
         if not self.decisions:
             return chosen
         return tuple(
             self.decisions.get(c.name, offload) for c, offload in zip(self.saved.candidates, chosen, strict=True)
         )
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
 
 
 class _Override(threading.local):
@@ -81,10 +92,7 @@ def override_policy(policy: str) -> Iterator[None]:
     Raises:
         ValueError: unknown policy.
     """
-    from fxoffload.passes.choose_actions import POLICIES
-
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
+    _check_policy(policy)
     before, _override.policy = _override.policy, policy
     try:
         yield

@@ -24,8 +24,8 @@ DEVICE_TYPES = ("cuda", "cpu")
 class Options:
     """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
 
-    policy: ``"auto"`` offloads what the machine can hide, ``"offload_all"`` every candidate,
-        ``"keep_all"`` nothing.
+    policy: ``"offload_all"`` offloads every candidate, ``"keep_all"`` nothing, ``"auto"`` every candidate except what
+        the last layer of a graph and what follows it saved (until there is a planner).
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.

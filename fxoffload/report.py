@@ -6,8 +6,7 @@ import torch
 
 from fxoffload.graphs import graphs as graphs
 from fxoffload.graphs import override_policy as override_policy
-from fxoffload.runtime.engine import engine_for, engines
-from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.engine import Budgets, engine_for, engines
 from fxoffload.sizes import parse_bytes
 from fxoffload.stats import Stats, counters
 
@@ -55,4 +54,4 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine_for(torch.device(device)).arena.reserve(parse_bytes(size, "size"), default_host_budget_bytes())
+    engine_for(torch.device(device)).reserve(parse_bytes(size, "size"), Budgets(None, None, None))

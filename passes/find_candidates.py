@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint, is_rng_state
+from fxoffload._torch_compat import hint, is_rng_state, symbols_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 
@@ -158,7 +158,9 @@ class FindCandidates:
             if is_rng_state(node):
                 # The backward knows it by another name; on a GPU machine it is on the CPU anyway.
                 return "the state of a random generator"
-        if size is not None and size < max(self.min_bytes, 1):
+        # Where sizes change from call to call, the call decides.
+        fixed = not any(symbols_of(tensor_of(n)) for n in nodes)
+        if fixed and size is not None and size < max(self.min_bytes, 1):
             return "smaller than min_bytes"
         return ""
 

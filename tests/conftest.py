@@ -23,7 +23,6 @@ def fresh_compiler() -> Iterator[None]:
     import fxoffload
 
     torch.compiler.reset()
-    if hasattr(fxoffload, "reset_stats"):
-        fxoffload.reset_stats()
+    fxoffload.reset_stats()
     yield
     torch.compiler.reset()

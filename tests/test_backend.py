@@ -400,7 +400,7 @@ def test_a_failing_pass_raises_by_default(failing: Any, monkeypatch: pytest.Monk
     assert fxoffload.stats().num_fallbacks == 0
 
 
-@pytest.mark.parametrize("failing", [AnnotateLayers, CutSegments, InsertOffloads], ids=lambda p: p.name)
+@pytest.mark.parametrize("failing", FAILING_PASSES, ids=lambda p: p.name)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_failing_pass_falls_back_where_that_was_asked_for(
     failing: Any, inner: str, quick_inductor: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -410,22 +410,25 @@ def test_a_failing_pass_falls_back_where_that_was_asked_for(
     found, messages = run_and_collect(lambda: gradients(model, compiled))
     assert_close(found, eager())
     stats = fxoffload.stats()
-    assert (stats.num_fallbacks, stats.bytes_offloaded, stats.num_segments_compiled) == (1, 0, 0)
+    only_backward = failing is InsertReloads
+    assert (stats.num_fallbacks, stats.bytes_offloaded) == (1, 0)
+    assert (stats.num_segments_compiled > 0) is only_backward
     assert len(messages) == 1
     assert f"pass {failing.name}" in messages[0]
     assert "compiles it as plain Inductor" in messages[0]
     if inner == "inductor":
-        assert [call["where"] for call in quick_inductor] == ["plain", "plain"]
+        plain = [call for call in quick_inductor if call["where"] == "plain"]
+        assert len(plain) == (1 if only_backward else 2)
     assert_close(gradients(model, compiled), eager())  # and goes on so
     assert fxoffload.stats().num_fallbacks == 1
 
 
 def test_a_pass_that_fails_on_the_backward_only_leaves_a_plain_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward may save tokens by then: the backward is one segment behind its reloads."""
+    """No forward has run by then: this graph keeps everything from its first call."""
     cut = CutSegments.__call__
 
     def fail_once(self: CutSegments, gm: fx.GraphModule) -> Any:
-        if "tangents_1" in {n.name for n in gm.graph.nodes} and not self.whole:
+        if "tangents_1" in {n.name for n in gm.graph.nodes}:
             raise KeyError("a bug of ours")
         return cut(self, gm)
 
@@ -436,8 +439,10 @@ def test_a_pass_that_fails_on_the_backward_only_leaves_a_plain_backward(monkeypa
     assert_equal(found, expected)
     stats = fxoffload.stats()
     assert stats.num_fallbacks == len(messages) == 1
-    assert stats.bytes_offloaded > 0
-    assert stats.host_bytes_in_use == 0
+    assert stats.bytes_offloaded == 0
+    with fxoffload.override_policy("offload_all"):
+        assert_equal(gradients(model, compiled), expected)
+    assert fxoffload.stats().bytes_offloaded == 0
 
 
 def failing_compile(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
@@ -472,9 +477,9 @@ def test_a_failing_segment_falls_back_where_that_was_asked_for(
     stats = fxoffload.stats()
     assert stats.num_fallbacks == len(messages) == 1
     assert "segment of layers." in messages[0]
-    # A forward that fell back is plain, and so is its backward; a backward that fell back finds tokens.
-    assert (stats.bytes_offloaded > 0) == (direction == "backward")
-    assert [call["where"] for call in quick_inductor] == (["plain"] * 2 if direction == "forward" else [])
+    # A forward that fell back is plain, and so is its backward; a backward that fell back is plain, and keeps.
+    assert stats.bytes_offloaded == 0
+    assert [call["where"] for call in quick_inductor] == ["plain"] * (2 if direction == "forward" else 1)
     for _ in range(2):
         assert_close(gradients(model, compiled), eager())
     assert fxoffload.stats().host_bytes_in_use == 0

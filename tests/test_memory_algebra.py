@@ -167,14 +167,14 @@ def last_readers(outer: fx.GraphModule) -> tuple[dict[fx.Node, int], dict[str, i
 def expected_forward(graph: CompiledGraph, in_flight: int | None) -> list[tuple[str, set[str], set[str], int]]:
     """(segment, R, F, bytes offloaded since the last release) at each boundary of a forward that offloads all.
 
-    ``in_flight``: None for what the layer that moved most so far has moved.
+    ``in_flight``: None for what the layer that moved most so far has moved (before the first layer: all there is).
     """
     sizes = nbytes_of(graph)
     order, last = last_readers(graph.forward)
     made: set[str] = set()
     flying: deque[str] = deque()
     of_layers: set[str] = set()
-    since_release = largest = 0
+    since_release = largest = before_layers = 0
     found = []
     for node in graph.forward.graph.nodes:
         if node.op == "call_module":
@@ -188,8 +188,9 @@ def expected_forward(graph: CompiledGraph, in_flight: int | None) -> list[tuple[
             flying.extend(sources)
             since_release += sum(sizes[s] for s in sources)
             largest = max(largest, sum(sizes[s] for s in sources if s in of_layers))
+            before_layers += 0 if largest else sum(sizes[s] for s in sources)
         elif is_op(node, ops.release):
-            limit = largest if in_flight is None else in_flight
+            limit = (largest or before_layers) if in_flight is None else in_flight
             while flying and sum(sizes[s] for s in flying) > limit:
                 flying.popleft()
             since_release = 0

@@ -20,6 +20,7 @@ from fxoffload._torch_compat import (
     boxed_eager,
     compile_fx_inner,
     default_partition,
+    inductor_config,
     take_donated_placeholders,
 )
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
@@ -29,6 +30,7 @@ from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.cut_segments import Segment, Segmentation
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
@@ -136,12 +138,13 @@ class CompileSession:
                 self._give_up(error)
                 return self._compile_plain(gm, example_inputs, kwargs)
         try:
-            return self._compile_backward(gm, kwargs, whole="segments" in self.disabled)
+            return self._compile_backward(gm, kwargs)
         except Exception as error:
             self._give_up(error)
-            # The forward may save tokens already: one segment, Inductor's own, behind the reloads.
-            self.disabled |= {"donation"}
-            return self._compile_backward(gm, kwargs, whole=True)
+            # The backward is compiled before the first forward runs: from here on nothing saves a token.
+            assert self._forward is not None
+            self._forward.graph.keeps_everything = True
+            return self._compile_plain(gm, example_inputs, kwargs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -171,10 +174,10 @@ class CompileSession:
         engine = engine_for(self.device)
         moved = sum(c.nbytes or 0 for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go)
         # Pinned behind the rest of the compilation.
-        engine.arena.reserve(moved, self._runtime.budgets.host_bytes())
+        engine.reserve(moved, self._runtime.budgets)
         self._compile_segments(state, kwargs)
 
-        ordered = [c for node in state.outer.graph.nodes for c in node.meta.get("fxoffload_candidates", ())]
+        ordered = [c for node in state.outer.graph.nodes for c in node.meta.get(CANDIDATES_KEY, ())]
         place = {c.name: i for i, c in enumerate(state.saved.candidates)}
         paces = _values_of_layers(state.segmentation, lambda s: s.outputs)
         movables = [
@@ -211,7 +214,7 @@ class CompileSession:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _compile_backward(self, gm: fx.GraphModule, kwargs: GraphKwargs, *, whole: bool) -> Callable[[list[Any]], Any]:
+    def _compile_backward(self, gm: fx.GraphModule, kwargs: GraphKwargs) -> Callable[[list[Any]], Any]:
         forward = self._forward
         assert forward is not None
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -229,7 +232,7 @@ class CompileSession:
             copies=copies,
             donatable=frozenset(n for i, n in enumerate(placeholders) if donates and i in forward.donatable),
             device=self.device,
-            whole=whole,
+            whole="segments" in self.disabled,
         )
         steps = self._enabled(BACKWARD) if donates else without(self._enabled(BACKWARD), "choose_donations")
         run_steps(steps, state, "backward")
@@ -301,4 +304,6 @@ def compile_plain(
     """Compile a whole graph without touching it. ``kwargs``: as for ``compile_fx_inner``."""
     if inner == "aot_eager":
         return boxed_eager(gm)
-    return compile_fx_inner(gm, example_inputs, **kwargs)  # type: ignore[return-value]
+    # A custom partitioner in the configuration would keep the graph out of Inductor's cache.
+    with inductor_config.patch(custom_partitioner_fn=None):
+        return compile_fx_inner(gm, example_inputs, **kwargs)  # type: ignore[return-value]

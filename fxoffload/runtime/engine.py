@@ -54,10 +54,6 @@ class Budgets:
     in_flight: int | None
     prefetch: int | None
 
-    def host_bytes(self) -> int:
-        """The host budget that holds now."""
-        return default_host_budget_bytes() if self.host is None else self.host
-
 
 @dataclass(slots=True)
 class _InFlight:
@@ -116,7 +112,9 @@ class CopyEngine:
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
-        block = self.arena.allocate_ready(nbytes) or self.arena.allocate(nbytes, budgets.host_bytes())
+        # The default budget is read from the machine, which takes longer than a step should spend on every copy.
+        block = self.arena.allocate_ready(nbytes) if budgets.host is None else None
+        block = block or self.arena.allocate(nbytes, self._host_budget(budgets))
         if block is None:
             self._warn_full(nbytes, budgets)
             return None
@@ -149,14 +147,17 @@ class CopyEngine:
             item = self._in_flight.popleft()
             self._in_flight_bytes -= item.nbytes
             done.append(item)
-        if not done:
-            return
+        if done:
+            self._drop(done)
+
+    def _drop(self, items: Sequence[_InFlight]) -> None:
+        """Give up the references to sources, behind a wait for their copies."""
         # One stream makes these copies in order: waiting for the youngest of each compute stream covers the rest.
-        youngest = {item.stream: item for item in done}
+        youngest = {item.stream: item for item in items}
         for item in youngest.values():
             self.streams.compute_waits_for(item.event, Wait.SOURCE_DONE, item.stream)
         if self.on_drop is not None:
-            for item in done:
+            for item in items:
                 self.on_drop(item.source)
 
     def wait_offload(self, transfers: Sequence[Transfer]) -> None:
@@ -237,7 +238,9 @@ class CopyEngine:
         if not missing:
             return
         # Targets are allocated on the compute stream, before the reload stream waits for it.
+        stream = self.streams.compute_stream()
         for transfer in missing:
+            transfer.stream = stream
             transfer.buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
         self.streams.reload_waits_for_compute()
         with self.streams.reloading():
@@ -284,6 +287,8 @@ class CopyEngine:
         self._in_flight_bytes -= item.nbytes
         self._reclaimed_bytes += transfer.nbytes
         transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
+        transfer.stream = item.stream
+        self._ahead.add(transfer)  # takes no bytes of the prefetch budget: its memory was held all the time
         counters.add("bytes_reclaimed", transfer.nbytes)
 
     def _forget_ahead(self, transfer: Transfer) -> None:
@@ -294,17 +299,24 @@ class CopyEngine:
         transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
 
     def _give_up(self, transfer: Transfer) -> None:
-        self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY)
+        self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY, transfer.stream)
         self._forget_ahead(transfer)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Return what dead transfers left behind: host blocks, and buffers that were reloaded for nothing."""
+        """Return what dead transfers left behind: host blocks, sources of copies that nothing will reload, and buffers
+        that were reloaded for nothing."""
+        if self._dead and self._in_flight:
+            abandoned = [item for item in self._in_flight if item.transfer() is None]
+            if abandoned:
+                self._in_flight = deque(item for item in self._in_flight if item.transfer() is not None)
+                self._in_flight_bytes -= sum(item.nbytes for item in abandoned)
+                self._drop(abandoned)
         while self._dead:
             remains = self._dead.popleft()
             if remains.buffer is not None:
-                self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY)
+                self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY, remains.stream)
                 self._ahead_bytes -= remains.ahead_bytes
                 self._reclaimed_bytes -= remains.reclaimed_bytes
             self.arena.free(remains.block, remains.fence)
@@ -316,8 +328,18 @@ class CopyEngine:
             log.warning(
                 "the host budget of %.2f GiB is used up: values stay on the device from here on (counted in "
                 "stats().bytes_kept_host_full); raise host_budget or offload less",
-                budgets.host_bytes() / 2**30,
+                self._host_budget(budgets) / 2**30,
             )
+
+    def _host_budget(self, budgets: Budgets) -> int:
+        """The user's budget; by default the process' share of the machine less what other devices' arenas hold."""
+        if budgets.host is not None:
+            return budgets.host
+        return default_host_budget_bytes() - sum(e.arena.reserved_bytes for e in engines() if e is not self)
+
+    def reserve(self, nbytes: int, budgets: Budgets) -> None:
+        """Pin host memory in the background, within the budget."""
+        self.arena.reserve(nbytes, self._host_budget(budgets))
 
     def host_bytes_in_use(self) -> int:
         """Bytes of live host blocks."""

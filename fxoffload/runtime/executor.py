@@ -90,12 +90,13 @@ class _Call:
     decisions: Sequence[bool] = ()
     transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
     largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
+    before_layers: int = 0  # bytes moved before any layer did: no window is known yet
     largest_need: int = 0  # bytes that one segment of this backward needs, the most
 
     def in_flight_bytes(self) -> int:
         """The bound on sources held for copies that are under way."""
         budget = self.options.budgets.in_flight
-        return self.largest_offload if budget is None else budget
+        return (self.largest_offload or self.before_layers) if budget is None else budget
 
     def prefetch_bytes(self) -> int:
         """The bound on what is reloaded ahead of use."""
@@ -319,6 +320,8 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
     transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
     paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
     call.largest_offload = max(call.largest_offload, paced)
+    if not call.largest_offload:
+        call.before_layers += sum(t.nbytes for t in transfers if t is not None)
     for (movable, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue

@@ -128,13 +128,16 @@ class HostArena:
             return self._take(_round_up(max(nbytes, 1), ALIGNMENT))
 
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
-        """A block of ``nbytes`` bytes; None where the arena would have to grow beyond ``limit_bytes``.
+        """A block of ``nbytes`` bytes; None where more than ``limit_bytes`` would be in use or reserved.
 
         Blocks the caller while memory that fits the limit is still being pinned; the time is added to ``wait_ms``.
         """
         size = _round_up(max(nbytes, 1), ALIGNMENT)
         with self._changed:
-            block = self.allocate_ready(nbytes)
+            self._collect()
+            if self._in_use + size > _whole_pages(limit_bytes):
+                return None
+            block = self._take(size)
             began = time.perf_counter()
             while block is None:
                 ready = self._borders[-1]

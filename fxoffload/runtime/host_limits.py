@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -27,11 +28,17 @@ def cgroup_limit_bytes() -> int | None:
     return None
 
 
+def processes_on_this_machine() -> int:
+    """Ranks that torchrun (or a launcher with its conventions) started here; each gets its share of the memory."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdigit() and int(count) > 0 else 1
+
+
 def default_host_budget_bytes() -> int:
-    """``DEFAULT_SHARE`` of the machine's memory, or of the control group's limit where there is one.
+    """This process' part of ``DEFAULT_SHARE`` of the machine's memory, or of its control group's limit if lower.
 
     Read again at every growth: some virtual machines report more memory once it is used.
     """
     total = psutil.virtual_memory().total
     limit = cgroup_limit_bytes()
-    return int(DEFAULT_SHARE * (limit if limit is not None else total))
+    return int(DEFAULT_SHARE * min(total, limit if limit is not None else total)) // processes_on_this_machine()

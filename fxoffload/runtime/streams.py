@@ -13,15 +13,16 @@ HOST_READ           the offload stream waits for the last reload out of a host b
                     (two compute streams may use the same blocks one after the other)
 
 That a reload reads its host block only after the copy that wrote it needs no wait of its own: the source of that copy
-is either still held, then it is taken back and nothing is reloaded, or the compute stream has waited for the copy
-(SOURCE_DONE), and the reload stream waits for the compute stream (TARGET_FREE). Groups of another compute stream are
-never prefetched.
+is either still held, then it is taken back and nothing is reloaded, or the compute stream has waited for the copy (at
+its release, or for a graph input before the forward returned; SOURCE_DONE), and the reload stream waits for the compute
+stream (TARGET_FREE). Groups of another compute stream are never prefetched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -126,6 +127,7 @@ class CudaCopies:
         self.left_out: Wait | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
+        self._pending_lock = threading.Lock()
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._index)
@@ -152,9 +154,10 @@ class CudaCopies:
         before.record(stream)
         stream.wait_event(event)  # type: ignore[arg-type]
         after.record(stream)
-        self._pending.append((before, after))
-        if len(self._pending) > self._MAX_PENDING:
-            self._fold(wait_for_them=False)
+        with self._pending_lock:
+            self._pending.append((before, after))
+            if len(self._pending) > self._MAX_PENDING:
+                self._fold(wait_for_them=False)
 
     def offloading(self) -> contextlib.AbstractContextManager[None]:
         return self._on(self.offload_stream)
@@ -164,13 +167,16 @@ class CudaCopies:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # torch.cuda.stream() does the same in about ten times the host time, and this runs for every segment.
-        before = self.compute_stream()
+        # What torch.cuda.stream() does, with less host time: this runs for every segment. set_stream also switches the
+        # current device to the stream's.
+        device, before = torch.cuda.current_device(), self.compute_stream()
         torch.cuda.set_stream(stream)
         try:
             yield
         finally:
             torch.cuda.set_stream(before)
+            if device != self._index:
+                torch.cuda.set_device(device)
 
     def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
         return self._copy(self.offload_stream, pieces)
@@ -180,12 +186,14 @@ class CudaCopies:
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
-        self._fold(wait_for_them=True)
-        return self._exposed_ms
+        with self._pending_lock:
+            self._fold(wait_for_them=True)
+            return self._exposed_ms
 
     def reset_exposed(self) -> None:
-        self._pending.clear()
-        self._exposed_ms = 0.0
+        with self._pending_lock:
+            self._pending.clear()
+            self._exposed_ms = 0.0
 
     def synchronize(self) -> None:
         self.offload_stream.synchronize()

@@ -7,20 +7,24 @@ a forward that never goes backward leaves no trace.
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from fxoffload.runtime.transfer import Group
 
 
 class Tape:
-    """Groups in the order of their forwards."""
+    """Groups in the order of their forwards. Thread-safe: autograd runs backwards on another thread."""
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[Group]] = []
+        self._lock = threading.Lock()
 
     def push(self, group: Group) -> None:
         """A forward call has saved ``group``."""
-        self._groups.append(weakref.ref(group))
+        with self._lock:
+            self._groups = [r for r in self._groups if r() is not None]
+            self._groups.append(weakref.ref(group))
 
     def below(self, group: Group) -> list[Group]:
         """The live groups saved before ``group``, the youngest first."""
@@ -32,14 +36,15 @@ class Tape:
 
     def remove(self, group: Group) -> None:
         """The backward of ``group`` runs and does not keep its graph."""
-        self._groups = [r for r in self._groups if (g := r()) is not None and g is not group]
+        with self._lock:
+            self._groups = [r for r in self._groups if r() is not group]
 
     def live(self) -> list[Group]:
         """Groups that autograd still holds, oldest first."""
-        groups = [g for r in self._groups if (g := r()) is not None]
-        if len(groups) < len(self._groups):
+        with self._lock:
+            groups = [g for r in self._groups if (g := r()) is not None]
             self._groups = [weakref.ref(g) for g in groups]
-        return groups
+            return groups
 
     def __len__(self) -> int:
         return len(self.live())

@@ -55,6 +55,7 @@ class Remains:
     ready: object
     ahead_bytes: int
     reclaimed_bytes: int
+    stream: object
 
 
 class Transfer:
@@ -66,6 +67,7 @@ class Transfer:
         written: the event of the copy to the host.
         buffer: the bytes on the device while a reload is under way or finished but not yet handed out.
         ready: the event of that reload.
+        stream: the compute stream that ``buffer`` was allocated on.
         ahead_bytes: bytes that ``buffer`` takes of the prefetch budget.
         fence: the youngest reload out of ``block``.
         views: the saved tensors in the range.
@@ -87,6 +89,7 @@ class Transfer:
         "reclaimable",
         "reclaimed",
         "serial",
+        "stream",
         "views",
         "written",
     )
@@ -108,6 +111,7 @@ class Transfer:
         self.reclaimable = reclaimable
         self.buffer: Tensor | None = None
         self.ready: object = None
+        self.stream: object = None
         self.ahead_bytes = 0
         self.reclaimed = False
         self.serial = next(_SERIAL)
@@ -116,7 +120,7 @@ class Transfer:
 
     def __del__(self) -> None:
         reclaimed = self.nbytes if self.reclaimed else 0
-        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes, reclaimed))
+        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes, reclaimed, self.stream))
 
     def __reduce__(self) -> NoReturn:
         # A copy, made with a token that somebody copies deeply, would return the same block a second time.

@@ -98,7 +98,7 @@ def disturbed(seed: int, *, left_out: Wait | None = None, longest_ms: float = 3.
             sleep(chance.uniform(0.2, longest_ms))
 
     def poison(source: Tensor) -> None:
-        source.fill_(0xFF)  # NaN in every float type
+        source.fill_(0xFF)  # NaN in every float type; on the current stream, which these tests forward on
 
     copies, moves = streams(), engine()
     copies.before_copy, copies.left_out, moves.on_drop = delay, left_out, poison

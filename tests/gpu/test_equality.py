@@ -76,6 +76,7 @@ def test_offloading_is_bit_equal_over_20_delay_schedules(compiled: tuple[Stack, 
     stats = fxoffload.stats()
     assert stats.num_segments_compiled == before, "flipping the decision must not compile"
     assert stats.bytes_offloaded > 20 * 4 * 20 * MIB
+    assert stats.bytes_reloaded + stats.bytes_reclaimed == stats.bytes_offloaded
     assert stats.bytes_reloaded > stats.bytes_offloaded // 2
     assert stats.num_groups_on_tape == 0
     assert stats.host_bytes_in_use == 0

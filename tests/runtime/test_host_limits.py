@@ -15,6 +15,7 @@ GIB = 1 << 30
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 100 GiB whose control group files are in the returned folder: v2, then v1."""
     monkeypatch.setattr(host_limits, "_CGROUP_LIMITS", (tmp_path / "memory.max", tmp_path / "limit_in_bytes"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(host_limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
     return tmp_path
 
@@ -56,3 +57,13 @@ def test_the_limit_is_read_again(machine: Path) -> None:
     assert default_host_budget_bytes() == 80 * GIB
     (machine / "memory.max").write_text(f"{10 * GIB}\n")
     assert default_host_budget_bytes() == 8 * GIB
+
+
+def test_a_limit_above_the_machine_is_no_memory(machine: Path) -> None:
+    (machine / "memory.max").write_text(f"{400 * GIB}\n")
+    assert default_host_budget_bytes() == 80 * GIB
+
+
+def test_ranks_on_one_machine_share_it(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_host_budget_bytes() == 20 * GIB
