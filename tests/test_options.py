@@ -20,8 +20,8 @@ def test_defaults_are_normalised() -> None:
     assert options.on_error == "raise"
     assert options.min_bytes == 2**20
     assert options.host_budget is None
-    assert options.in_flight_budget == 2**30
-    assert options.prefetch_budget == 3 * 2**29
+    assert options.in_flight_budget is None
+    assert options.prefetch_budget is None
     assert options.inner == "inductor"
     assert options.inductor == ()
     assert options.device_types == ("cuda",)
