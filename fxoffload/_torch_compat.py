@@ -16,9 +16,13 @@ import torch.fx as fx
 from torch._C import _autograd  # type: ignore[attr-defined]
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile as AsyncCompile
+from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
+from torch._inductor.codecache import FxGraphCache as FxGraphCache
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.triton_bundler import TritonBundler as TritonBundler
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
@@ -138,6 +142,37 @@ def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
             context.output_strides = strides
             if metadata is not None:
                 metadata.bw_donated_idxs = before
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class for a while."""
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# Inductor settings under which it runs kernels before the code that holds them is finished: they are timed.
+_TIMES_KERNELS = (
+    "max_autotune",
+    "max_autotune_pointwise",
+    "max_autotune_gemm",
+    "benchmark_kernel",
+    "benchmark_fusion",
+    "benchmark_combo_kernel",
+    "triton.multi_kernel",
+    "triton.autotune_at_compile_time",
+    "cpp_wrapper",
+)
+
+
+def needs_kernels_while_compiling() -> bool:
+    """Whether Inductor may run some of a graph's kernels while it compiles the graph."""
+    settings = inductor_config.get_config_copy()
+    return any(settings.get(name) for name in _TIMES_KERNELS)
 
 
 def boxed_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

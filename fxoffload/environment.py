@@ -22,6 +22,7 @@ PIECES = (
     "cross_graph_prefetch",  # off: a backward prefetches for its own graph only
     "donation",  # off: no segment reuses the memory of its inputs
     "segment_reuse",  # off: equal segments are compiled again
+    "kernel_overlap",  # off: each segment waits for its own kernels before the next one is compiled
     "verify",  # off: the finished graphs are not checked
 )
 

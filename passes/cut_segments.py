@@ -7,7 +7,7 @@
 
 Segments are contiguous ranges. Each cut is where the fewest bytes of intermediates live near the change of label
 (assigning node by node instead pulled intermediates into late segments and doubled the backward's memory). No cut
-separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 256 MiB is cut again,
+separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 512 MiB is cut again,
 where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP).
 """
 
@@ -31,8 +31,8 @@ from fxoffload.passes.values import extent_bytes, output_values, tensor_of
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05
-# What one segment should move at most, about (a quarter of it is worth a cut in two); in how many pieces a layer may be
-# cut; how far from the even shares.
+# What one segment should move at most, about (half of it is worth a cut in two: below, the windows that shrink are not
+# worth twice the code to compile); in how many pieces a layer may be cut; how far from the even shares.
 MAX_MOVED_BYTES = 1 << 30
 _MAX_PIECES = 4
 _SPLIT_MARGIN = 0.4
@@ -113,7 +113,7 @@ class CutSegments:
             total = sum(weights[start:end])
             if not total or not _main_label(nodes[start:end]):
                 continue
-            pieces = min(max(round(total / self.max_moved), 2 if 4 * total > self.max_moved else 1), _MAX_PIECES)
+            pieces = min(max(round(total / self.max_moved), 2 if 2 * total > self.max_moved else 1), _MAX_PIECES)
             passed = list(itertools.accumulate(weights[start:end]))
             for piece in range(1, pieces):
                 share = piece / pieces

@@ -108,6 +108,11 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
     return operator.attrgetter(path)(gm)
 
 
+def num_before_layers(segments: Sequence[Segment]) -> int:
+    """How many segments stand before the first layer; 0 where none is a layer."""
+    return next((i for i, s in enumerate(segments) if s.layer), 0)
+
+
 class InsertOffloads:
     """The forward half. ``modules`` maps segment names to the modules that the outer graph calls."""
 
@@ -205,13 +210,14 @@ class InsertReloads:
         reloads = {}
         for i, nodes in needed.items():
             reloads[i] = outer.call(ops.reload, [outer.env[n] for n in nodes], self.device)
+        first_layer = num_before_layers(self.segments)
         if reloads:
-            outer.call(ops.prefetch)
+            outer.call(ops.prefetch, *([True] if first_layer else []))
         for i, segment in enumerate(self.segments):
             self._wait(outer, reloads.get(i), needed.get(i, ()))
             # Before the call, not behind it: the reload stream waits for what the compute stream has been given so far,
             # and these copies are to run beside this segment, not after it.
-            outer.call(ops.prefetch)
+            outer.call(ops.prefetch, *([True] if i < first_layer else []))
             outer.segment(segment)
             if i == 0 and reloads:
                 # The forward's last copies have had this segment's time to finish.

@@ -319,11 +319,11 @@ def test_backward(watch: Watch, layers: float | None) -> None:
 
 
 def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: what the layer that needs most needs, so that its copies hide behind the one before."""
+    """Without a budget: half as much again as the layer needs that needs most; its copies hide behind the one before."""
     graph, _, boundaries = run(watch, in_flight_budget=1)
     ahead = [b.ahead_bytes for b in boundaries if b.segment.startswith("layers")]
-    assert all(a <= 1.2 * layer_bytes(graph) for a in ahead)
-    assert max(ahead) >= 0.9 * layer_bytes(graph)
+    assert all(a <= 1.7 * layer_bytes(graph) for a in ahead)
+    assert max(ahead) >= 1.2 * layer_bytes(graph)
     for boundary, (segment, gradients, saved) in zip(boundaries, expected_backward(graph), strict=True):
         assert boundary.live == gradients | saved, segment
 

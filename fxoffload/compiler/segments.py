@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import operator
 import time
@@ -12,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_compat import boxed_eager, compile_fx_inner, mutated_args, segment_tracing_context
+from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import Segment, is_submodule
@@ -84,12 +87,15 @@ class SegmentCompiler:
     Args:
         inner: "inductor" or "aot_eager".
         reuse: whether identical segments share code.
+        together: whether to wait for the kernels of all segments together, in ``pending.finish``.
     """
 
-    def __init__(self, *, inner: str, reuse: bool) -> None:
+    def __init__(self, *, inner: str, reuse: bool, together: bool = False) -> None:
         self._inner = inner
         self._reuse = reuse
+        self._together = together
         self._cache: dict[Any, Compiled] = {}
+        self.pending = PendingKernels()
 
     def compile(self, gm: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]) -> None:
         """Set ``call.fn``. ``graph_kwargs``: what Inductor was given for the whole graph.
@@ -126,15 +132,23 @@ class SegmentCompiler:
             return boxed_eager(extracted)
         example_inputs = [value.meta["val"] for value in segment.inputs]
         kwargs = {**graph_kwargs, "static_input_idxs": ()}
+        failure = functools.partial(
+            _failure, segment.name, segment.layer, "backward" if graph_kwargs.get("is_backward") else "forward"
+        )
         try:
-            with segment_tracing_context(call.donates):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(segment_tracing_context(call.donates))
+                if self._together:
+                    stack.enter_context(self.pending.put_off(failure))
                 return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]
         except Exception as error:
-            where = segment.layer or segment.name
-            direction = "backward" if graph_kwargs.get("is_backward") else "forward"
-            raise SegmentCompileError(
-                f"Inductor failed on the {direction} segment {segment.name}: {type(error).__name__}: {error}. "
-                'Compile with options={"on_error": "fallback"} to use plain Inductor for such graphs, or with '
-                'options={"disable": ("segments",)} to compile graphs in one piece',
-                where,
-            ) from error
+            raise failure(error) from error
+
+
+def _failure(name: str, layer: str, direction: str, error: Exception) -> SegmentCompileError:
+    return SegmentCompileError(
+        f"Inductor failed on the {direction} segment {name}: {type(error).__name__}: {error}. "
+        'Compile with options={"on_error": "fallback"} to use plain Inductor for such graphs, or with '
+        'options={"disable": ("segments",)} to compile graphs in one piece',
+        layer or name,
+    )

@@ -17,12 +17,14 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import (
     CustomPartitionerFn,
+    boxed,
     boxed_eager,
     compile_fx_inner,
     default_partition,
     inductor_config,
     take_donated_placeholders,
 )
+from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.errors import PassError
@@ -30,7 +32,7 @@ from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.cut_segments import Segment, Segmentation
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY, num_before_layers
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
@@ -101,7 +103,9 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._forward: _CompiledForward | None = None
-        self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled)
+        # With a fallback at hand, a segment that fails has to say so at once.
+        together = "kernel_overlap" not in disabled and options.on_error == "raise"
+        self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
         self._runtime = RuntimeOptions(
             budgets=Budgets(options.host_budget, options.in_flight_budget, options.prefetch_budget),
             min_bytes=options.min_bytes,
@@ -205,7 +209,7 @@ class CompileSession:
             chosen = graph.decide()
             return [chosen[i] for i in order]
 
-        return forward_callable(program, decide)
+        return _when_ready(forward_callable(program, decide), self._compiler.pending)
 
     def _count_skipped(self, state: ForwardState) -> None:
         for item in state.saved.skipped:
@@ -238,6 +242,7 @@ class CompileSession:
         run_steps(steps, state, "backward")
         assert state.outer is not None
         self._compile_segments(state, kwargs)
+        self._compiler.pending.finish(save=True)
         self._rank(forward.movables, state)
         forward.graph.backward = state.outer
         overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
@@ -259,9 +264,11 @@ class CompileSession:
             for value in segment.inputs:
                 order.setdefault(value.name, i)
         paces = _values_of_layers(state.segmentation, lambda s: s.inputs)
+        first_layer = num_before_layers(state.segmentation.segments)
         for movable in movables:
             movable.paces_backward = movable.name in paces
             movable.rank = order.get(movable.name, len(state.segmentation.segments))
+            movable.read_before_layers = movable.rank < first_layer
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -290,6 +297,18 @@ class CompileSession:
             f"fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): {error}",
             stacklevel=2,
         )
+
+
+def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Callable[[list[Any]], Any]:
+    """``run``, which must not start on unfinished kernels. They are finished when the backward is compiled; should
+    AOTAutograd not compile it ahead of the first step, the first call waits."""
+
+    def call(args: list[Any]) -> Any:
+        if pending:
+            pending.finish(save=False)
+        return run(args)
+
+    return boxed(call)
 
 
 def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:

@@ -57,13 +57,15 @@ class Budgets:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A copy to the host whose source is still held. ``source`` is the reference of [Note: Lifetimes]."""
+    """A copy to the host whose source is still held. ``source`` is the reference of [Note: Lifetimes]. ``held_by``: the
+    forward call whose own releases leave it alone, if any."""
 
     transfer: weakref.ref[Transfer]
     source: Tensor
     event: object
     nbytes: int
     stream: object
+    held_by: object
 
 
 class CopyEngine:
@@ -94,21 +96,31 @@ class CopyEngine:
     # -- device to host ------------------------------------------------------------------------------------------------
 
     def offload(
-        self, storages: Sequence[Sequence[Tensor]], budgets: Budgets, *, reclaimable: bool
+        self,
+        storages: Sequence[Sequence[Tensor]],
+        budgets: Budgets,
+        *,
+        reclaimable: bool,
+        held_by: Sequence[object] | None = None,
     ) -> list[Transfer | None]:
         """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
 
         ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``).
+        ``held_by``: per storage, the forward call whose own releases leave the source alone; None for no one.
         """
+        holders = held_by if held_by is not None else [None] * len(storages)
         with self._lock:
             self._collect()
             self.streams.offload_waits_for_compute()
             stream = self.streams.compute_stream()
             with self.streams.offloading():
-                return [self._offload(tensors, budgets, reclaimable, stream) for tensors in storages]
+                return [
+                    self._offload(tensors, budgets, reclaimable, stream, holder)
+                    for tensors, holder in zip(storages, holders, strict=True)
+                ]
 
     def _offload(
-        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object
+        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object, holder: object
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
@@ -130,24 +142,32 @@ class CopyEngine:
             for t in tensors
         ]
         transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream, holder))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
         return transfer
 
-    def release(self, limit_bytes: int) -> None:
-        """Drop sources, oldest copy first, until at most ``limit_bytes`` are held."""
+    def release(self, limit_bytes: int, holder: object = None) -> None:
+        """Drop sources, oldest copy first, until at most ``limit_bytes`` are held beside those that ``holder`` holds."""
         with self._lock:
-            self._release(limit_bytes)
+            self._release(limit_bytes, holder)
 
-    def _release(self, limit_bytes: int) -> None:
+    def _release(self, limit_bytes: int, holder: object = None) -> None:
+        mine = [holder is not None and item.held_by == holder for item in self._in_flight]
+        excess = self._in_flight_bytes - limit_bytes
+        excess -= sum(item.nbytes for item, own in zip(self._in_flight, mine, strict=True) if own)
         done: list[_InFlight] = []
-        while self._in_flight and self._in_flight_bytes > limit_bytes:
-            item = self._in_flight.popleft()
-            self._in_flight_bytes -= item.nbytes
-            done.append(item)
+        kept: deque[_InFlight] = deque()
+        for item, own in zip(self._in_flight, mine, strict=True):
+            if own or excess <= 0:
+                kept.append(item)
+            else:
+                done.append(item)
+                excess -= item.nbytes
         if done:
+            self._in_flight = kept
+            self._in_flight_bytes -= sum(item.nbytes for item in done)
             self._drop(done)
 
     def _drop(self, items: Sequence[_InFlight]) -> None:
@@ -188,16 +208,16 @@ class CopyEngine:
             self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
             self._taken.clear()
 
-    def prefetch(self, budget_bytes: int, *, beside_reclaimed: bool = False) -> None:
+    def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0) -> None:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one).
 
-        ``beside_reclaimed``: the budget grows by what was reclaimed and waits to be read. A backward begins with such
-        values, and nothing would reload behind the segments that read them.
+        ``reclaimed_share``: what the bytes that were reclaimed and wait to be read do to the budget: 1 adds them (a
+        backward begins with such values, and nothing would reload behind the segments that read them), -1 takes them
+        off, 0 lets them stand beside it.
         """
         with self._lock:
             self._collect()
-            if beside_reclaimed:
-                budget_bytes += self._reclaimed_bytes
+            budget_bytes += reclaimed_share * self._reclaimed_bytes
             due: list[Transfer] = []
             ahead = self._ahead_bytes
             while self._queue:

@@ -9,6 +9,7 @@ sees what the forward decided in what autograd hands it: a token, or the value i
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Movable:
         paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
             stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
         paces_backward: likewise for the segment that first reads it, and the prefetch window.
+        read_before_layers: whether the backward reads it before it comes to a layer. The forward that saves it does not
+            wait for its copy: the backward is about to take it back.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Movable:
     rank: int = 0
     paces_forward: bool = True
     paces_backward: bool = True
+    read_before_layers: bool = False
 
 
 def reason_to_keep() -> str | None:
@@ -91,17 +95,31 @@ class _Call:
     transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
     largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
     before_layers: int = 0  # bytes moved before any layer did: no window is known yet
-    largest_need: int = 0  # bytes that one segment of this backward needs, the most
+    window: int = 0  # bytes that this backward reloads ahead unless a budget is set
+    serial: int = field(default_factory=itertools.count(1).__next__)  # of this call
 
     def in_flight_bytes(self) -> int:
         """The bound on sources held for copies that are under way."""
         budget = self.options.budgets.in_flight
         return (self.largest_offload or self.before_layers) if budget is None else budget
 
+    @property
+    def holder(self) -> object:
+        """Who holds what the backward reads before it comes to a layer; nobody where the user bounds what is in flight."""
+        return self.serial if self.options.budgets.in_flight is None else None
+
     def prefetch_bytes(self) -> int:
         """The bound on what is reloaded ahead of use."""
         budget = self.options.budgets.prefetch
-        return self.largest_need if budget is None else budget
+        return self.window if budget is None else budget
+
+    def reclaimed_share(self, *, head: bool) -> int:
+        """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set stands
+        as it is. The default one grows by them among the layers, and has to hold them while the head runs: its own
+        lump, the logits, is on the device at that time."""
+        if self.options.budgets.prefetch is not None:
+            return 0
+        return -1 if head else 1
 
 
 _Step = Callable[[list[Any], _Call], None]
@@ -204,13 +222,14 @@ class OuterProgram:
         if is_op(node, ops.release):
             # With copies, from a forward: to the budget. Without, from a backward: everything.
             everything = not node.args[0]
-            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes())
+            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes(), call.holder)
         if is_op(node, ops.wait_offload):
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
         if is_op(node, ops.prefetch):
+            head = bool(node.args and node.args[0])
             return lambda slots, call: call.engine.prefetch(
-                call.prefetch_bytes(), beside_reclaimed=call.options.budgets.prefetch is None
+                call.prefetch_bytes(), reclaimed_share=call.reclaimed_share(head=head)
             )
         if is_op(node, ops.wait_reload):
             return _wait_reload_step(node, steps)
@@ -317,7 +336,12 @@ def _by_storage(slots: list[Any], where: list[int], min_bytes: int) -> list[tupl
 def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:
     """Start the copies; put tokens where the values were, except where the host is full."""
     reclaimable = not any(movable.is_input for movable, _, _ in moved)
-    transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
+    transfers = call.engine.offload(
+        [t for _, _, t in moved],
+        call.options.budgets,
+        reclaimable=reclaimable,
+        held_by=[call.holder if reclaimable and m.read_before_layers else None for m, _, _ in moved],
+    )
     paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
     call.largest_offload = max(call.largest_offload, paced)
     if not call.largest_offload:
@@ -367,7 +391,7 @@ def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]
         call = _Call(engine, program.options, slots[0].group if slots else Group())
         del slots
         if len(call.group):
-            call.largest_need = call.group.largest_need_bytes()
+            call.window = call.group.prefetch_window_bytes()
             engine.request(
                 call.group,
                 keeps_graph=keeps_graph,

@@ -143,7 +143,7 @@ class Group:
 
     def add(self, rank: int, transfer: Transfer, *, sets_window: bool = True) -> None:
         """``rank``: place in the order in which the backward first uses what was saved. ``sets_window``: whether its
-        segment counts for ``largest_need_bytes``."""
+        segment counts for ``prefetch_window_bytes``."""
         self._ranked.append((rank, transfer))
         if sets_window:
             self._needs[rank] = self._needs.get(rank, 0) + transfer.nbytes
@@ -152,9 +152,12 @@ class Group:
         """All transfers, those that the backward needs first in front."""
         return [t for _, t in sorted(self._ranked, key=lambda item: item[0])]
 
-    def largest_need_bytes(self) -> int:
-        """The most bytes that one segment of the backward needs at once."""
-        return max(self._needs.values(), default=0)
+    def prefetch_window_bytes(self) -> int:
+        """What to reload ahead of use unless told otherwise: the most that one segment of the backward needs at once,
+        and half as much again where there are several. Their copies do not take equal shares of their time; a window of
+        one segment leaves the link idle behind those that compute for longer."""
+        largest = max(self._needs.values(), default=0)
+        return largest * 3 // 2 if len(self._needs) > 1 else largest
 
     def __len__(self) -> int:
         return len(self._ranked)

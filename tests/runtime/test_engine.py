@@ -344,21 +344,39 @@ def test_what_the_caller_may_have_written_to_is_never_taken_back() -> None:
     assert fxoffload.stats().bytes_reclaimed == 0
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_reloads_go_on_beside_what_was_taken_back(beside: bool) -> None:
-    """A backward begins with values that are still there; nothing would reload behind the segments that read them."""
+@pytest.mark.parametrize(("share", "expected"), [(-1, 1), (0, 2), (1, 4)])
+def test_what_was_taken_back_counts_for_the_window(share: int, expected: int) -> None:
+    """Two values are taken back, the window has room for two: among the layers it grows by them (a backward begins with
+    such values, and nothing would reload behind the segments that read them), under the head it has to hold them."""
     bench = Bench()
-    group = bench.save(1, 2, 3, 4)
-    bench.engine.release(2 * NBYTES)  # 3 and 4 are still held, and needed first
+    group = bench.save(1, 2, 3, 4, 5, 6)
+    bench.engine.release(2 * NBYTES)  # 5 and 6 are still held, and needed first
     bench.request(group)
-    bench.engine.prefetch(0, beside_reclaimed=beside)
-    assert reloaded(group) == [True, True, True, beside]
+    bench.engine.prefetch(2 * NBYTES, reclaimed_share=share)
+    assert bench.ahead() == expected * NBYTES
     transfers = group.in_need_order()
     bench.take(transfers[:2])
-    bench.engine.prefetch(0, beside_reclaimed=beside)
-    assert bench.ahead() == (2 if beside else 1) * NBYTES
-    assert bench.take(transfers[2:]) == [2, 1]
+    bench.engine.prefetch(2 * NBYTES, reclaimed_share=share)
+    assert bench.ahead() == max(expected, 2) * NBYTES
+    assert bench.take(transfers[2:]) == [4, 3, 2, 1]
     assert bench.engine._reclaimed_bytes == bench.ahead() == 0
+
+
+def test_a_forward_does_not_release_what_it_holds() -> None:
+    bench = Bench()
+    tensors = [torch.full((NBYTES // 4,), float(i)) for i in range(4)]
+    held_by = [None, 1, None, 2]
+    transfers = bench.engine.offload([[t] for t in tensors], bench.budgets, reclaimable=True, held_by=held_by)
+    bench.engine.release(NBYTES, 1)  # beside the second, one may stay: the youngest
+    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[1], transfers[3]]
+    assert bench.engine._in_flight_bytes == 2 * NBYTES
+    bench.engine.release(NBYTES, 2)  # of another forward: the second counts
+    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[1], transfers[3]]
+    bench.engine.release(0, 2)
+    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[3]]
+    bench.engine.release(0)
+    assert not bench.engine._in_flight
+    assert bench.engine._in_flight_bytes == 0
 
 
 def test_what_was_taken_back_and_never_read_leaves_no_trace_in_the_budget() -> None:

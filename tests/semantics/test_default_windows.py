@@ -97,3 +97,62 @@ def test_a_short_first_batch_does_not_switch_offloading_off() -> None:
         fxoffload.reset_stats()
         step(torch.randn(1, length, 32)).sum().backward()
         assert (fxoffload.stats().bytes_offloaded > 0) is moves, length
+
+
+class _LanguageModel(nn.Module):
+    """Layers, then a head whose logits are larger than all that the layers save."""
+
+    def __init__(self, vocabulary: int = 4096) -> None:
+        super().__init__()
+        self.stack = Stack(layers=4, width=32)
+        self.lm_head = nn.Linear(32, vocabulary, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.lm_head(self.stack(x)).flatten(0, 1), labels.flatten())
+
+
+def test_what_the_head_saved_is_taken_back_and_the_layers_keep_to_their_window() -> None:
+    torch.manual_seed(0)
+    model = _LanguageModel()
+    step = torch.compile(model, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"})
+    x, labels = torch.randn(2, 16, 32), torch.randint(4096, (2, 16))
+    with fxoffload.override_policy("keep_all"):
+        expected = _gradients(model, step(x, labels))
+    logits = 2 * 16 * 4096 * 4
+    fxoffload.reset_stats()
+    loss = step(x, labels)
+    of_layers = fxoffload.stats().bytes_offloaded - logits
+    held = _held()[0] - logits
+    assert 0 < held < of_layers * 0.5, "the logits, and one layer's values beside them"
+    assert _same(expected, _gradients(model, loss))
+    stats = fxoffload.stats()
+    assert logits < stats.bytes_reclaimed <= logits + held
+    assert stats.bytes_reclaimed + stats.bytes_reloaded == stats.bytes_offloaded
+    assert _held() == (0, 0, 0, 0)
+
+
+def test_the_next_forward_drops_what_an_earlier_head_saved() -> None:
+    """Two forwards, then two backwards: one set of logits on the device, not two."""
+    torch.manual_seed(0)
+    model = _LanguageModel()
+    step = torch.compile(model, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"})
+    x, labels = torch.randn(2, 16, 32), torch.randint(4096, (2, 16))
+    expected = _gradients(model, step(x, labels))
+    first = step(x, labels)
+    after_one = _held()[0]
+    second = step(x, labels)
+    assert _held()[0] == after_one
+    assert _same(expected, _gradients(model, second))
+    assert _same(expected, _gradients(model, first))
+    assert _held() == (0, 0, 0, 0)
+
+
+def test_a_bound_that_the_user_sets_holds_for_the_head_too() -> None:
+    torch.manual_seed(0)
+    model = _LanguageModel()
+    options = {**OPTIONS, "inner": "aot_eager", "in_flight_budget": 4096}
+    step = torch.compile(model, backend="fxoffload", options=options)
+    loss = step(torch.randn(2, 16, 32), torch.randint(4096, (2, 16)))
+    assert _held()[0] <= 4096
+    loss.backward()
+    assert fxoffload.stats().bytes_reloaded >= 2 * 16 * 4096 * 4

@@ -268,9 +268,9 @@ def test_prefetch_across_graphs_keeps_to_its_budget(monkeypatch: pytest.MonkeyPa
     peak = 0
     original = CopyEngine.prefetch
 
-    def prefetch(engine: CopyEngine, budget_bytes: int, *, beside_reclaimed: bool) -> None:
+    def prefetch(engine: CopyEngine, budget_bytes: int, *, reclaimed_share: int) -> None:
         nonlocal peak
-        assert not beside_reclaimed, "a budget that the user set does not grow"
+        assert reclaimed_share == 0, "a budget that the user set does not grow"
         original(engine, budget_bytes)
         peak = max(peak, engine._ahead_bytes)
 

@@ -1,0 +1,141 @@
+"""Waiting for the kernels of all segments together: same results, same caches, errors that name their layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+
+import fxoffload
+from fxoffload._torch_compat import AsyncCompile, FxGraphCache, needs_kernels_while_compiling
+from fxoffload.compiler import kernels
+from fxoffload.errors import SegmentCompileError
+from tests.capture import Tower, example_input
+
+OPTIONS: dict[str, Any] = {"policy": "offload_all", "device_types": ("cpu",), "min_bytes": 1, "inner": "inductor"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # With one compile thread Inductor compiles in line and there is nothing to wait for.
+    with inductor_config.patch(compile_threads=2, fx_graph_cache=True):
+        yield
+
+
+def run(**options: Any) -> list[torch.Tensor]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model: nn.Module = Tower(4)
+    loss = torch.compile(model, backend="fxoffload", options={**OPTIONS, **options})(example_input()).sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def order_of_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """ "compile" and "wait", in the order in which they happen."""
+    from fxoffload.compiler import segments
+
+    events: list[str] = []
+    compile_segment, wait = segments.compile_fx_inner, AsyncCompile.wait
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        events.append("compile")
+        return compile_segment(*args, **kwargs)
+
+    def waiting(workers: AsyncCompile, scope: dict[str, Any]) -> None:
+        events.append("wait")
+        wait(workers, scope)
+
+    monkeypatch.setattr(segments, "compile_fx_inner", compiling)
+    monkeypatch.setattr(AsyncCompile, "wait", waiting)
+    return events
+
+
+def test_all_segments_are_compiled_before_any_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = order_of_events(monkeypatch)
+    together = run()
+    assert events.count("compile") == fxoffload.stats().num_segments_compiled > 4
+    assert events == ["compile"] * events.count("compile") + ["wait"] * events.count("wait")
+    assert events.count("wait") == events.count("compile")
+    events.clear()
+    apart = run(disable=("kernel_overlap", "segment_reuse"))
+    assert events[:4] != ["compile"] * 4, "from the cache or not, each is finished before the next one begins"
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+def test_with_a_fallback_each_segment_is_finished_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = order_of_events(monkeypatch)
+    run(on_error="fallback")
+    assert events[:4] == ["compile", "wait", "compile", "wait"]
+
+
+def test_the_next_start_finds_every_segment_in_the_cache() -> None:
+    counters.clear()
+    cold = run()
+    compiled = fxoffload.stats().num_segments_compiled
+    assert counters["inductor"]["fxgraph_cache_miss"] == compiled
+    counters.clear()
+    warm = run()
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] == compiled
+    assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True))
+
+
+def test_a_kernel_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = 0
+
+    def wait(workers: AsyncCompile, scope: dict[str, Any]) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:
+            raise RuntimeError("ptxas is not amused")
+        original(workers, scope)
+
+    original = AsyncCompile.wait
+    monkeypatch.setattr(AsyncCompile, "wait", wait)
+    with pytest.raises(SegmentCompileError, match=r"forward segment layers_0: .*ptxas is not amused"):
+        run()
+
+
+def test_the_patches_are_taken_off() -> None:
+    before = AsyncCompile.__dict__["wait"], FxGraphCache.__dict__["_save_graph"]
+    run()
+    assert (AsyncCompile.__dict__["wait"], FxGraphCache.__dict__["_save_graph"]) == before
+    pending = kernels.PendingKernels()
+    with pytest.raises(KeyError), pending.put_off(lambda error: error):
+        raise KeyError
+    assert (AsyncCompile.__dict__["wait"], FxGraphCache.__dict__["_save_graph"]) == before
+    assert not pending
+
+
+def test_settings_that_time_kernels_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not needs_kernels_while_compiling()
+    with inductor_config.patch({"triton.multi_kernel": 1}):
+        assert needs_kernels_while_compiling()
+    events = order_of_events(monkeypatch)
+    run(inductor={"benchmark_kernel": True})
+    assert events[:4] == ["compile", "wait", "compile", "wait"]
+
+
+def test_a_forward_that_runs_first_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd compiles the backward before the first step; should it not, nothing may run unfinished."""
+    finish = kernels.PendingKernels.finish
+    asked: list[bool] = []
+
+    def put_off(self: kernels.PendingKernels, *, save: bool) -> None:
+        asked.append(save)
+        if not save:
+            finish(self, save=False)
+
+    expected = run()
+    monkeypatch.setattr(kernels.PendingKernels, "finish", put_off)
+    found = run(disable=("segment_reuse",))
+    assert asked == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,0 +1,376 @@
+"""The ranks of the two-GPU tests: one process per device, which trains a sharded model and writes down what it saw.
+
+``launch`` starts them, with ``python -m gpu.sharded_support`` and this checkout's ``tests`` on the path: a package named
+``tests`` may be installed, and would come before ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fxoffload
+from fxoffload.runtime.engine import CopyEngine
+from fxoffload.runtime.streams import Wait
+from fxoffload.runtime.transfer import Group
+
+from .gpu_support import MIB, TOKENS, WIDTH, Stack, deterministic, differing, disturbed, sleep
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+DEPTH = 4
+SCHEDULES = 6
+TIME_LIMIT_S = 115.0  # of one launch
+COLLECTIVE_LIMIT_S = 90.0  # the ranks compile at different speeds
+GRACE_S = 10.0  # for a rank to say why it failed, after another one did
+
+OPTIONS: dict[str, Any] = {
+    "policy": "offload_all",
+    "min_bytes": 1,
+    "in_flight_budget": 8 * MIB,
+    "prefetch_budget": 24 * MIB,
+}
+KEPT_AS_PARAMETER = "parameter, buffer, or computed from them alone"
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one rank is asked to do. ``options``: fxoffload's."""
+
+    folder: str
+    rank: int
+    reshard: bool
+    device_type: str
+    tokens: int
+    options: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.rank) if self.device_type == "cuda" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What one rank left: findings by phase, its exit status (None: it was ended from here) and its output."""
+
+    phases: dict[str, Found]
+    code: int | None
+    log: str
+
+    def found(self, phase: str) -> Found:
+        assert phase in self.phases, f"did not finish {phase!r} (exit status {self.code}):\n{self.log[-6000:]}"
+        return self.phases[phase]
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+def launch(
+    folder: Path,
+    *,
+    reshard: bool,
+    device_type: str = "cuda",
+    tokens: int = TOKENS,
+    options: Mapping[str, Any] | None = None,
+) -> list[Ended]:
+    """Run all ranks, for at most ``TIME_LIMIT_S``. ``device_type="cpu"`` (gloo) is for rehearsals."""
+    processes = []
+    try:
+        for rank in range(WORLD):
+            request = Request(str(folder), rank, reshard, device_type, tokens, {**OPTIONS, **(options or {})})
+            processes.append(_start(request, folder))
+        _wait(processes)
+    finally:
+        codes = [p.poll() for p in processes]
+        for process in processes:
+            # The whole session: Inductor's compile workers outlive a killed parent.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [
+        Ended(_read(folder / f"found{rank}.json"), code, (folder / f"log{rank}.txt").read_text(errors="replace"))
+        for rank, code in enumerate(codes)
+    ]
+
+
+def _start(request: Request, folder: Path) -> subprocess.Popen[bytes]:
+    asked = folder / f"request{request.rank}.json"
+    asked.write_text(json.dumps(asdict(request)))
+    environment = dict(os.environ)  # NCCL's variables pass through as they are
+    path = [str(ROOT / "tests"), str(ROOT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    environment["LOCAL_WORLD_SIZE"] = str(WORLD)  # as torchrun sets it: each rank takes its share of the host memory
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with (folder / f"log{request.rank}.txt").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "gpu.sharded_support", str(asked)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended or the time is up. Where one failed, the others hang in a collective."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    failed = False
+    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        if not failed and any(p.poll() not in (None, 0) for p in processes):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.1)
+
+
+def _read(path: Path) -> dict[str, Found]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank's models and inputs."""
+
+    def __init__(self, request: Request, mesh: DeviceMesh) -> None:
+        self.request = request
+        self.mesh = mesh
+        self.on_gpu = request.device_type == "cuda"
+
+    def build(self, depth: int, **options: Any) -> Stack:
+        """A stack, each layer compiled on its own and sharded, and the root sharded around them."""
+        torch.manual_seed(0)
+        model = Stack(depth).to(self.request.device, torch.bfloat16)
+        reshard = self.request.reshard
+        for layer in model.layers:
+            layer.compile(backend="fxoffload", options={**self.request.options, **options})
+            fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=reshard)
+        return model
+
+    def input(self, seed: int) -> Tensor:
+        """Another one for each rank."""
+        generator = torch.Generator().manual_seed(WORLD * seed + self.request.rank)
+        x = torch.randn(2, self.request.tokens // 2, WIDTH, generator=generator)
+        return x.to(self.request.device, torch.bfloat16)
+
+    def train(self, model: nn.Module, x: Tensor) -> list[Tensor]:
+        """Loss, the input's gradient and the local shard of every gradient of one step."""
+        model.zero_grad(set_to_none=True)
+        # A copy: the input is offloaded too, and what is given up is poisoned. It takes a gradient as every other
+        # layer's input does, so that all layers are the same code.
+        x = x.clone().requires_grad_()
+        loss = model(x)
+        loss.backward()
+        return [loss.detach().clone(), _local(x.grad), *(_local(p.grad) for p in model.parameters())]
+
+    def keep(self, model: nn.Module, x: Tensor) -> list[Tensor]:
+        """The same on the same compiled code, with everything kept on the device."""
+        with fxoffload.override_policy("keep_all"):
+            return self.train(model, x)
+
+    def offload(self, model: nn.Module, x: Tensor, schedule: int, left_out: Wait | None = None) -> list[Tensor]:
+        """The same with everything offloaded and, on a GPU, copies delayed and freed memory poisoned."""
+        if not self.on_gpu:
+            return self.train(model, x)
+        with disturbed(schedule, left_out=left_out):
+            sleep(5.0)  # the host runs ahead of the device
+            return self.train(model, x)
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().clone()
+
+
+def _held() -> Found:
+    stats = fxoffload.stats()
+    return {"groups_on_tape": stats.num_groups_on_tape, "host_bytes_in_use": stats.host_bytes_in_use}
+
+
+@contextlib.contextmanager
+def _compilations() -> Iterator[Found]:
+    """What was compiled meanwhile, from scratch."""
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    found: Found = {}
+    yield found
+    stats = fxoffload.stats()
+    found.update(
+        dynamo_graphs=graphs["unique_graphs"] - before,
+        segments=stats.num_segments_compiled,
+        plain_graphs=stats.num_plain_graphs,
+        bytes_kept_as_parameters=stats.bytes_skipped.get(KEPT_AS_PARAMETER, 0),
+    )
+
+
+@contextlib.contextmanager
+def _watched_requests() -> Iterator[list[tuple[int, int]]]:
+    """When the backward of a layer begins: how many of its storages are on the device or on their way, of how many."""
+    seen: list[tuple[int, int]] = []
+    original = CopyEngine.request
+
+    def request(engine: CopyEngine, group: Group, **kwargs: bool) -> None:
+        transfers = group.in_need_order()
+        seen.append((sum(t.buffer is not None for t in transfers), len(transfers)))
+        original(engine, group, **kwargs)
+
+    with mock.patch.object(CopyEngine, "request", request):
+        yield seen
+
+
+@contextlib.contextmanager
+def _watched_parameters(model: nn.Module) -> Iterator[Found]:
+    """Whether the storages that are offloaded are parameters; counts the unsharded ones that could have been."""
+    seen: Found = {"unsharded": 0, "offloaded": 0}
+    original = CopyEngine.offload
+
+    def offload(engine: CopyEngine, storages: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        unsharded = {p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, DTensor)}
+        seen["unsharded"] += len(unsharded)
+        seen["offloaded"] += sum(s[0].untyped_storage().data_ptr() in unsharded for s in storages)
+        return original(engine, storages, *args, **kwargs)
+
+    with mock.patch.object(CopyEngine, "offload", offload):
+        yield seen
+
+
+def _equality(rank: Rank, model: Stack) -> Found:
+    """Many schedules against keeping everything."""
+    before = fxoffload.stats().num_segments_compiled
+    kept_twice = differing(rank.keep(model, rank.input(3)), rank.keep(model, rank.input(3)))
+    wrong, dull = [], 0
+    for seed in range(SCHEDULES):
+        x = rank.input(100 + seed)
+        expected = rank.keep(model, x)
+        dull += sum(not bool(g.isfinite().all()) or not bool(g.any()) for g in expected)
+        wrong.append(differing(expected, rank.offload(model, x, seed)))
+    stats = fxoffload.stats()
+    return {
+        "kept_twice": kept_twice,
+        "differing": wrong,
+        "dull": dull,
+        "compiled_meanwhile": stats.num_segments_compiled - before,
+        "offloaded": stats.bytes_offloaded,
+        "reloaded": stats.bytes_reloaded,
+        "reclaimed": stats.bytes_reclaimed,
+        "kept_host_full": stats.bytes_kept_host_full,
+        "calls_kept": dict(stats.calls_kept),
+        **_held(),
+    }
+
+
+def _without(rank: Rank, model: Stack, wait: Wait) -> Found:
+    """With one wait taken out; and that nothing of it leaks into the step behind it."""
+    wrong, after = 0, 0
+    for seed in range(3):
+        x = rank.input(200 + seed)
+        expected = rank.keep(model, x)
+        wrong += differing(expected, rank.offload(model, x, seed, left_out=wait)) > 0
+        after += differing(expected, rank.train(model, x)) > 0
+    return {"wrong": wrong, "after": after, **_held()}
+
+
+def _prefetch(rank: Rank, model: Stack) -> Found:
+    """What is on its way when each layer's backward begins, undisturbed; and equality, disturbed."""
+    x = rank.input(300)
+    expected = rank.keep(model, x)
+    fxoffload.reset_stats()
+    with _watched_requests() as seen:
+        wrong = differing(expected, rank.train(model, x))
+    stats = fxoffload.stats()
+    wrong += differing(expected, rank.offload(model, x, 0))
+    return {
+        "ahead": seen,
+        "differing": wrong,
+        "misses": stats.num_prefetch_misses,
+        "exposed_copy_ms": round(stats.exposed_copy_ms, 3),
+        **_held(),
+    }
+
+
+def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
+    """Name and work of each phase, in order. All ranks run the same ones: each trains, and so communicates."""
+    models: list[Stack] = []
+
+    def compile_and_train(depth: int, **options: Any) -> Found:
+        with _compilations() as found:
+            model = rank.build(depth, **options)
+            for seed in (1, 2):
+                rank.train(model, rank.input(seed))
+        models[:] = [model]
+        fxoffload.reset_stats()
+        return found
+
+    def parameters() -> Found:
+        with _watched_parameters(models[0]) as found:
+            rank.train(models[0], rank.input(4))
+        return found
+
+    yield "shallow", lambda: compile_and_train(DEPTH // 2)
+    yield "deep", lambda: compile_and_train(DEPTH)
+    yield "equality", lambda: _equality(rank, models[0])
+    yield "parameters", parameters
+    yield "across", lambda: _prefetch(rank, models[0])
+    if rank.on_gpu:
+        for wait in (Wait.SOURCE_DONE, Wait.TARGET_READY):
+            yield f"without {wait.name}", lambda wait=wait: _without(rank, models[0], wait)
+    yield "apart compiled", lambda: compile_and_train(DEPTH, disable=("cross_graph_prefetch",))
+    yield "apart", lambda: _prefetch(rank, models[0])
+
+
+def _run(request: Request) -> None:
+    began = time.monotonic()
+    faulthandler.dump_traceback_later(TIME_LIMIT_S - 10.0, exit=False)  # says where it hangs
+    device = request.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{request.folder}/store",
+        rank=request.rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S),
+        device_id=device if device.type == "cuda" else None,
+    )
+    rank = Rank(request, init_device_mesh(device.type, (WORLD,)))
+    found: dict[str, Found] = {}
+    with deterministic():
+        for name, work in _phases(rank):
+            found[name] = work()
+            # Phase by phase, so that a hang in one does not hide the others.
+            (Path(request.folder) / f"found{request.rank}.json").write_text(json.dumps(found))
+            print(f"{time.monotonic() - began:6.1f} s  {name}: {found[name]}", flush=True)
+    # Together: a rank that goes early would make the other's last collective fail.
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    _run(Request(**json.loads(Path(sys.argv[1]).read_text())))
