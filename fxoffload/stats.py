@@ -17,6 +17,8 @@ class Stats:
         bytes_reloaded: bytes copied from the host to the device.
         bytes_reclaimed: offloaded bytes that the backward took back before their memory on the device was given up, so
             that they were not copied back.
+        bytes_kept_for_backward: bytes that a policy offloads but that stayed on the device, because the backward begins
+            with them (a language model's logits).
         num_copies: copies started, both directions (one per storage).
         host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
         host_bytes_in_use: bytes of it that hold offloaded values now.
@@ -37,6 +39,7 @@ class Stats:
     bytes_offloaded: int = 0
     bytes_reloaded: int = 0
     bytes_reclaimed: int = 0
+    bytes_kept_for_backward: int = 0
     num_copies: int = 0
     host_bytes_reserved: int = 0
     host_bytes_in_use: int = 0

@@ -23,6 +23,7 @@ import fxoffload
 from fxoffload import backend
 from fxoffload._torch_compat import boxed_eager
 from fxoffload.compiler import segments, session
+from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
 from fxoffload.passes.annotate_layers import AnnotateLayers
@@ -352,6 +353,14 @@ class TestPieces:
         stats = fxoffload.stats()
         assert (stats.num_segments_reused, stats.num_segments_compiled) == (0, 10)
         assert_equal(found, expected)
+
+    def test_kernel_overlap(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def put_off(*args: Any) -> None:
+            pytest.fail("was put off")
+
+        monkeypatch.setattr(PendingKernels, "put_off", put_off)
+        assert_close(disabled_run("kernel_overlap", by, monkeypatch, inner="inductor"), eager())
+        assert fxoffload.stats().bytes_offloaded > 0
 
     def test_verify(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def refute(*args: Any) -> None:

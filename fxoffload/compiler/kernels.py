@@ -1,11 +1,12 @@
 """Let Inductor's workers compile the kernels of all segments at once.
 
-Inductor hands the Triton (or C++) source of one graph to its worker processes and waits for all of it before it returns.
-One segment has few kernels, so waiting segment by segment leaves most workers idle. Here the wait is put off: a segment
-returns as soon as its code is written, and ``finish`` waits for the kernels of all segments together.
+Inductor hands the Triton (or C++) source of one graph to its worker processes and waits for all of it before it
+returns. One segment has few kernels, so waiting segment by segment leaves most workers idle. Here the wait is put off:
+a segment returns as soon as its code is written, and ``finish`` waits for the kernels of all segments together (36
+layers on an H200: 12 s of waiting become less than one).
 
-What follows the wait is put off with it: Inductor's cache stores the compiled kernels beside the graph, so an entry that
-was written before they exist would make the next start slower.
+What follows the wait is put off with it: Inductor's cache stores the compiled kernels beside the graph, so an entry
+that was written before they exist would make the next start slower.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class PendingKernels:
             FxGraphCache._save_graph(*graph.save)
 
     def finish(self, *, save: bool) -> None:
-        """Wait for all kernels. ``save``: also write the graphs to Inductor's cache, which needs the tracing context."""
+        """Wait for all kernels. ``save``: write the graphs to Inductor's cache too, which needs the tracing context."""
         unfinished, self._unfinished = self._unfinished, []
         for graph in unfinished:
             try:

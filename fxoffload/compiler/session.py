@@ -32,7 +32,7 @@ from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.cut_segments import Segment, Segmentation
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY, num_before_layers
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
@@ -176,16 +176,25 @@ class CompileSession:
 
         policy = self.options.policy
         engine = engine_for(self.device)
-        moved = sum(c.nbytes or 0 for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go)
+        chosen = [c for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go]
+        moved = sum(c.nbytes or 0 for c in chosen)
+        behind = _made_behind_layers(state.segmentation)
+        stays = [c for c in chosen if self._runtime.keeps_head and behind.issuperset(n.name for n in c.nodes)]
         # Pinned behind the rest of the compilation.
-        engine.reserve(moved, self._runtime.budgets)
+        engine.reserve(moved - sum(c.nbytes or 0 for c in stays), self._runtime.budgets)
         self._compile_segments(state, kwargs)
 
         ordered = [c for node in state.outer.graph.nodes for c in node.meta.get(CANDIDATES_KEY, ())]
         place = {c.name: i for i, c in enumerate(state.saved.candidates)}
         paces = _values_of_layers(state.segmentation, lambda s: s.outputs)
         movables = [
-            Movable(c.name, len(c.nodes), c.is_input, paces_forward=any(n.name in paces for n in c.nodes))
+            Movable(
+                c.name,
+                len(c.nodes),
+                c.is_input,
+                paces_forward=any(n.name in paces for n in c.nodes),
+                of_head=behind.issuperset(n.name for n in c.nodes),
+            )
             for c in ordered
         ]
         program = OuterProgram(state.outer, device=self.device, options=self._runtime, movables=movables)
@@ -264,11 +273,9 @@ class CompileSession:
             for value in segment.inputs:
                 order.setdefault(value.name, i)
         paces = _values_of_layers(state.segmentation, lambda s: s.inputs)
-        first_layer = num_before_layers(state.segmentation.segments)
         for movable in movables:
             movable.paces_backward = movable.name in paces
             movable.rank = order.get(movable.name, len(state.segmentation.segments))
-            movable.read_before_layers = movable.rank < first_layer
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -309,6 +316,13 @@ def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Cal
         return run(args)
 
     return boxed(call)
+
+
+def _made_behind_layers(segmentation: Segmentation) -> frozenset[str]:
+    """Names of what is made behind the last layer; none where no segment is a layer."""
+    segments = segmentation.segments
+    end = max((i + 1 for i, s in enumerate(segments) if s.layer), default=len(segments))
+    return frozenset(n.name for s in segments[end:] for n in s.outputs)
 
 
 def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:

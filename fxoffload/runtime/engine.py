@@ -57,15 +57,13 @@ class Budgets:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A copy to the host whose source is still held. ``source`` is the reference of [Note: Lifetimes]. ``held_by``: the
-    forward call whose own releases leave it alone, if any."""
+    """A copy to the host whose source is still held. ``source`` is the reference of [Note: Lifetimes]."""
 
     transfer: weakref.ref[Transfer]
     source: Tensor
     event: object
     nbytes: int
     stream: object
-    held_by: object
 
 
 class CopyEngine:
@@ -96,31 +94,21 @@ class CopyEngine:
     # -- device to host ------------------------------------------------------------------------------------------------
 
     def offload(
-        self,
-        storages: Sequence[Sequence[Tensor]],
-        budgets: Budgets,
-        *,
-        reclaimable: bool,
-        held_by: Sequence[object] | None = None,
+        self, storages: Sequence[Sequence[Tensor]], budgets: Budgets, *, reclaimable: bool
     ) -> list[Transfer | None]:
         """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
 
         ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``).
-        ``held_by``: per storage, the forward call whose own releases leave the source alone; None for no one.
         """
-        holders = held_by if held_by is not None else [None] * len(storages)
         with self._lock:
             self._collect()
             self.streams.offload_waits_for_compute()
             stream = self.streams.compute_stream()
             with self.streams.offloading():
-                return [
-                    self._offload(tensors, budgets, reclaimable, stream, holder)
-                    for tensors, holder in zip(storages, holders, strict=True)
-                ]
+                return [self._offload(tensors, budgets, reclaimable, stream) for tensors in storages]
 
     def _offload(
-        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object, holder: object
+        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
@@ -142,32 +130,24 @@ class CopyEngine:
             for t in tensors
         ]
         transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream, holder))
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
         return transfer
 
-    def release(self, limit_bytes: int, holder: object = None) -> None:
-        """Drop sources, oldest copy first, until at most ``limit_bytes`` are held beside those that ``holder`` holds."""
+    def release(self, limit_bytes: int) -> None:
+        """Drop sources, oldest copy first, until at most ``limit_bytes`` are held."""
         with self._lock:
-            self._release(limit_bytes, holder)
+            self._release(limit_bytes)
 
-    def _release(self, limit_bytes: int, holder: object = None) -> None:
-        mine = [holder is not None and item.held_by == holder for item in self._in_flight]
-        excess = self._in_flight_bytes - limit_bytes
-        excess -= sum(item.nbytes for item, own in zip(self._in_flight, mine, strict=True) if own)
+    def _release(self, limit_bytes: int) -> None:
         done: list[_InFlight] = []
-        kept: deque[_InFlight] = deque()
-        for item, own in zip(self._in_flight, mine, strict=True):
-            if own or excess <= 0:
-                kept.append(item)
-            else:
-                done.append(item)
-                excess -= item.nbytes
+        while self._in_flight and self._in_flight_bytes > limit_bytes:
+            item = self._in_flight.popleft()
+            self._in_flight_bytes -= item.nbytes
+            done.append(item)
         if done:
-            self._in_flight = kept
-            self._in_flight_bytes -= sum(item.nbytes for item in done)
             self._drop(done)
 
     def _drop(self, items: Sequence[_InFlight]) -> None:

@@ -9,7 +9,6 @@ sees what the forward decided in what autograd hands it: a token, or the value i
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,11 @@ class RuntimeOptions:
     prefetch: bool = True
     across_graphs: bool = True
 
+    @property
+    def keeps_head(self) -> bool:
+        """Whether what is made behind the layers may stay on the device. A window that the user sets binds it too."""
+        return self.budgets.in_flight is None and self.budgets.prefetch is None
+
 
 @dataclass
 class Movable:
@@ -60,8 +64,8 @@ class Movable:
         paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
             stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
         paces_backward: likewise for the segment that first reads it, and the prefetch window.
-        read_before_layers: whether the backward reads it before it comes to a layer. The forward that saves it does not
-            wait for its copy: the backward is about to take it back.
+        of_head: whether it is made behind the last layer (a language model's logits): the backward begins with it.
+            Unless other forwards wait for their backward it stays where it is; its copies could hide behind nothing.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Movable:
     rank: int = 0
     paces_forward: bool = True
     paces_backward: bool = True
-    read_before_layers: bool = False
+    of_head: bool = False
 
 
 def reason_to_keep() -> str | None:
@@ -96,17 +100,12 @@ class _Call:
     largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
     before_layers: int = 0  # bytes moved before any layer did: no window is known yet
     window: int = 0  # bytes that this backward reloads ahead unless a budget is set
-    serial: int = field(default_factory=itertools.count(1).__next__)  # of this call
+    keeps_head: bool = False  # whether what is made behind the layers stays on the device
 
     def in_flight_bytes(self) -> int:
         """The bound on sources held for copies that are under way."""
         budget = self.options.budgets.in_flight
         return (self.largest_offload or self.before_layers) if budget is None else budget
-
-    @property
-    def holder(self) -> object:
-        """Who holds what the backward reads before it comes to a layer; nobody where the user bounds what is in flight."""
-        return self.serial if self.options.budgets.in_flight is None else None
 
     def prefetch_bytes(self) -> int:
         """The bound on what is reloaded ahead of use."""
@@ -114,9 +113,9 @@ class _Call:
         return self.window if budget is None else budget
 
     def reclaimed_share(self, *, head: bool) -> int:
-        """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set stands
-        as it is. The default one grows by them among the layers, and has to hold them while the head runs: its own
-        lump, the logits, is on the device at that time."""
+        """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set
+        stands as it is. The default one grows by them among the layers, and has to hold them while the head runs: its
+        own lump, the logits, is on the device at that time."""
         if self.options.budgets.prefetch is not None:
             return 0
         return -1 if head else 1
@@ -222,7 +221,7 @@ class OuterProgram:
         if is_op(node, ops.release):
             # With copies, from a forward: to the budget. Without, from a backward: everything.
             everything = not node.args[0]
-            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes(), call.holder)
+            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes())
         if is_op(node, ops.wait_offload):
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
@@ -254,9 +253,13 @@ class OuterProgram:
                 at += movable.sources
                 for i in mine:
                     slots[targets[i]] = slots[sources[i]]
-                if call.decisions[index]:
-                    where = [targets[i] for i in mine]
-                    moved.extend((movable, *group) for group in _by_storage(slots, where, call.options.min_bytes))
+                if not call.decisions[index]:
+                    continue
+                found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes)
+                if movable.of_head and call.keeps_head:
+                    counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
+                else:
+                    moved.extend((movable, *group) for group in found)
             if moved:
                 _offload_storages(slots, moved, call)
 
@@ -336,12 +339,7 @@ def _by_storage(slots: list[Any], where: list[int], min_bytes: int) -> list[tupl
 def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:
     """Start the copies; put tokens where the values were, except where the host is full."""
     reclaimable = not any(movable.is_input for movable, _, _ in moved)
-    transfers = call.engine.offload(
-        [t for _, _, t in moved],
-        call.options.budgets,
-        reclaimable=reclaimable,
-        held_by=[call.holder if reclaimable and m.read_before_layers else None for m, _, _ in moved],
-    )
+    transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
     paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
     call.largest_offload = max(call.largest_offload, paced)
     if not call.largest_offload:
@@ -366,7 +364,9 @@ def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]
             if reason is not None:
                 counters.add_reason("calls_kept", reason)
                 decisions = (False,) * len(decisions)
-        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions)
+        # One set of logits may stay, not one per microbatch.
+        keeps_head = program.options.keeps_head and not len(engine.tape)
+        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions, keeps_head=keeps_head)
         results = program.run(args, call)
         if len(call.group):
             engine.tape.push(call.group)

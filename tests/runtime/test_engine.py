@@ -362,23 +362,6 @@ def test_what_was_taken_back_counts_for_the_window(share: int, expected: int) ->
     assert bench.engine._reclaimed_bytes == bench.ahead() == 0
 
 
-def test_a_forward_does_not_release_what_it_holds() -> None:
-    bench = Bench()
-    tensors = [torch.full((NBYTES // 4,), float(i)) for i in range(4)]
-    held_by = [None, 1, None, 2]
-    transfers = bench.engine.offload([[t] for t in tensors], bench.budgets, reclaimable=True, held_by=held_by)
-    bench.engine.release(NBYTES, 1)  # beside the second, one may stay: the youngest
-    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[1], transfers[3]]
-    assert bench.engine._in_flight_bytes == 2 * NBYTES
-    bench.engine.release(NBYTES, 2)  # of another forward: the second counts
-    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[1], transfers[3]]
-    bench.engine.release(0, 2)
-    assert [item.transfer() for item in bench.engine._in_flight] == [transfers[3]]
-    bench.engine.release(0)
-    assert not bench.engine._in_flight
-    assert bench.engine._in_flight_bytes == 0
-
-
 def test_what_was_taken_back_and_never_read_leaves_no_trace_in_the_budget() -> None:
     bench = Bench()
     group = bench.save(1, 2)

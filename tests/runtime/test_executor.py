@@ -266,7 +266,7 @@ def test_release_goes_to_the_budget_in_a_forward_and_to_nothing_in_a_backward(
     everything: bool, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(CopyEngine, "release", lambda self, limit_bytes, holder: seen.append(limit_bytes))
+    monkeypatch.setattr(CopyEngine, "release", lambda self, limit_bytes: seen.append(limit_bytes))
     outer = Outer()
     x = outer.input("x")
     copies = outer.offload(x)
