@@ -50,8 +50,8 @@ def _train(model: nn.Module, step: Callable[..., Any], initial: dict[str, Any]) 
     model.load_state_dict(initial)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen: list[Tensor] = []
-    for i in range(NUM_STEPS):
-        tokens = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(i)).cuda()
+    tokens = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0)).cuda()
+    for _ in range(NUM_STEPS):
         optimizer.zero_grad(set_to_none=True)
         loss = step(input_ids=tokens, labels=tokens).loss
         loss.backward()
