@@ -42,6 +42,7 @@ from fxoffload.runtime.executor import (
     backward_callable,
     forward_callable,
 )
+from fxoffload.runtime.layout import HookWatch
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._forward: _CompiledForward | None = None
+        self._hooks = HookWatch()
         # With a fallback at hand, a segment that fails has to say so at once.
         together = "kernel_overlap" not in disabled and options.on_error == "raise"
         self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
@@ -218,7 +220,7 @@ class CompileSession:
             chosen = graph.decide()
             return [chosen[i] for i in order]
 
-        return _when_ready(forward_callable(program, decide), self._compiler.pending)
+        return _when_ready(forward_callable(program, decide, self._hooks), self._compiler.pending)
 
     def _count_skipped(self, state: ForwardState) -> None:
         for item in state.saved.skipped:
@@ -263,7 +265,7 @@ class CompileSession:
             overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
-        return backward_callable(program)
+        return backward_callable(program, self._hooks)
 
     @staticmethod
     def _rank(movables: list[Movable], state: BackwardState) -> None:

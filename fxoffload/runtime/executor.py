@@ -29,6 +29,7 @@ from fxoffload._torch_compat import (
 )
 from fxoffload.ops import is_op
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from fxoffload.runtime.layout import HookWatch, layout_of
 from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
 from fxoffload.stats import counters
 
@@ -198,6 +199,7 @@ class OuterProgram:
     def _build(self, steps: _Steps) -> None:
         graph = steps.outer.graph
         placeholders = graph.find_nodes(op="placeholder")
+        self.layouts = {i: found for i, n in enumerate(placeholders) if (found := layout_of(n)) is not None}
         steps.slots_of(placeholders)
         self._num_inputs = len(placeholders)
         for node in graph.nodes:
@@ -353,11 +355,16 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
             call.transfers[i] = transfer
 
 
-def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled forward. ``decide``: one bool per movable, True to offload."""
+def forward_callable(
+    program: OuterProgram, decide: Callable[[], Sequence[bool]], hooks: HookWatch | None = None
+) -> Callable[[list[Any]], list[Any]]:
+    """What AOTAutograd calls as the compiled forward. ``decide``: one bool per movable, True to offload. ``hooks``:
+    shared with its backward."""
+    hooks = hooks or HookWatch()
 
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
+        hooks.seen = hooks.seen or saved_tensor_hooks_active()
         decisions = decide()
         if any(decisions):
             reason = reason_to_keep()
@@ -375,14 +382,19 @@ def forward_callable(program: OuterProgram, decide: Callable[[], Sequence[bool]]
     return boxed(forward)
 
 
-def backward_callable(program: OuterProgram) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward."""
+def backward_callable(program: OuterProgram, hooks: HookWatch | None = None) -> Callable[[list[Any]], list[Any]]:
+    """What AOTAutograd calls as the compiled backward. ``hooks``: of its forward."""
+    hooks = hooks or HookWatch()
     copies = tuple(program.copies.items())
 
     def backward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         keeps_graph = backward_keeps_graph()
         slots = [s for i, name in copies if (s := slot_of(args[i], name)) is not None]
+        if hooks.seen:
+            for i, layout in program.layouts.items():
+                if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
+                    args[i] = layout.restore(args[i])
         if keeps_graph:
             # Autograd hands these values out again next time; a segment may overwrite only a copy of them.
             for i in program.overwritten:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import fxoffload
 from fxoffload.runtime.executor import KEPT_FOR_COMPILED_AUTOGRAD, KEPT_FOR_HOOKS
+from fxoffload.runtime.layout import Layout
 from tests.support import (
     Stack,
     assert_close,
@@ -73,6 +74,76 @@ def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str
     assert_equal(plain(), reference)
     assert_offloaded(fxoffload.stats())
     assert num_dynamo_graphs() == graphs
+
+
+class Attention(nn.Module):
+    """Saves what is not contiguous: chunks of one projection, transposed; and an expanded scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        scale = x.mean(dim=-1, keepdim=True).unsqueeze(1).expand(-1, 2, -1, 8)
+        return nn.functional.scaled_dot_product_attention(q, k, v * scale, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """What ``save_on_cpu(pin_memory=True)`` makes of a tensor."""
+    return torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
+
+
+@pytest.mark.parametrize("policy", ["offload_all", "keep_all"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_hooks_that_give_everything_back_contiguous(inner: str, dynamic: bool, policy: str) -> None:
+    model = nn.Sequential(Attention(), Attention())
+    module = compiled(model, dynamic=dynamic, inner=inner, policy=policy)
+    plain = train_step(model, squared(module))
+
+    def under_hooks() -> Tensor:
+        with saved_tensors_hooks(contiguous_copy, lambda t: t):
+            return squared(module)()
+
+    reference = plain()
+    assert_equal(train_step(model, under_hooks)(), reference)
+    assert_equal(plain(), reference)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda n: torch.randn(n, 3, 4),
+        lambda n: torch.randn(4, 3, n).permute(2, 1, 0),
+        lambda n: torch.randn(n, 4, 3).transpose(1, 2),
+        lambda n: torch.randn(n, 3, 12)[..., 4:8],
+        lambda n: torch.randn(n, 6, 4)[:, ::2],
+        lambda n: torch.randn(1, 3, 4).expand(n, -1, -1),
+        lambda n: torch.randn(n, 1, 4).expand(-1, 3, -1),
+        lambda n: torch.randn(n, 1, 4),
+        lambda n: torch.randn(n, 3, 4, 1).select(3, 0),
+    ],
+)
+def test_layouts(made: Callable[[int], Tensor]) -> None:
+    traced = made(5)
+    layout = Layout.of(traced.shape, traced.stride())
+    assert layout is not None
+    for n in (5, 2, 9):
+        value = made(n)
+        assert layout.restore(value) is value
+        restored = layout.restore(contiguous_copy(value))
+        assert torch.equal(restored, value)
+        assert [s for s, size in zip(restored.stride(), value.shape, strict=True) if size > 1] == [
+            s for s, size in zip(value.stride(), value.shape, strict=True) if size > 1
+        ]
+
+
+def test_what_overlaps_has_no_layout() -> None:
+    windows = torch.randn(10).unfold(0, 4, 3)
+    assert Layout.of(windows.shape, windows.stride()) is None
+    assert Layout((0,), (1,), 1).restore(windows) is windows
 
 
 def test_hooks_from_the_first_call_on() -> None:
