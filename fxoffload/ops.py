@@ -11,7 +11,7 @@ release            no later op reads the sources; let the compute stream wait fo
                    ``in_flight_budget`` bytes are under way, and drop the references to those waited for
 wait_offload       the compute stream waits for these copies (before the caller may write to a graph input)
 reload             these values are needed next, in this order; copies start as the prefetch budget allows
-prefetch           start what fits into the prefetch budget now; ``head``: what runs next stands before the layers
+prefetch           start what fits into the prefetch budget now; ``head``: a heavy head runs next
 wait_reload        the compute stream waits for these values (and starts their copies if nothing has)
 =================  =====================================================================================================
 """

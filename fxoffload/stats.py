@@ -18,7 +18,7 @@ class Stats:
         bytes_reclaimed: offloaded bytes that the backward took back before their memory on the device was given up, so
             that they were not copied back.
         bytes_kept_for_backward: bytes that a policy offloads but that stayed on the device, because the backward begins
-            with them (a language model's logits).
+            with them (the logits of a language model, or the last layer).
         num_copies: copies started, both directions (one per storage).
         host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
         host_bytes_in_use: bytes of it that hold offloaded values now.

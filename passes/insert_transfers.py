@@ -108,11 +108,6 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
     return operator.attrgetter(path)(gm)
 
 
-def num_before_layers(segments: Sequence[Segment]) -> int:
-    """How many segments stand before the first layer; 0 where none is a layer."""
-    return next((i for i, s in enumerate(segments) if s.layer), 0)
-
-
 class InsertOffloads:
     """The forward half. ``modules`` maps segment names to the modules that the outer graph calls."""
 
@@ -180,6 +175,7 @@ class InsertReloads:
         donatable: names of the placeholders that belong to this backward alone.
         device: where reloaded values go.
         modules: segment names -> modules that the outer graph calls.
+        heavy_head: whether what stands before the first layer works on much (see ``Turn``).
     """
 
     name = "insert_reloads"
@@ -191,8 +187,11 @@ class InsertReloads:
         donatable: frozenset[str],
         device: torch.device,
         modules: Mapping[str, torch.nn.Module],
+        *,
+        heavy_head: bool = False,
     ) -> None:
         self.segments = segmentation.segments
+        self.heavy_head = heavy_head
         self.copies = copies
         self.donatable = donatable
         self.device = device
@@ -210,7 +209,7 @@ class InsertReloads:
         reloads = {}
         for i, nodes in needed.items():
             reloads[i] = outer.call(ops.reload, [outer.env[n] for n in nodes], self.device)
-        first_layer = num_before_layers(self.segments)
+        first_layer = next((i for i, s in enumerate(self.segments) if s.layer), 0) if self.heavy_head else 0
         if reloads:
             outer.call(ops.prefetch, *([True] if first_layer else []))
         for i, segment in enumerate(self.segments):

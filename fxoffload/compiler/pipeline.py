@@ -13,6 +13,7 @@ from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations, Donations
 from fxoffload.passes.cut_segments import CutSegments, Segmentation
 from fxoffload.passes.find_candidates import FindCandidates, SavedValues
+from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.runner import Step
 from fxoffload.passes.settle_nodes import SettleNodes
@@ -35,6 +36,7 @@ class ForwardState:
     saved: SavedValues = field(default_factory=lambda: SavedValues((), ()))
     segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
     actions: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    turn: Turn = field(default_factory=Turn)
     modules: Mapping[str, SegmentCall] = field(default_factory=dict)
     outer: fx.GraphModule | None = None
 
@@ -84,6 +86,7 @@ FIND: tuple[Step[ForwardState], ...] = (
 FORWARD: tuple[Step[ForwardState], ...] = (
     Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole), "segmentation"),
     Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
+    Step("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),
     Step("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
     Step("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
     Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
@@ -101,7 +104,14 @@ BACKWARD: tuple[Step[BackwardState], ...] = (
     ),
     Step(
         "insert_reloads",
-        lambda s: InsertReloads(s.segmentation, s.copies, frozenset(n.name for n in s.donatable), s.device, s.modules),
+        lambda s: InsertReloads(
+            s.segmentation,
+            s.copies,
+            frozenset(n.name for n in s.donatable),
+            s.device,
+            s.modules,
+            heavy_head=s.forward.turn.heavy_head,
+        ),
         "outer",
     ),
     Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),

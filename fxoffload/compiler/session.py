@@ -180,8 +180,7 @@ class CompileSession:
         engine = engine_for(self.device)
         chosen = [c for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go]
         moved = sum(c.nbytes or 0 for c in chosen)
-        behind = _made_behind_layers(state.segmentation)
-        stays = [c for c in chosen if self._runtime.keeps_head and behind.issuperset(n.name for n in c.nodes)]
+        stays = [c for c in chosen if self._runtime.keeps_turn and c.name in state.turn.names]
         # Pinned behind the rest of the compilation.
         engine.reserve(moved - sum(c.nbytes or 0 for c in stays), self._runtime.budgets)
         self._compile_segments(state, kwargs)
@@ -195,7 +194,7 @@ class CompileSession:
                 len(c.nodes),
                 c.is_input,
                 paces_forward=any(n.name in paces for n in c.nodes),
-                of_head=behind.issuperset(n.name for n in c.nodes),
+                of_turn=c.name in state.turn.names,
             )
             for c in ordered
         ]
@@ -318,13 +317,6 @@ def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Cal
         return run(args)
 
     return boxed(call)
-
-
-def _made_behind_layers(segmentation: Segmentation) -> frozenset[str]:
-    """Names of what is made behind the last layer; none where no segment is a layer."""
-    segments = segmentation.segments
-    end = max((i + 1 for i, s in enumerate(segments) if s.layer), default=len(segments))
-    return frozenset(n.name for s in segments[end:] for n in s.outputs)
 
 
 def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:

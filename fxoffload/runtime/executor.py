@@ -48,8 +48,8 @@ class RuntimeOptions:
     across_graphs: bool = True
 
     @property
-    def keeps_head(self) -> bool:
-        """Whether what is made behind the layers may stay on the device. A window that the user sets binds it too."""
+    def keeps_turn(self) -> bool:
+        """Whether what a forward saves last may stay on the device. A window that the user sets binds it too."""
         return self.budgets.in_flight is None and self.budgets.prefetch is None
 
 
@@ -65,8 +65,8 @@ class Movable:
         paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
             stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
         paces_backward: likewise for the segment that first reads it, and the prefetch window.
-        of_head: whether it is made behind the last layer (a language model's logits): the backward begins with it.
-            Unless other forwards wait for their backward it stays where it is; its copies could hide behind nothing.
+        of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
+            their backward it stays where it is.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Movable:
     rank: int = 0
     paces_forward: bool = True
     paces_backward: bool = True
-    of_head: bool = False
+    of_turn: bool = False
 
 
 def reason_to_keep() -> str | None:
@@ -101,7 +101,7 @@ class _Call:
     largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
     before_layers: int = 0  # bytes moved before any layer did: no window is known yet
     window: int = 0  # bytes that this backward reloads ahead unless a budget is set
-    keeps_head: bool = False  # whether what is made behind the layers stays on the device
+    keeps_turn: bool = False  # whether what it saves last stays on the device
 
     def in_flight_bytes(self) -> int:
         """The bound on sources held for copies that are under way."""
@@ -258,7 +258,7 @@ class OuterProgram:
                 if not call.decisions[index]:
                     continue
                 found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes)
-                if movable.of_head and call.keeps_head:
+                if movable.of_turn and call.keeps_turn:
                     counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
                 else:
                     moved.extend((movable, *group) for group in found)
@@ -371,9 +371,9 @@ def forward_callable(
             if reason is not None:
                 counters.add_reason("calls_kept", reason)
                 decisions = (False,) * len(decisions)
-        # One set of logits may stay, not one per microbatch.
-        keeps_head = program.options.keeps_head and not len(engine.tape)
-        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions, keeps_head=keeps_head)
+        # One forward's last values may stay, not those of every microbatch.
+        keeps_turn = program.options.keeps_turn and not len(engine.tape)
+        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions, keeps_turn=keeps_turn)
         results = program.run(args, call)
         if len(call.group):
             engine.tape.push(call.group)

@@ -162,3 +162,22 @@ def test_a_bound_that_the_user_sets_holds_for_the_head_too() -> None:
     assert _held()[0] <= 4096
     loss.backward()
     assert fxoffload.stats().bytes_reloaded >= LOGITS
+
+
+def test_where_the_head_is_light_the_last_layer_stays() -> None:
+    """Its copies could hide behind nothing; a second forward that waits for its backward moves everything."""
+    model, step = _build("aot_eager")
+    x = torch.randn(2, 16, 32)
+    with fxoffload.override_policy("keep_all"):
+        expected = _gradients(model, step(x).sum())
+    fxoffload.reset_stats()
+    first = step(x).sum()
+    one = fxoffload.stats()
+    assert 0.2 * one.bytes_offloaded < one.bytes_kept_for_backward < 0.5 * one.bytes_offloaded
+    second = step(x).sum()
+    two = fxoffload.stats()
+    assert two.bytes_kept_for_backward == one.bytes_kept_for_backward
+    assert two.bytes_offloaded == 2 * one.bytes_offloaded + one.bytes_kept_for_backward
+    assert _same(expected, _gradients(model, second))
+    assert _same(expected, _gradients(model, first))
+    assert _held() == (0, 0, 0, 0)
