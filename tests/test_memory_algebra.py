@@ -255,7 +255,7 @@ def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
         behind = segment == "segment_1"
         if behind:  # with nothing to copy, the copies of the layer before are still under way
             before = {s for s in map(storage, items(calls[f"layers_{NUM_LAYERS - 2}"])) if s in sizes}
-            flying = before  # noqa: PLW2901
+            flying = before
         assert boundary.live - inputs(graph) == (still_read | flying | (turn if behind else set())) - inputs(graph)
         assert boundary.in_flight_bytes == sum(sizes[s] for s in flying) <= 2.1 * layer_bytes(graph)
     assert max(b.in_flight_bytes for b in boundaries) >= 0.9 * layer_bytes(graph)
