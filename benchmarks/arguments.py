@@ -16,6 +16,7 @@ SHARED_OPTIONS = (
     "device_types",
     "disable",
     "min_bytes",
+    "recompute",
     "host_budget",
     "in_flight_budget",
     "prefetch_budget",

@@ -26,6 +26,7 @@ from torch._inductor.triton_bundler import TritonBundler as TritonBundler
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
 
 MIN_TORCH = (2, 11)

@@ -14,6 +14,7 @@ from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.sizes import parse_bytes
 
 Policy = Literal["auto", "offload_all", "keep_all"]
+Recompute = Literal["default", "cheap"]
 OnError = Literal["raise", "fallback"]
 Inner = Literal["inductor", "aot_eager"]
 
@@ -26,6 +27,8 @@ class Options:
 
     policy: ``"offload_all"`` offloads every candidate, ``"keep_all"`` nothing, ``"auto"`` every candidate except what
         the last layer of a graph and what follows it saved (until there is a planner).
+    recompute: ``"default"`` saves what AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is
+        no contraction, random number, collective or sort: fewer bytes to keep or offload, for little time.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
@@ -46,6 +49,7 @@ class Options:
     """
 
     policy: Policy
+    recompute: Recompute
     on_error: OnError
     min_bytes: int
     host_budget: int | None
@@ -61,6 +65,7 @@ class Options:
         self,
         *,
         policy: Policy = "auto",
+        recompute: Recompute = "default",
         on_error: OnError = "raise",
         min_bytes: int | str = "1MiB",
         host_budget: int | str | None = None,
@@ -73,6 +78,7 @@ class Options:
     ) -> None:
         values = {
             "policy": _one_of("policy", policy, get_args(Policy)),
+            "recompute": _one_of("recompute", recompute, get_args(Recompute)),
             "on_error": _one_of("on_error", on_error, get_args(OnError)),
             "min_bytes": parse_bytes(min_bytes, "min_bytes", allow_zero=True),
             "host_budget": _bytes_or_none(host_budget, "host_budget"),

@@ -130,6 +130,7 @@ def test_options_are_frozen_and_hashable() -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "policy": "keep_all",
+    "recompute": "cheap",
     "on_error": "fallback",
     "min_bytes": 0,
     "host_budget": "1GiB",

@@ -32,8 +32,10 @@ from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.cut_segments import Segment, Segmentation
+from fxoffload.passes.find_candidates import Candidate
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY
 from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
     Movable,
@@ -52,13 +54,18 @@ GraphKwargs = dict[str, Any]
 
 @dataclass
 class _JointState:
-    """``AnnotateLayers`` as a pipeline of one."""
+    """The joint graph before it is partitioned."""
 
     gm: fx.GraphModule
+    recompute: str
     layers: LayerReport = field(default_factory=LayerReport)
+    tags: TagReport = field(default_factory=TagReport)
 
 
-_JOINT: tuple[Step[_JointState], ...] = (Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),)
+_JOINT: tuple[Step[_JointState], ...] = (
+    Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),
+    Step("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
+)
 
 
 @dataclass
@@ -123,12 +130,14 @@ class CompileSession:
         """Label the joint graph's nodes before it is partitioned."""
         self._num_user_outputs = kwargs["num_fwd_outputs"]
         self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        state = _JointState(gm)
+        state = _JointState(gm, self.options.recompute)
         try:
             run_steps(_JOINT, state, "joint")
         except Exception as error:
             self._give_up(error)
         self._layers = state.layers
+        if state.tags.num_recomputed:
+            log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
         log.debug("layers (from %s): %s", self._layers.source, ", ".join(self._layers.layers) or "none, one segment")
 
     def inner_compile(
@@ -253,7 +262,7 @@ class CompileSession:
         assert state.outer is not None
         self._compile_segments(state, kwargs)
         self._compiler.pending.finish(save=True)
-        self._rank(forward.movables, state)
+        self._rank(forward.movables, forward.state.saved.candidates, state)
         forward.graph.backward = state.outer
         overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
         program = OuterProgram(
@@ -267,14 +276,17 @@ class CompileSession:
         return backward_callable(program, self._hooks)
 
     @staticmethod
-    def _rank(movables: list[Movable], state: BackwardState) -> None:
+    def _rank(movables: list[Movable], candidates: Sequence[Candidate], state: BackwardState) -> None:
         """Tell the forward in which order its storages will be needed."""
         order: dict[str, int] = {}
         for i, segment in enumerate(state.segmentation.segments):
             for value in segment.inputs:
                 order.setdefault(value.name, i)
         paces = _values_of_layers(state.segmentation, lambda s: s.inputs)
+        read = {n.name for n in state.gm.graph.find_nodes(op="placeholder") if n.users}
+        names = {c.name: [n.name for n in c.nodes] for c in candidates}
         for movable in movables:
+            movable.unread = not movable.is_input and read.isdisjoint(names[movable.name])
             movable.paces_backward = movable.name in paces
             movable.rank = order.get(movable.name, len(state.segmentation.segments))
 

@@ -65,6 +65,7 @@ class Movable:
         paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
             stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
         paces_backward: likewise for the segment that first reads it, and the prefetch window.
+        unread: whether the backward does not read it: the partitioner saved it for nothing, and it is dropped.
         of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
             their backward it stays where it is.
     """
@@ -75,6 +76,7 @@ class Movable:
     rank: int = 0
     paces_forward: bool = True
     paces_backward: bool = True
+    unread: bool = False
     of_turn: bool = False
 
 
@@ -254,7 +256,9 @@ class OuterProgram:
                 mine = range(at, at + movable.sources)
                 at += movable.sources
                 for i in mine:
-                    slots[targets[i]] = slots[sources[i]]
+                    slots[targets[i]] = slots[sources[i]].new_empty(0) if movable.unread else slots[sources[i]]
+                if movable.unread:
+                    continue
                 if not call.decisions[index]:
                     continue
                 found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes)

@@ -495,3 +495,14 @@ def test_both_directions_follow_the_boxed_convention() -> None:
         outer = Outer()
         fn = make(program(outer.module(outer.input("x"))))
         assert fn._boxed_call is True  # type: ignore[attr-defined]
+
+
+def test_what_the_backward_does_not_read_is_dropped() -> None:
+    gm, movables = saving("x")
+    movables[0].unread = True
+    value = torch.ones(4)
+    for decision in (True, False):
+        (saved,) = run(program(gm, movables=movables), value, decisions=(decision,))
+        assert saved.shape == (0,)
+        assert (saved.dtype, saved.device) == (value.dtype, value.device)
+    assert fxoffload.stats().bytes_offloaded == 0
