@@ -14,6 +14,7 @@ from fxoffload.errors import SegmentCompileError as SegmentCompileError
 from fxoffload.errors import TokenLostError as TokenLostError
 from fxoffload.errors import UnsupportedError as UnsupportedError
 from fxoffload.errors import VerificationError as VerificationError
+from fxoffload.machine.lookup import profile as profile
 from fxoffload.options import Options as Options
 from fxoffload.report import graphs as graphs
 from fxoffload.report import override_policy as override_policy

@@ -77,6 +77,10 @@ class SegmentCompileError(FxOffloadError, RuntimeError):
         return f"segment of {self.layer_name}: {self.args[0]}"
 
 
+class ProfileError(FxOffloadError, RuntimeError):
+    """There is no machine profile to plan with, and none may or can be measured now."""
+
+
 class TokenLostError(RuntimeError):
     """A backward received something else than the tokens that its forward saved.
 

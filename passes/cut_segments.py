@@ -35,7 +35,7 @@ _MARGIN = 0.05
 # worth twice the code to compile); in how many pieces a layer may be cut; how far from the even shares.
 MAX_MOVED_BYTES = 1 << 30
 _MAX_PIECES = 4
-_SPLIT_MARGIN = 0.4
+_SPLIT_MARGIN = 0.6
 # A label starts (ends) where at least half of this many labelled nodes after (before) it carry it too.
 _NEIGHBOURS = 8
 
@@ -125,7 +125,8 @@ class CutSegments:
                 ]
                 if window:
                     inner.append(
-                        min(window, key=lambda i, s=start, w=share: (live[i], abs(passed[i - s - 1] - w * total)))
+                        # What crosses the cut is written and read once more; what is uneven, the windows have to hold.
+                        min(window, key=lambda i, s=start, w=share: 2 * live[i] + abs(passed[i - s - 1] - w * total))
                     )
         return sorted({*cuts, *inner})
 

@@ -182,6 +182,24 @@ def test_a_layer_that_moves_much_is_cut_where_few_bytes_live_near_equal_shares()
     assert {s.nodes[0] for s in light.segments} <= {s.nodes[0] for s in twice.segments}
 
 
+def test_a_layer_is_cut_unevenly_rather_than_where_much_lives() -> None:
+    """Half way, what crosses the cut outweighs what even halves would gain; at three quarters little crosses."""
+    sketch, x = stacked(2, 2)
+    x = sketch.chain(x, 10, path="layers.2")
+    # 256 times as large as the rest, and read until three quarters of the layer are over.
+    wide = sketch.op(aten.repeat.default, x, [256], path="layers.2")
+    for _ in range(12):
+        x = sketch.op(aten.add.Tensor, x, sketch.op(aten.sum.default, wide, path="layers.2"), path="layers.2")
+    gm = sketch.module([sketch.chain(x, 13, path="layers.2")])
+    AnnotateLayers()(gm)
+    moved = {n.name: 64 for n in gm.graph.nodes if n.meta.get(LAYER_KEY) == "layers.2"}
+    found = CutSegments(moved=moved, max_moved=3 * sum(moved.values()) // 2)(gm)
+    pieces = [s for s in found.segments if s.layer == "layers.2"]
+    assert len(pieces) == 2
+    assert wide not in pieces[0].outputs
+    assert_whole(gm, found)
+
+
 def test_a_layer_is_cut_into_a_few_pieces_at_most() -> None:
     sketch, x = stacked(60, 60)
     gm = sketch.module([x])

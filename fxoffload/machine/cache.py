@@ -1,0 +1,100 @@
+"""Measured profiles on disk, one file for each device name, driver and torch version."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fxoffload.errors import OptionsError
+from fxoffload.machine.devices import Identity
+from fxoffload.machine.profile import MachineProfile
+
+log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "FXOFFLOAD_CACHE_DIR"
+
+# What could not be written, so that this process at least does not measure twice.
+_unstored: dict[Identity, MachineProfile] = {}
+
+
+def folder() -> Path:
+    """The folder that measured profiles are kept in; it need not exist.
+
+    Raises RuntimeError where no variable names it and the user has no home.
+    """
+    value = os.environ.get(CACHE_VARIABLE, "").strip()
+    if value:
+        return Path(value).expanduser()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative path there is to be ignored, says the XDG specification.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "fxoffload"
+
+
+def path_of(identity: Identity) -> Path:
+    """The file of a device's profile. Raises RuntimeError as ``folder`` does."""
+    fields = (identity.device_name, identity.device_type, identity.driver, identity.torch_version)
+    digest = hashlib.sha256("\n".join(fields).encode()).hexdigest()[:16]
+    slug = re.sub(r"[^a-z0-9]+", "-", identity.device_name.lower()).strip("-")[:40]
+    return folder() / f"profile-{slug}-{digest}.json"
+
+
+def load(identity: Identity) -> MachineProfile | None:
+    """The profile kept for a device; None where there is none, or what is there is damaged or another device's."""
+    try:
+        path = path_of(identity)
+        found = MachineProfile.from_json(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return _unstored.get(identity)
+    except (OSError, RuntimeError, UnicodeDecodeError, OptionsError) as error:
+        log.debug("the kept profile cannot be used: %s", error)
+        return _unstored.get(identity)
+    of = Identity(found.device_name, found.device_type, found.driver, found.torch_version)
+    if of != identity:
+        log.debug("the kept profile cannot be used: %s is of %s, expected one of %s", path, of, identity)
+        return _unstored.get(identity)
+    return found
+
+
+def store(identity: Identity, profile: MachineProfile) -> None:
+    """Keep a profile: on disk in one step, so that no reader sees half of it, else in this process."""
+    try:
+        write(path_of(identity), profile)
+        _unstored.pop(identity, None)
+    except (OSError, RuntimeError) as error:
+        log.warning("the machine profile cannot be kept on disk (%s); set %s to a folder", error, CACHE_VARIABLE)
+        _unstored[identity] = profile
+
+
+def write(path: Path, profile: MachineProfile) -> None:
+    """Write a profile's file, and its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def locked(identity: Identity) -> Iterator[None]:
+    """One process, and one thread of it, at a time; no lock where the folder allows none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path = path_of(identity)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path.with_suffix(".lock"), "a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (OSError, RuntimeError) as error:
+            log.debug("measuring without a lock: %s", error)
+        yield

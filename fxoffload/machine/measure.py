@@ -1,0 +1,82 @@
+"""Measures a machine: about three seconds on a GPU, one on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from fxoffload.errors import ProfileError
+from fxoffload.machine import compute
+from fxoffload.machine.clocks import Clock, CpuClock, CudaClock
+from fxoffload.machine.copies import CopyCurves, cpu_curves, cuda_curves
+from fxoffload.machine.devices import identify, memory_bytes
+from fxoffload.machine.profile import MachineProfile
+
+log = logging.getLogger(__name__)
+
+
+def measure(device: torch.device) -> MachineProfile:
+    """Measure ``device`` (one that ``devices.resolve`` gave) now. The random generators are left as they are.
+
+    Device and host memory that it used is free again afterwards, except cuBLAS's workspace, which belongs to torch.
+    Raises ProfileError (a RuntimeError) where memory is short.
+    """
+    # A thread of its own, because what would disturb the measurement is set per thread: autocast, inference mode, a
+    # default device, saved-tensor hooks, and AOTAutograd's fake tensors when a compile asks for a profile.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxoffload-measure") as thread:
+        return thread.submit(_measure, device).result()
+
+
+def _measure(device: torch.device) -> MachineProfile:
+    began = time.perf_counter()
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        with on_device:
+            found = _measure_here(device)
+    except torch.OutOfMemoryError as error:
+        raise ProfileError(
+            f"expected 2 GiB of free memory on {device} to measure it, found less; call fxoffload.profile() before "
+            f"the model is loaded, or set FXOFFLOAD_PROFILE to a profile's file ({error})"
+        ) from None
+    seconds = time.perf_counter() - began
+    log.info("measured %s in %.1f s", found.device_name, seconds)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return dataclasses.replace(found, notes=f"Measured {today} by fxoffload.machine in {seconds:.1f} s. {found.notes}")
+
+
+def _measure_here(device: torch.device) -> MachineProfile:
+    clock, curves = _clock_and_curves(device)
+    forward, backward = compute.attention_rates(device, clock)
+    identity = identify(device)
+    return MachineProfile(
+        device_name=identity.device_name,
+        device_type=identity.device_type,
+        driver=identity.driver,
+        torch_version=identity.torch_version,
+        device_memory_bytes=memory_bytes(device),
+        d2h=curves.d2h,
+        h2d=curves.h2d,
+        duplex_d2h=curves.duplex_d2h,
+        duplex_h2d=curves.duplex_h2d,
+        matmul_tflop_per_s=compute.matmul_rates(device, clock),
+        attention_forward_tflop_per_s=forward,
+        attention_backward_tflop_per_s=backward,
+        memory_gb_per_s=compute.memory_rate(device, clock),
+        launch_overhead_us=compute.launch_overhead_us(device, clock),
+        kernel_floor_us=compute.kernel_floor_us(device, clock),
+        notes=f"Attention is causal scaled_dot_product_attention as torch {identity.torch_version} dispatches it.",
+    )
+
+
+def _clock_and_curves(device: torch.device) -> tuple[Clock, CopyCurves]:
+    if device.type == "cuda":
+        cuda_clock = CudaClock(device)
+        return cuda_clock, cuda_curves(device, cuda_clock)
+    clock = CpuClock()
+    return clock, cpu_curves(clock)

@@ -1,0 +1,418 @@
+"""Pass on the segments of a forward or a backward graph: how long does each take?
+
+::
+
+    layers_3:  view, mm, view, convert, pow, mean, rsqrt, mul, convert, mul, ..., flash_attention, ..., mm
+    SegmentCost(ms=7.1, flops=2.9e12, bytes_moved=3.1e9, num_kernels=9, by_kind={"matmul": ..., "fused": ...})
+
+``[Note: What a fused kernel moves]`` Contractions, attention, convolutions and opaque ops are kernels of their own:
+each takes the longer of its arithmetic and its memory traffic, and a launch. Everything else is fused as Inductor
+would, and only moves memory:
+
+1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter, and each pointwise result
+   that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: who
+   reads it computes it again from what it reads (up to Inductor's limits: 8 values, or 4 where it has several readers).
+2. What is written joins the kernel of what it reads, or one that reads the same, where their loops fit: as many
+   elements, or, around a reduction, as many as go into it or come out of it. Reductions share a kernel only over the
+   same dimension. Nothing joins across a kernel of its own, so that kernels never wait for each other in a circle.
+3. A kernel reads each value once (of a view, its part; of an expanded one, its different elements; of what it indexes,
+   as many elements as it takes), and writes what somebody outside it reads. What its own ops hand each other is free.
+
+Not modelled: templates with fused epilogues, reductions split in two, caches, kernels that run side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.fx as fx
+
+from fxoffload._torch_compat import mutated_args
+from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.passes.op_costs import (
+    assumption_of,
+    base_of,
+    compute_dtype,
+    distinct_bytes,
+    fused_form,
+    is_backward_attention,
+    is_wait,
+    node_kind,
+    op_flops,
+    op_name,
+    reduced_dims,
+    shape_of,
+    tensors_of,
+)
+
+# Inductor's realize_acc_reads_threshold and realize_reads_threshold: a pointwise result that needs more reads is
+# written to memory after all (the second holds where several ops read it).
+_MAX_READS, _MAX_REPEATED_READS = 8, 4
+
+
+class Rates(Protocol):
+    """How fast a machine is."""
+
+    @property
+    def launch_us(self) -> float:
+        """What each kernel takes on top of its work."""
+        ...
+
+    def matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
+        """Time of a matrix product or convolution."""
+        ...
+
+    def attention_ms(self, flops: float, dtype: torch.dtype, backward: bool) -> float:
+        """Time of an attention kernel."""
+        ...
+
+    def memory_ms(self, nbytes: float) -> float:
+        """Time to read or write that much device memory."""
+        ...
+
+
+@runtime_checkable
+class CollectiveRates(Protocol):
+    """Rates that know the links between devices too."""
+
+    def collective_ms(self, nbytes: float) -> float:
+        """Time of a collective over that much data (the larger of its input and its output)."""
+        ...
+
+
+@dataclass(frozen=True)
+class KindCost:
+    """The kernels of one kind."""
+
+    ms: float = 0.0
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    num_kernels: int = 0
+
+    def __add__(self, other: KindCost) -> KindCost:
+        return KindCost(
+            self.ms + other.ms,
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.num_kernels + other.num_kernels,
+        )
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """What one segment costs.
+
+    Attributes:
+        ms, flops, bytes_moved, num_kernels: of the kernels on the compute stream, which run one after the other.
+        by_kind: the same for each kind of kernel (see ``node_kind``). "collective" is here only: collectives have a
+            stream and a link of their own, and what of them is exposed is not the segment's to say.
+        assumptions: what had to be assumed -> for how many ops.
+    """
+
+    ms: float = 0.0
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    num_kernels: int = 0
+    by_kind: Mapping[str, KindCost] = field(default_factory=dict)
+    assumptions: Mapping[str, int] = field(default_factory=dict)
+
+
+class EstimateCosts:
+    """One ``SegmentCost`` for each segment, by name."""
+
+    name = "estimate_costs"
+
+    def __init__(self, segmentation: Segmentation, rates: Rates) -> None:
+        self.segmentation = segmentation
+        self.rates = rates
+
+    def __call__(self, gm: fx.GraphModule) -> dict[str, SegmentCost]:
+        return {s.name: estimate_segment(s.nodes, self.rates) for s in self.segmentation.segments}
+
+
+def estimate_segment(nodes: Sequence[fx.Node], rates: Rates) -> SegmentCost:
+    """The cost of ``nodes`` (in graph order) compiled as one piece. See ``[Note: What a fused kernel moves]``."""
+    return _Estimate(nodes, rates, inline=False).cost()
+
+
+def recompute_ms(nodes: Sequence[fx.Node], rates: Rates) -> float:
+    """Time to run exactly ``nodes`` (in graph order) again as part of another segment.
+
+    Differs from a segment of their own in one way: a pointwise result that only fused ops read is not written, since
+    the readers' kernels compute it; where a kernel writes nothing for that reason, its launch is theirs too. Their
+    saved reads of the result are not subtracted: an upper estimate.
+    """
+    return _Estimate(nodes, rates, inline=True).cost().ms
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+# Written value -> what is read of it (itself, or views of it) -> bytes.
+_Reads = dict[fx.Node, dict[fx.Node, int]]
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What a fused kernel iterates over: for each of ``kept`` elements, ``reduced`` ones (1: no reduction)."""
+
+    kept: int
+    reduced: int = 1
+    dims: str = ""  # which dimensions are reduced: "inner", "outer", or "" for none
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """Values that one fused kernel computes. ``level``: how many barriers lie before it."""
+
+    level: int
+    loops: set[_Loop] = field(default_factory=set)
+    reads: _Reads = field(default_factory=dict)
+    members: list[fx.Node] = field(default_factory=list)
+    merged_into: _Kernel | None = None
+
+    def current(self) -> _Kernel:
+        """This kernel, or the one that it became part of."""
+        kernel = self
+        while kernel.merged_into is not None:
+            kernel = kernel.merged_into
+        return kernel
+
+    def absorb(self, other: _Kernel) -> None:
+        """Make the two one."""
+        self.loops |= other.loops
+        self.members += other.members
+        _merge(self.reads, other.reads)
+        other.merged_into = self
+
+
+class _Estimate:
+    """One walk over ``nodes``, which sorts them into kernels."""
+
+    def __init__(self, nodes: Sequence[fx.Node], rates: Rates, *, inline: bool) -> None:
+        self._rates = rates
+        self._inside = set(nodes)
+        self._sizes: dict[fx.Node, int] = {}
+        self._assumptions: dict[str, int] = defaultdict(int)
+        self._barriers: dict[str, KindCost] = defaultdict(KindCost)
+        self._kernels: list[_Kernel] = []
+        self._kernel_of: dict[fx.Node, _Kernel] = {}
+        self._readers: dict[tuple[fx.Node, int], list[_Kernel]] = defaultdict(list)  # value, level -> who reads it
+        self._level: dict[fx.Node, int] = {}  # written value -> barriers before it is there
+        self._in_registers: dict[fx.Node, _Reads] = {}  # unwritten value -> what computing it reads
+
+        self._wanted, self._inlined = self._read_outside(nodes, inline=inline)
+        self._wanted |= {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
+        for node in nodes:
+            if _is_barrier(node):
+                self._run_alone(node)
+            elif node_kind(node) == "fused":
+                self._fuse(node)
+
+    def cost(self) -> SegmentCost:
+        """What all kernels cost together."""
+        by_kind = dict(self._barriers)
+        kernels = [k for k in self._kernels if k.merged_into is None]
+        handed_on = {b for k in kernels for b in k.reads if b in self._kernel_of and self._made_by(b) is not k}
+        if kernels:
+            by_kind["fused"] = sum((self._fused_cost(k, handed_on) for k in kernels), KindCost())
+        total = sum((c for kind, c in by_kind.items() if kind != "collective"), KindCost())
+        return SegmentCost(
+            total.ms, total.flops, total.bytes_moved, total.num_kernels, by_kind, dict(self._assumptions)
+        )
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def _read_outside(self, nodes: Sequence[fx.Node], *, inline: bool) -> tuple[set[fx.Node], set[fx.Node]]:
+        """Values that something outside reads from memory, and values that fused ops outside compute themselves."""
+        written, inlined = set(), set()
+        for node in nodes:
+            readers = [r for u in node.users if u not in self._inside for r in _real_readers(u)]
+            if any(r.op == "output" or not inline or node_kind(r) != "fused" for r in readers):
+                written.add(base_of(node))
+            elif readers:
+                inlined.add(base_of(node))
+        return written, inlined - written
+
+    def _fuse(self, node: fx.Node) -> None:
+        written = bool(node in self._wanted or mutated_args(node))
+        if not written and not node.users:
+            return  # what nobody reads is not computed
+        reads = self._reads_of(node)
+        if fused_form(node) in ("pointwise", "gather") and not written and node not in self._inlined:
+            readers = {r for u in node.users for r in _real_readers(u)}
+            if len(reads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
+                self._in_registers[node] = reads
+                return
+        self._place(node, reads, _loop_of(node))
+
+    def _reads_of(self, node: fx.Node) -> _Reads:
+        """What computing ``node`` reads from memory."""
+        found: _Reads = {}
+        overwritten = mutated_args(node) if op_name(node.target) == "aten.copy_" else []
+        for value in _inputs(node):
+            if value in overwritten:
+                continue
+            base = base_of(value)
+            parts = self._in_registers[base] if base in self._in_registers else {base: {value: self._bytes(value)}}
+            if fused_form(node) == "gather" and value is node.args[0]:
+                parts = _limited(parts, _numel(node))
+            _merge(found, parts)
+        return found
+
+    # -- kernels -------------------------------------------------------------------------------------------------------
+
+    def _run_alone(self, node: fx.Node) -> None:
+        kind = node_kind(node)
+        reads: _Reads = {}
+        for value in _inputs(node):
+            _merge(reads, {base_of(value): {value: self._bytes(value)}})
+        self._level[node] = 1 + max((self._level.get(base, 0) for base in reads), default=0)
+        read, written = self._read_bytes(reads), self._bytes(node)
+        if kind == "collective":
+            payload = max(read, written)
+            ms = self._rates.collective_ms(payload) if isinstance(self._rates, CollectiveRates) else 0.0
+            self._barriers[kind] += KindCost(ms, 0.0, payload, 1)
+            return
+        written += sum(self._bytes(v) for v in mutated_args(node))
+        flops = op_flops(node)
+        if assumption := assumption_of(node):
+            self._assumptions[assumption] += 1
+        ms = max(self._compute_ms(node, kind, flops), self._rates.memory_ms(read + written))
+        self._barriers[kind] += KindCost(ms + self._rates.launch_us / 1e3, flops, read + written, 1)
+
+    def _compute_ms(self, node: fx.Node, kind: str, flops: float) -> float:
+        if kind == "attention":
+            return self._rates.attention_ms(flops, compute_dtype(node), is_backward_attention(node))
+        return self._rates.matmul_ms(flops, compute_dtype(node)) if flops else 0.0
+
+    def _place(self, node: fx.Node, reads: _Reads, loop: _Loop) -> None:
+        """Put a written value into a kernel, an old one or a new one.
+
+        Levels never fall along a path and rise at every barrier, and a kernel reads no other kernel of its own level:
+        so no two kernels ever wait for each other.
+        """
+        level = max((self._level.get(base, 0) for base in reads), default=0)
+        makers = dict.fromkeys(self._made_by(b) for b in reads if b in self._kernel_of and self._level[b] == level)
+        kernel = _joined(list(makers), loop)
+        if makers and kernel is None:
+            level += 1
+        if kernel is None:
+            kernel = self._neighbour(reads, level, loop) or self._new_kernel(level)
+        kernel.loops.add(loop)
+        kernel.members.append(node)
+        _merge(kernel.reads, reads)
+        for base in reads:
+            self._readers[base, level].append(kernel)
+        self._kernel_of[node] = kernel
+        self._level[node] = level
+
+    def _neighbour(self, reads: _Reads, level: int, loop: _Loop) -> _Kernel | None:
+        """The kernel of this level that reads the most of the same."""
+        shared: dict[_Kernel, int] = defaultdict(int)
+        for base in reads:
+            for kernel in dict.fromkeys(k.current() for k in self._readers[base, level]):
+                shared[kernel] += self._bytes(base)
+        return max((k for k in shared if _fit({loop} | k.loops)), key=lambda k: shared[k], default=None)
+
+    def _new_kernel(self, level: int) -> _Kernel:
+        self._kernels.append(_Kernel(level))
+        return self._kernels[-1]
+
+    def _made_by(self, value: fx.Node) -> _Kernel:
+        return self._kernel_of[value].current()
+
+    def _fused_cost(self, kernel: _Kernel, handed_on: set[fx.Node]) -> KindCost:
+        own = set(kernel.members)
+        read = self._read_bytes({base: parts for base, parts in kernel.reads.items() if base not in own})
+        results = [m for m in kernel.members if m in self._wanted or m in handed_on or mutated_args(m)]
+        moved = read + sum(self._bytes(m) for m in results)
+        launched = bool(results) or not own & self._inlined
+        ms = self._rates.memory_ms(moved) + (self._rates.launch_us / 1e3 if launched else 0.0)
+        return KindCost(ms, 0.0, moved, int(launched))
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def _read_bytes(self, reads: _Reads) -> int:
+        return sum(min(self._bytes(base), sum(parts.values())) for base, parts in reads.items())
+
+    def _bytes(self, node: fx.Node) -> int:
+        if node not in self._sizes:
+            size = distinct_bytes(node)
+            if size is None:
+                self._assumptions["a size without a hint: no bytes counted"] += 1
+            self._sizes[node] = size or 0
+        return self._sizes[node]
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    return node_kind(node) not in ("fused", "view") and not is_wait(node)
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    return [i for i in node.all_input_nodes if tensors_of(i)]
+
+
+def _real_readers(user: fx.Node) -> list[fx.Node]:
+    """``user``, or who reads it where it only shows its input under another shape."""
+    if user.op == "output" or _is_barrier(user) or node_kind(user) == "fused":
+        return [user]
+    return [r for u in user.users for r in _real_readers(u)]
+
+
+def _fit(loops: set[_Loop]) -> bool:
+    """Whether all of ``loops`` can run in one kernel."""
+    reductions = [loop for loop in loops if loop.dims]
+    plain = {loop.kept for loop in loops if not loop.dims}
+    if not reductions:
+        return len(plain) == 1
+    (reduction, *others) = reductions
+    return not others and plain <= {reduction.kept, reduction.kept * reduction.reduced}
+
+
+def _joined(kernels: list[_Kernel], loop: _Loop) -> _Kernel | None:
+    """The one kernel that ``kernels`` become together with ``loop``; None where they do not fit."""
+    if not kernels or not _fit({loop}.union(*(k.loops for k in kernels))):
+        return None
+    for other in kernels[1:]:
+        kernels[0].absorb(other)
+    return kernels[0]
+
+
+def _merge(into: _Reads, reads: _Reads) -> None:
+    for base, parts in reads.items():
+        known = into.setdefault(base, {})
+        for part, nbytes in parts.items():
+            known[part] = max(known.get(part, 0), nbytes)
+
+
+def _limited(reads: _Reads, num_elements: int) -> _Reads:
+    """At most ``num_elements`` of each value: what an indexing op takes."""
+    return {
+        base: {part: min(nbytes, num_elements * tensors_of(part)[0].element_size()) for part, nbytes in parts.items()}
+        for base, parts in reads.items()
+    }
+
+
+def _loop_of(node: fx.Node) -> _Loop:
+    kept = _numel(node)
+    if fused_form(node) != "reduction":
+        return _Loop(kept)
+    (source, *_) = _inputs(node)
+    total = _numel(source)
+    dims = reduced_dims(node, len(tensors_of(source)[0].shape))
+    if not kept or total <= kept:
+        return _Loop(kept)
+    shape = shape_of(tensors_of(source)[0]) or ()
+    kept_dims = [i for i, size in enumerate(shape) if i not in dims and size != 1]
+    inner = all(i > max(kept_dims, default=-1) for i in dims if shape[i] != 1)
+    return _Loop(kept, total // kept, "inner" if inner else "outer")
+
+
+def _numel(node: fx.Node) -> int:
+    shape = shape_of(tensors_of(node)[0])
+    return math.prod(shape) if shape is not None else 0
