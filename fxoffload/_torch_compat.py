@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 from torch._C import _autograd  # type: ignore[attr-defined]
@@ -63,6 +64,24 @@ def hint(value: Any) -> int | None:
             known = node.hint
         return int(known) if known is not None else None
     return None
+
+
+def _expression(value: Any) -> Any:
+    """A sympy expression or number; SymInts are not computed with, so no guard is added."""
+    if isinstance(value, torch.SymInt):
+        return value.node.expr
+    return sympy.Integer(value) if isinstance(value, int) else value
+
+
+def product(a: Any, b: Any) -> Any:
+    """``a * b`` of ints, SymInts and sympy expressions, as an expression."""
+    return _expression(a) * _expression(b)
+
+
+def quotient(a: Any, b: Any) -> int | None:
+    """``a / b`` where it is the same whole number for all sizes; else None."""
+    found = sympy.cancel(_expression(a) / _expression(b))
+    return int(found) if found.is_Integer and found > 0 else None
 
 
 def symbols_of(value: Any) -> set[Any]:

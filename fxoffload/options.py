@@ -25,8 +25,9 @@ DEVICE_TYPES = ("cuda", "cpu")
 class Options:
     """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
 
-    policy: ``"offload_all"`` offloads every candidate, ``"keep_all"`` nothing, ``"auto"`` every candidate except what
-        the last layer of a graph and what follows it saved (until there is a planner).
+    policy: ``"offload_all"`` offloads every candidate (what a forward saves last stays for a backward that follows
+        at once, see ``fxoffload.passes.find_turn``), ``"keep_all"`` nothing, ``"auto"`` every candidate except what the
+        last layer of a graph and what follows it saved (until there is a planner).
     recompute: ``"default"`` saves what AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is
         no contraction, random number, collective or sort: fewer bytes to keep or offload, for little time.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
@@ -36,7 +37,8 @@ class Options:
         machine or of its cgroup.
     in_flight_budget: most bytes on their way to the host at a time; they still use device memory. None: as many as the
         largest segment moves, which keeps the link busy with the least memory.
-    prefetch_budget: most bytes reloaded ahead of their use; they already use device memory. None: likewise.
+    prefetch_budget: most bytes reloaded ahead of their use; they already use device memory. None: half as much again.
+        With either budget set, what a forward saves last moves like everything else.
     inner: ``"inductor"``, or ``"aot_eager"`` to run the segments uncompiled (for debugging).
     inductor: Inductor options as in ``torch.compile(options=...)``, for every segment. Given as a
         mapping, stored as pairs sorted by name; ``inductor_config()`` is a fresh dict of them.

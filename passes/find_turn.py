@@ -3,7 +3,8 @@
 What the forward saves last, the backward reads first. Its copies could hide behind nothing: with a backward that
 follows at once, the values would still be on their way down when they are wanted back. The turn is
 
-- what is made behind the last layer (a language model's logits), and
+- what is made last behind the last layer (a language model's logits), as much as one segment of a layer saves or one
+  storage more, and
 - where that is little, what the last segment of the last layer makes: about as much as is in flight then anyway.
 
 While no other forward waits for its backward, the executor leaves the turn on the device.
@@ -48,7 +49,13 @@ class FindTurn:
         head = self._made_in(self.segments[last + 1 :])
         largest = max(_bytes(self._made_in([self.segments[i]])) for i in layers)
         if 2 * _bytes(head) >= largest:
-            return Turn(frozenset(c.name for c in head), heavy_head=True)
+            order = {n: i for i, n in enumerate(gm.graph.nodes)}
+            stays: list[Candidate] = []
+            for candidate in sorted(head, key=lambda c: max(order[n] for n in c.nodes), reverse=True):
+                if _bytes(stays) >= largest:
+                    break
+                stays.append(candidate)
+            return Turn(frozenset(c.name for c in stays), heavy_head=True)
         return Turn(frozenset(c.name for c in self._made_in(self.segments[last:])))
 
     def _made_in(self, segments: Sequence[Segment]) -> list[Candidate]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -60,11 +61,16 @@ class PendingKernels:
             yield
             return
         graph = _Unfinished(failure)
+        mine, wait_now, save_now = threading.get_ident(), AsyncCompile.wait, FxGraphCache._save_graph
 
         def wait(workers: AsyncCompile, scope: dict[str, Any]) -> None:
+            if threading.get_ident() != mine:
+                return wait_now(workers, scope)
             graph.waits.append((workers, scope))
 
         def save(key: str, compiled: Any, *rest: Any) -> None:
+            if threading.get_ident() != mine:
+                return save_now(key, compiled, *rest)
             # A copy without what belongs to this process: Inductor goes on to change the graph, and a graph that dies
             # takes its runner with it.
             stored = copy.copy(compiled)

@@ -48,7 +48,7 @@ _RANGE_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes. ``host``: None for the machine's default; the others: None for what the largest segment moves."""
+    """Bytes. ``host``: None for the machine's default; the others: None for windows that follow the segments."""
 
     host: int | None
     in_flight: int | None

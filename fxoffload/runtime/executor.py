@@ -30,6 +30,7 @@ from fxoffload._torch_compat import (
 from fxoffload.ops import is_op
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
+from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
 from fxoffload.stats import counters
 
@@ -193,7 +194,7 @@ class OuterProgram:
         self.device = device
         self.options = options
         self.movables = tuple(movables)
-        self.copies = dict(copies or {})
+        self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
         self._movable_at = 0
         self._build(_Steps(outer))
@@ -201,7 +202,9 @@ class OuterProgram:
     def _build(self, steps: _Steps) -> None:
         graph = steps.outer.graph
         placeholders = graph.find_nodes(op="placeholder")
-        self.layouts = {i: found for i, n in enumerate(placeholders) if (found := layout_of(n)) is not None}
+        # Of a backward: what hooks may have handed back in another layout.
+        saved = placeholders if self.copies is not None else ()
+        self.layouts = {i: found for i, n in enumerate(saved) if (found := layout_of(n)) is not None}
         steps.slots_of(placeholders)
         self._num_inputs = len(placeholders)
         for node in graph.nodes:
@@ -365,6 +368,8 @@ def forward_callable(
     """What AOTAutograd calls as the compiled forward. ``decide``: one bool per movable, True to offload. ``hooks``:
     shared with its backward."""
     hooks = hooks or HookWatch()
+    turn = TurnWatch()
+    has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
 
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
@@ -375,9 +380,10 @@ def forward_callable(
             if reason is not None:
                 counters.add_reason("calls_kept", reason)
                 decisions = (False,) * len(decisions)
-        # One forward's last values may stay, not those of every microbatch.
-        keeps_turn = program.options.keeps_turn and not len(engine.tape)
+        keeps_turn = has_turn and turn.is_here(engine.tape.live())
         call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions, keeps_turn=keeps_turn)
+        if keeps_turn:
+            call.group.kept_turn_of = turn
         results = program.run(args, call)
         if len(call.group):
             engine.tape.push(call.group)
@@ -389,7 +395,7 @@ def forward_callable(
 def backward_callable(program: OuterProgram, hooks: HookWatch | None = None) -> Callable[[list[Any]], list[Any]]:
     """What AOTAutograd calls as the compiled backward. ``hooks``: of its forward."""
     hooks = hooks or HookWatch()
-    copies = tuple(program.copies.items())
+    copies = tuple((program.copies or {}).items())
 
     def backward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)

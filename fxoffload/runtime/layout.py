@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fxoffload._torch_compat import hint
+from fxoffload._torch_compat import hint, product, quotient
 
 
 @dataclass
@@ -25,7 +26,7 @@ class HookWatch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How compiled code expects a value to lie in memory, whatever its dynamic sizes.
+    """How compiled code expects a value to lie in memory, for every size that it may have.
 
     Attributes:
         order: dimensions from the innermost to the outermost; those that are expanded (stride 0) are left out.
@@ -38,18 +39,24 @@ class Layout:
     dim: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
-        """None where elements overlap in another way than by expansion."""
-        order = sorted((i for i, s in enumerate(strides) if s), key=lambda i: (strides[i], -i))
-        gaps, step = [], 1
+    def of(cls, shape: Sequence[Any], strides: Sequence[Any]) -> Layout | None:
+        """``shape``, ``strides``: ints or SymInts. None where the gaps are no whole numbers or depend on a dynamic size
+        (a slice of a dynamic dimension, windows that overlap), where a size has no hint, and for an empty value."""
+        hints = [hint(s) for s in strides]
+        if None in hints or any(isinstance(n, int) and n == 0 for n in shape):
+            return None
+        order = sorted((i for i, s in enumerate(hints) if s), key=lambda i: (hints[i], -i))  # type: ignore[operator]
+        gaps: list[int] = []
+        step: Any = 1
         for i in order:
-            if shape[i] == 1:
+            if isinstance(shape[i], int) and shape[i] == 1:
                 gaps.append(1)
                 continue
-            if strides[i] % step:
+            gap = quotient(strides[i], step)
+            if gap is None:
                 return None
-            gaps.append(strides[i] // step)
-            step = strides[i] * shape[i]
+            gaps.append(gap)
+            step = product(strides[i], shape[i])
         return cls(tuple(order), tuple(gaps), len(shape))
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,11 +81,8 @@ class Layout:
 
 
 def layout_of(node: fx.Node) -> Layout | None:
-    """The layout of a placeholder's value; None where it is no strided tensor or a size has no hint."""
+    """The layout of a placeholder's value; None where it is no strided tensor or ``Layout.of`` knows none."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
-    shape, strides = [hint(n) for n in value.shape], [hint(s) for s in value.stride()]
-    if None in shape or None in strides:
-        return None
-    return Layout.of(shape, strides)  # type: ignore[arg-type]
+    return Layout.of(value.shape, value.stride())

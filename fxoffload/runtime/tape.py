@@ -13,6 +13,25 @@ import weakref
 from fxoffload.runtime.transfer import Group
 
 
+class TurnWatch:
+    """Whether one compiled forward is where the step turns into the backward, so that what it saves last may stay."""
+
+    def __init__(self) -> None:
+        self._followed = False
+
+    def is_here(self, live: list[Group]) -> bool:
+        """Asked when the forward begins, with the groups that wait for their backward.
+
+        One forward's last values may stay, not those of every microbatch. A forward that another graph's forward
+        follows is not the turn: it is told so here, by the one that follows, and moves everything from then on.
+        """
+        kept = [g for g in live if g.kept_turn_of is not None]
+        for group in kept:
+            if group.kept_turn_of is not self:
+                group.kept_turn_of._followed = True  # type: ignore[union-attr]
+        return not kept and not self._followed
+
+
 class Tape:
     """Groups in the order of their forwards. Thread-safe: autograd runs backwards on another thread."""
 

@@ -134,9 +134,10 @@ class Group:
     backward starts with what is needed first. ``stream``: the compute stream of the forward call.
     """
 
-    __slots__ = ("__weakref__", "_needs", "_ranked", "stream")
+    __slots__ = ("__weakref__", "_needs", "_ranked", "kept_turn_of", "stream")
 
     def __init__(self, stream: object = None) -> None:
+        self.kept_turn_of: Any = None  # the ``TurnWatch`` of its graph where this call left its last values in place
         self._ranked: list[tuple[int, Transfer]] = []
         self._needs: dict[int, int] = {}
         self.stream = stream

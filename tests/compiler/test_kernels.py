@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 import fxoffload
-from fxoffload._torch_compat import AsyncCompile, FxGraphCache, needs_kernels_while_compiling
+from fxoffload._torch_compat import AsyncCompile, CodeCacheFuture, FxGraphCache, needs_kernels_while_compiling
 from fxoffload.compiler import kernels
 from fxoffload.errors import SegmentCompileError
 from tests.capture import Tower, example_input
@@ -139,3 +140,87 @@ def test_a_forward_that_runs_first_waits_by_itself(monkeypatch: pytest.MonkeyPat
     found = run(disable=("segment_reuse",))
     assert asked == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class _Shared(CodeCacheFuture):
+    """A kernel that two segments have in common; it may be asked for once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def result(self, timeout: float | None = None) -> str:
+        self.asked += 1
+        return "kernel"
+
+
+def test_a_kernel_of_two_segments_is_asked_for_once() -> None:
+    pending, future = kernels.PendingKernels(), _Shared()
+    scopes: list[dict[str, Any]] = [{"triton_0": future}, {"triton_7": future, "other": 1}]
+    for scope in scopes:
+        with pending.put_off(lambda error: error):
+            AsyncCompile().wait(scope)
+    assert scopes[0]["triton_0"] is future
+    pending.finish(save=False)
+    assert scopes == [{"triton_0": "kernel"}, {"triton_7": "kernel", "other": 1}]
+    assert future.asked == 1
+    assert not pending
+    assert not pending._kernels
+
+
+def test_the_cache_gets_the_kernels_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor collects kernels while they are made; here that is when they are waited for."""
+    said: list[str] = []
+
+    class Bundler:
+        @staticmethod
+        def begin_compile() -> None:
+            said.append("begin")
+
+        @staticmethod
+        def collect() -> tuple[str, None]:
+            said.append("collect")
+            return "bundle", None
+
+        @staticmethod
+        def end_compile() -> None:
+            said.append("end")
+
+    class Graph:
+        prepared = False
+        bundle = ""
+
+        def prepare_for_serialization(self) -> None:
+            self.prepared = True
+
+        def set_triton_bundle(self, bundle: str) -> None:
+            self.bundle = bundle
+
+    class Kernel(_Shared):
+        def result(self, timeout: float | None = None) -> str:
+            said.append("kernel")
+            return super().result()
+
+    def save(key: str, graph: Graph, *rest: Any) -> None:
+        said.append(f"save {key} {graph.bundle} {graph.prepared} {rest}")
+
+    monkeypatch.setattr(kernels, "TritonBundler", Bundler)
+    monkeypatch.setattr(FxGraphCache, "_save_graph", staticmethod(save))
+    pending, graph = kernels.PendingKernels(), Graph()
+    with pending.put_off(lambda error: error):
+        AsyncCompile().wait({"triton_0": Kernel()})
+        FxGraphCache._save_graph("key", graph, [], True, None)  # type: ignore[arg-type]
+    assert said == []
+    pending.finish(save=True)
+    assert said == ["begin", "kernel", "collect", "end", "save key bundle True ([], True, None)"]
+    assert not graph.prepared, "the graph in use is left as it is"
+
+
+def test_other_threads_are_left_alone() -> None:
+    pending, future = kernels.PendingKernels(), _Shared()
+    scope: dict[str, Any] = {"triton_0": future}
+    with pending.put_off(lambda error: error):
+        other = threading.Thread(target=lambda: AsyncCompile().wait(scope))
+        other.start()
+        other.join()
+    assert scope == {"triton_0": "kernel"}
+    assert not pending

@@ -15,7 +15,17 @@ pytest.importorskip("transformers")
 
 import fxoffload
 from tests.models.zoo import MODELS, build
-from tests.support import Flip, Observed, assert_close, check_flip, compiled, segment_calls, train_step
+from tests.support import (
+    Flip,
+    Observed,
+    assert_close,
+    assert_equal,
+    assert_nothing_held,
+    check_flip,
+    compiled,
+    segment_calls,
+    train_step,
+)
 
 LAYERS = 3
 # The attention that these use by default has dropout everywhere, or only inside attention (qwen3).
@@ -50,6 +60,25 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     assert_close(flip.observed, eager)
     without, _ = flipped(name)
     assert not torch.equal(flip.observed["loss"], without.observed["loss"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_default_windows_on_real_models(name: str) -> None:
+    """With reclaiming, and with what is saved last left in place; the other tests here bind both to nothing."""
+    built = build(name, layers=LAYERS)
+    module = compiled(built.model, in_flight_budget=None, prefetch_budget=None)
+    run = train_step(built.model, lambda: built.loss(module))
+    run()
+    fxoffload.reset_stats()
+    found = run()
+    stats = fxoffload.stats()
+    with fxoffload.override_policy("keep_all"):
+        kept = run()
+    assert_equal(found, kept)
+    assert stats.bytes_reclaimed + stats.bytes_reloaded == stats.bytes_offloaded > 0
+    assert stats.bytes_reclaimed > 0
+    assert stats.bytes_kept_for_backward > 0 or (name == "mixtral" and MIXTRAL_BREAKS)
+    assert_nothing_held()
 
 
 @pytest.mark.inductor

@@ -438,8 +438,6 @@ def test_an_exception_in_a_segment_leaves_nothing_behind(monkeypatch: pytest.Mon
     model = Tower(3)
     compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options())
     compiled(example_input()).sum().backward()
-    (graph,) = (g for g in fxoffload.graphs() if g.layer_names[-1:] == ("layers.2",))
-    assert graph.backward is not None
     assert fxoffload.stats().host_bytes_in_use == 0
 
     take = CopyEngine.take

@@ -181,3 +181,29 @@ def test_where_the_head_is_light_the_last_layer_stays() -> None:
     assert _same(expected, _gradients(model, second))
     assert _same(expected, _gradients(model, first))
     assert _held() == (0, 0, 0, 0)
+
+
+def test_of_two_graphs_the_last_one_turns() -> None:
+    """The first graph's values are needed last: they go, once it has been seen that another forward follows."""
+    torch.manual_seed(0)
+    parts = [Stack(layers=3, width=32), Stack(layers=3, width=32)]
+    steps = [torch.compile(p, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"}) for p in parts]
+    x = torch.randn(2, 16, 32)
+
+    def kept_by_each() -> list[int]:
+        found, before = [], fxoffload.stats().bytes_kept_for_backward
+        value = x
+        for step in steps:
+            value = step(value)
+            after = fxoffload.stats().bytes_kept_for_backward
+            found.append(after - before)
+            before = after
+        value.sum().backward()
+        return found
+
+    first = kept_by_each()
+    assert first[0] > first[1] == 0
+    for _ in range(2):
+        later = kept_by_each()
+        assert later[1] > later[0] == 0
+    assert _held() == (0, 0, 0, 0)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxoffload
 from fxoffload.runtime.executor import KEPT_FOR_COMPILED_AUTOGRAD, KEPT_FOR_HOOKS
@@ -138,6 +140,64 @@ def test_layouts(made: Callable[[int], Tensor]) -> None:
         assert [s for s, size in zip(restored.stride(), value.shape, strict=True) if size > 1] == [
             s for s, size in zip(value.stride(), value.shape, strict=True) if size > 1
         ]
+
+
+class Slices(nn.Module):
+    """Saves slices whose strides depend on the length, dense at one length by coincidence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return (torch.sin(y[:, :8]) * y[:, -8:]).sum(dim=1) @ self.linear.weight
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_values_of_other_lengths_are_left_alone_where_the_layout_depends_on_the_length(inner: str) -> None:
+    model = Slices()
+    module = compiled(model, dynamic=True, inner=inner)
+    for length in (8, 24, 40, 100):
+        x = batch(length=length)
+        reference = train_step(model, lambda x=x: (model(x) ** 2).sum())()
+        for hooks in (HOOKS["identity"], contextlib.nullcontext):
+
+            def call(x: Tensor = x, hooks: Callable[..., contextlib.AbstractContextManager[object]] = hooks) -> Tensor:
+                with hooks():
+                    return (module(x) ** 2).sum()
+
+            found = train_step(model, call)()
+            for name, value in reference.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_length_that_another_dimension_has_is_no_coincidence() -> None:
+    """The gap must be a whole number for all sizes, not at the size that was traced."""
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env)
+    real = torch.empty(2, 8, 16)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = mode.from_tensor(real, symbolic_context=context)
+    guards = len(shape_env.guards)
+    assert Layout.of(fake.shape, fake.stride()) == Layout((2, 1, 0), (1, 1, 1), 3)
+    assert Layout.of((2, 8, 16), fake.stride()) is None
+    assert len(shape_env.guards) == guards
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 16), (0,), (2, 4, 0, 16)])
+def test_empty_values_have_no_layout(shape: tuple[int, ...]) -> None:
+    empty = torch.empty(shape)
+    assert Layout.of(empty.shape, empty.stride()) is None
+
+
+def test_a_model_with_an_empty_input() -> None:
+    """An empty prefix: its placeholder is nothing to move and nothing to stumble over."""
+    model = Stack()
+    empty = torch.empty(2, 0, 16)
+    module = compiled(lambda x, prefix: model(torch.cat([prefix, x], dim=1)))
+    found = train_step(model, lambda: (module(batch(), empty) ** 2).sum())()
+    assert_close(found, train_step(model, squared(model))())
 
 
 def test_what_overlaps_has_no_layout() -> None:
