@@ -1,0 +1,269 @@
+"""What a simulation needs of a step, worked out once: a solver simulates the same step under many decisions.
+
+Numbers stand for names here. What no decision changes (what segments hand to each other, gradients, the caller's
+outputs) is summed up in advance; of the candidates only their sizes, first and last readers are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One entry per candidate.
+
+    Attributes:
+        names: of the storages.
+        moved_bytes: bytes that a copy moves.
+        held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
+        is_input, of_turn, paces_forward, paces_backward: as in ``StorageInfo``.
+        rank: place in the order of reloads.
+        last_read_forward: the last forward segment that reads it, -1 for none.
+        last_read_backward: the backward segment in which it dies where it was kept; len(backward): it does not.
+        need_order: candidates in the order in which reloads are queued.
+    """
+
+    names: tuple[str, ...]
+    moved_bytes: list[int]
+    held_bytes: list[int]
+    is_input: list[bool]
+    of_turn: list[bool]
+    paces_forward: list[bool]
+    paces_backward: list[bool]
+    rank: list[int]
+    last_read_forward: list[int]
+    last_read_backward: list[int]
+    need_order: list[int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step, ready to simulate. Lists have one entry per segment unless they say otherwise.
+
+    Attributes:
+        candidates: what the decisions are about.
+        fixed_before, fixed_after: bytes that no decision changes, right before and right behind each segment, first of
+            the forward, then of the backward.
+        gradients_before, gradients_after: the part of these that the backward returns.
+        made: bytes of candidates that each forward segment allocates.
+        offloads: per forward segment, and at [0] for the entry, its offload ops as candidates.
+        releases: likewise, whether a release stands there.
+        takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads what it gets).
+        in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
+        input_copies: candidates that the forward waits for before it returns.
+    """
+
+    candidates: Candidates
+    fixed_before: list[int]
+    fixed_after: list[int]
+    gradients_before: list[int]
+    gradients_after: list[int]
+    made: list[int]
+    offloads: list[list[list[int]]]
+    releases: list[bool]
+    takes: list[list[tuple[int, int]]]
+    in_head: list[bool]
+    input_copies: list[int]
+
+
+_PROGRAMS: weakref.WeakKeyDictionary[TrainingStep, Program] = weakref.WeakKeyDictionary()
+
+
+def program_of(step: TrainingStep) -> Program:
+    """The program of a step; made on first use.
+
+    Raises:
+        ValueError: the step contradicts itself.
+    """
+    program = _PROGRAMS.get(step)
+    if program is None:
+        program = _PROGRAMS[step] = _Builder(step).build()
+    return program
+
+
+class _Uses:
+    """Which segments of one graph write and read each storage, as positions."""
+
+    def __init__(self, segments: Iterable[SegmentStep]) -> None:
+        self.first_write: dict[str, int] = {}
+        self.last_write: dict[str, int] = {}
+        self.first_read: dict[str, int] = {}
+        self.last_read: dict[str, int] = {}
+        segments = list(segments)
+        layered = any(s.layer for s in segments)
+        for i, segment in enumerate(segments):
+            for name in segment.reads:
+                self.first_read.setdefault(name, i)
+                self.last_read[name] = i
+            for name in segment.writes:
+                self.first_write.setdefault(name, i)
+                self.last_write[name] = i
+        self.written_by_layers = {n for s in segments if s.layer or not layered for n in s.writes}
+        self.read_by_layers = {n for s in segments if s.layer or not layered for n in s.reads}
+
+
+class _Builder:
+    """Works a ``Program`` out."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+        self.num_forward, self.num_backward = len(step.forward), len(step.backward)
+        self.down, self.up = _Uses(step.forward), _Uses(step.backward)
+        self._check()
+        self.takes = step.takes if step.takes is not None else self._usual_takes()
+        taken = {t.storage for t in self.takes}
+        self.all = step.candidates
+        # The executor drops at once what the partitioner saved for nothing.
+        self.unread = {c.name for c in self.all if c.name not in taken and not c.is_input}
+
+    def _check(self) -> None:
+        known = {s.name: s for s in self.step.storages}
+        if len(known) != len(self.step.storages):
+            raise ValueError("expected storages of different names, found two of one name")
+        made: set[str] = {s.name for s in known.values() if s.is_input}
+        for part, segments in (("forward", self.step.forward), ("backward", self.step.backward)):
+            if part == "backward":
+                made |= {s.name for s in known.values() if s.is_tangent}
+            for segment in segments:
+                unknown = [n for n in (*segment.reads, *segment.writes) if n not in known]
+                early = [n for n in segment.reads if n not in made]
+                if unknown or early:
+                    what = "a storage that the step lists" if unknown else "a storage that was written before"
+                    raise ValueError(f"expected {what}, found {(unknown or early)[0]} in {part} segment {segment.name}")
+                made.update(segment.writes)
+
+    def _usual_takes(self) -> list[Take]:
+        first, last = self.up.first_read, self.up.last_read
+        return [Take(c.name, first[c.name], last[c.name]) for c in self.step.candidates if c.name in first]
+
+    def build(self) -> Program:
+        due = {c.name: self._due(c) for c in self.all}
+        offloads: list[list[list[int]]] = [[] for _ in range(self.num_forward + 1)]
+        releases = [False] * (self.num_forward + 1)
+        input_copies: list[int] = []
+        for at in range(-1, self.num_forward):
+            for is_input in (True, False):
+                op = [i for i, c in enumerate(self.all) if due[c.name] == at and c.is_input is is_input]
+                if not op:
+                    continue
+                offloads[at + 1].append(op)
+                last = max(self.down.last_read.get(self.all[i].name, at) for i in op)
+                releases[max(at, last) + 1] = True
+                if is_input:
+                    input_copies.extend(op)
+        unread = {i for i, c in enumerate(self.all) if c.name in self.unread}
+        offloads = [[kept for op in ops if (kept := [i for i in op if i not in unread])] for ops in offloads]
+        made = [0] * self.num_forward
+        for c in self.all:
+            if c.name not in self.unread and not c.is_input:
+                made[self.down.first_write[c.name]] += c.nbytes
+        before, after = self._sums(self._fixed_lives(due))
+        gradients_before, gradients_after = self._sums(self._gradient_lives())
+        number = {c.name: i for i, c in enumerate(self.all)}
+        takes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_backward + 1)]
+        for take in self.takes:
+            takes[take.before].append((number[take.storage], take.last_reader))
+        return Program(
+            self._candidates(),
+            before,
+            after,
+            gradients_before,
+            gradients_after,
+            made,
+            offloads,
+            releases,
+            takes,
+            self._in_head(),
+            input_copies,
+        )
+
+    def _due(self, storage: StorageInfo) -> int:
+        if storage.copied_after is not None:
+            return storage.copied_after
+        return self.down.last_write.get(storage.name, -1)
+
+    def _in_head(self) -> list[bool]:
+        first_layer = 0
+        if self.step.heavy_head:
+            first_layer = next((i for i, s in enumerate(self.step.backward) if s.layer), 0)
+        return [first_layer > 0, *(i < first_layer for i in range(self.num_backward))]
+
+    def _candidates(self) -> Candidates:
+        first_take: dict[str, int] = {}
+        dies: dict[str, int] = dict(self.up.last_read)
+        for take in self.takes:
+            first_take[take.storage] = min(first_take.get(take.storage, take.before), take.before)
+            dies[take.storage] = max(dies.get(take.storage, -1), take.last_reader)
+        rank = [first_take.get(c.name, self.num_backward) if c.rank is None else c.rank for c in self.all]
+        down, up = self.down.written_by_layers, self.up.read_by_layers
+        copied = [i for ops in self._copy_order() for i in ops]
+        return Candidates(
+            names=tuple(c.name for c in self.all),
+            moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
+            held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
+            is_input=[c.is_input for c in self.all],
+            of_turn=[c.of_turn for c in self.all],
+            paces_forward=[c.name in down if c.paces_forward is None else c.paces_forward for c in self.all],
+            paces_backward=[c.name in up if c.paces_backward is None else c.paces_backward for c in self.all],
+            rank=rank,
+            last_read_forward=[self.down.last_read.get(c.name, -1) for c in self.all],
+            last_read_backward=[dies.get(c.name, self.num_backward) for c in self.all],
+            need_order=sorted(copied, key=lambda i: rank[i]),
+        )
+
+    def _copy_order(self) -> Iterable[list[int]]:
+        order: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for i, c in enumerate(self.all):
+            order[self._due(c), not c.is_input].append(i)
+        return [order[key] for key in sorted(order)]
+
+    # -- what no decision changes --------------------------------------------------------------------------------------
+
+    # A life is (start, stop, bytes) on a line with two points for each segment, forward and backward counted through:
+    # 2 g right before segment g, 2 g + 1 right behind it.
+
+    def _fixed_lives(self, due: dict[str, int]) -> list[tuple[int, int, int]]:
+        begin, end = 2 * self.num_forward, 2 * (self.num_forward + self.num_backward)
+        candidates = {c.name for c in self.all} - self.unread
+        lives = []
+        for storage in self.step.storages:
+            name = storage.name
+            if storage.is_input or name in candidates:
+                continue
+            if storage.is_tangent:
+                lives.append((begin, end, storage.nbytes))
+            elif name in self.down.first_write:
+                last = max(self.down.last_read.get(name, -1), self.down.last_write[name], due.get(name, -1))
+                stop = 2 * last + 1
+                if name in self.up.last_read:
+                    stop = begin + 2 * self.up.last_read[name] + 1
+                if storage.is_output:
+                    stop = end if self.step.holds_outputs else max(stop, begin)
+                lives.append((2 * self.down.first_write[name] + 1, stop, storage.nbytes))
+            elif name in self.up.first_write:
+                last = max(self.up.last_read.get(name, -1), self.up.last_write[name])
+                stop = end if storage.is_gradient else begin + 2 * last + 1
+                lives.append((begin + 2 * self.up.first_write[name] + 1, stop, storage.nbytes))
+        return lives
+
+    def _gradient_lives(self) -> list[tuple[int, int, int]]:
+        begin, end = 2 * self.num_forward, 2 * (self.num_forward + self.num_backward)
+        made = self.up.first_write
+        gradients = [s for s in self.step.storages if s.is_gradient and s.name in made]
+        return [(begin + 2 * made[s.name] + 1, end, s.nbytes) for s in gradients]
+
+    def _sums(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """Bytes right before and right behind each segment. What a segment makes is there behind it in any case."""
+        changes = [0] * (2 * (self.num_forward + self.num_backward) + 2)
+        for start, stop, nbytes in lives:
+            changes[start] += nbytes
+            changes[max(stop, start + 1)] -= nbytes
+        bytes_at = list(itertools.accumulate(changes))[:-2]
+        return bytes_at[::2], bytes_at[1::2]

@@ -1,0 +1,436 @@
+"""Simulates a step event by event: one compute stream, one copy engine each way, and the bytes on the device.
+
+The rules are the executor's (``fxoffload.runtime.executor``) and the copy engine's (``fxoffload.runtime.engine``):
+
+- A copy to the host starts when the segment that finishes its storage ends; that of a graph input at entry.
+- A release lets compute wait for the oldest copies until the in-flight window holds, and drops their sources. Before
+  the forward returns, compute waits for the copies of inputs.
+- With default windows, what the forward saves last stays (``of_turn``). Default windows: down, what the layer that
+  moved most so far has moved; up, what the segment that needs most needs, and half as much again.
+- The backward takes back what is still on the device (not inputs, which the caller may have written to). It is readable
+  once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they start behind
+  what compute has been given so far, as many as the prefetch window holds.
+- A segment waits for what it reads; what nobody has asked for until then is asked for and waited for at once.
+
+Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
+a copy is. So what a step takes, and what it moves, depends on the decisions and the windows, never on the times; what
+the rehearsal on a CPU does is what a GPU does. Two things are left out: a host budget that is used up, and groups that
+other forwards have left on the tape.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from fxoffload.planner.link import CopyRates, Link
+from fxoffload.planner.program import Program, program_of
+from fxoffload.planner.steps import SegmentStep, TrainingStep
+
+Track = Literal["compute", "d2h", "h2d"]
+
+
+class Boundary(NamedTuple):
+    """What is on the device around one call of a segment. Bytes are right before the call unless they say otherwise.
+
+    Attributes:
+        phase: "forward" or "backward".
+        segment: name of the segment.
+        begin_ms: when compute begins it.
+        end_ms: when compute ends it.
+        live_bytes: everything that the step has allocated.
+        saved_bytes: the candidates' part: kept, in flight, taken back, reloaded.
+        in_flight_bytes: what the in-flight window counts (the ranges that are copied, those of inputs too).
+        ahead_bytes: what the prefetch window counts.
+        gradient_bytes: what the backward has made and will return.
+        peak_bytes: the most while it runs.
+        after_bytes: everything, right behind the call.
+    """
+
+    phase: Literal["forward", "backward"]
+    segment: str
+    begin_ms: float
+    end_ms: float
+    live_bytes: int
+    saved_bytes: int
+    in_flight_bytes: int
+    ahead_bytes: int
+    gradient_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class Event(NamedTuple):
+    """One bar of the timeline. ``name``: of a segment or a storage, or "wait"."""
+
+    track: Track
+    name: str
+    begin_ms: float
+    end_ms: float
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step takes.
+
+    Attributes:
+        peak_bytes: most bytes on the device above what was there when the step began.
+        peak_without_gradients_bytes: the same, less what the backward has made so far to return. An upper bound: what
+            a segment makes to return counts while it runs.
+        peak_segment: name of the segment in which the peak is.
+        peak_phase: "forward" or "backward".
+        forward_ms: from the beginning to the forward's end on the compute stream.
+        backward_ms: from there to the backward's.
+        exposed_ms: time that compute waited for copies.
+        bytes_offloaded: copied to the host, what is taken back later included.
+        bytes_reloaded: copied back.
+        bytes_reclaimed: taken back instead.
+        bytes_kept_for_backward: decided to move, but left on the device: the backward begins with them.
+        num_prefetch_misses: reloads that nobody had asked for when they were needed.
+        boundaries: one per call of a segment, in order.
+    """
+
+    peak_bytes: int
+    peak_without_gradients_bytes: int
+    peak_segment: str
+    peak_phase: str
+    forward_ms: float
+    backward_ms: float
+    exposed_ms: float
+    bytes_offloaded: int
+    bytes_reloaded: int
+    bytes_reclaimed: int
+    bytes_kept_for_backward: int
+    num_prefetch_misses: int
+    boundaries: tuple[Boundary, ...]
+    _recording: _Recording = field(repr=False, compare=False)
+
+    @property
+    def step_ms(self) -> float:
+        """Forward and backward."""
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def live_bytes(self) -> list[int]:
+        """Bytes on the device before each call of a segment."""
+        return [b.live_bytes for b in self.boundaries]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Segments, waits and copies, by track and time."""
+        return tuple(self._recording.events(self.boundaries))
+
+
+@dataclass
+class _Recording:
+    """What the timeline needs; turned into events when somebody asks."""
+
+    names: tuple[str, ...]
+    moved_bytes: list[int]
+    link: Link
+    downs: list[int]  # candidates, in the order of their copies to the host
+    ups: list[int]
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+    def events(self, boundaries: Sequence[Boundary]) -> list[Event]:
+        found = [Event("compute", b.segment, b.begin_ms, b.end_ms) for b in boundaries]
+        found.extend(Event("compute", "wait", begin, end) for begin, end in self.waits)
+        found.sort(key=lambda event: (event.begin_ms, event.end_ms))
+        copies: tuple[tuple[Track, list[int], list[tuple[float, float]]], ...] = (
+            ("d2h", self.downs, self.link.downs()),
+            ("h2d", self.ups, self.link.ups),
+        )
+        for track, which, times in copies:
+            found.extend(
+                Event(track, self.names[i], begin, end, self.moved_bytes[i])
+                for i, (begin, end) in zip(which, times, strict=True)
+            )
+        return found
+
+
+def simulate(
+    step: TrainingStep,
+    decisions: Sequence[bool],
+    *,
+    copies: CopyRates,
+    in_flight_budget: int | None,
+    prefetch_budget: int | None,
+) -> Simulation:
+    """Run a step on paper.
+
+    Args:
+        step: what there is to do.
+        decisions: one bool per ``step.candidates``, True to offload.
+        copies: how long copies take.
+        in_flight_budget: the option of that name; None for the default window.
+        prefetch_budget: the option of that name; None for the default window.
+
+    Raises:
+        ValueError: the step contradicts itself, or the decisions are not as many as the candidates.
+    """
+    program = program_of(step)
+    if len(decisions) != len(program.candidates.names):
+        raise ValueError(f"expected {len(program.candidates.names)} decisions, found {len(decisions)}")
+    run = _Run(program, copies, in_flight_budget, prefetch_budget)
+    run.decide(decisions, keeps_turn=in_flight_budget is None and prefetch_budget is None and not step.followed)
+    run.forward(step.forward)
+    run.backward(step.backward)
+    return run.result()
+
+
+# Where an offloaded value is.
+_AWAY, _RELOADED, _TAKEN_BACK, _TAKEN = range(4)
+
+
+class _Run:
+    """State of one simulation; the names are those of ``CopyEngine`` and the executor's ``_Call``."""
+
+    def __init__(
+        self, program: Program, copies: CopyRates, in_flight_budget: int | None, prefetch_budget: int | None
+    ) -> None:
+        self.program = program
+        self.in_flight_budget = in_flight_budget
+        self.prefetch_budget = prefetch_budget
+        self.link = Link(copies)
+        self.now = 0.0
+        self.saved = 0
+        self.in_flight: deque[int] = deque()
+        self.in_flight_bytes = 0
+        self.ahead_bytes = 0
+        self.reclaimed_bytes = 0
+        self.offloaded = self.reloaded = self.reclaimed = self.kept_for_backward = self.misses = 0
+        self.forward_ms = 0.0
+        self.boundaries: list[Boundary] = []
+        self.peak = self.peak_without_gradients = 0
+        self.peak_at: tuple[str, str] = ("", "")
+        candidates = program.candidates
+        self.moves: list[bool] = []
+        self.copy_number = [-1] * len(candidates.names)
+        self.reload_end = [0.0] * len(candidates.names)
+        self.state = [_AWAY] * len(candidates.names)
+        self.recording = _Recording(candidates.names, candidates.moved_bytes, self.link, [], [])
+
+    def decide(self, decisions: Sequence[bool], *, keeps_turn: bool) -> None:
+        """Which candidates really move."""
+        c = self.program.candidates
+        for offload, nbytes, held, of_turn in zip(decisions, c.moved_bytes, c.held_bytes, c.of_turn, strict=True):
+            stays = keeps_turn and of_turn
+            self.moves.append(bool(offload and nbytes and not stays))
+            if offload and nbytes and stays:
+                self.kept_for_backward += held or nbytes
+
+    # -- shared --------------------------------------------------------------------------------------------------------
+
+    def _wait(self, until: float) -> None:
+        if until > self.now:
+            self.recording.waits.append((self.now, until))
+            self.now = until
+
+    def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, at: int, saved_after: int) -> None:
+        """Run a segment. ``at``: its position, forward and backward counted through."""
+        program = self.program
+        begin = self.now
+        self.now = begin + segment.ms
+        before = program.fixed_before[at] + self.saved
+        after = program.fixed_after[at] + saved_after
+        gradients = program.gradients_before[at]
+        inside = before + segment.temp_bytes
+        peak = after if after > inside else inside
+        if peak > self.peak:
+            self.peak, self.peak_at = peak, (phase, segment.name)
+        bare = max(inside - gradients, after - program.gradients_after[at])
+        if bare > self.peak_without_gradients:
+            self.peak_without_gradients = bare
+        self.boundaries.append(
+            Boundary(
+                phase,
+                segment.name,
+                begin,
+                self.now,
+                before,
+                self.saved,
+                self.in_flight_bytes,
+                self.ahead_bytes,
+                gradients,
+                peak,
+                after,
+            )
+        )
+        self.saved = saved_after
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, segments: Sequence[SegmentStep]) -> None:
+        """Run the forward."""
+        program = self.program
+        # Sources that were waited for before their last reader ran die in that reader.
+        dies = [0] * len(segments)
+        largest = before_layers = 0
+        for at in range(-1, len(segments)):
+            if at >= 0:
+                self._call("forward", segments[at], at, self.saved + program.made[at] - dies[at])
+            for op in program.offloads[at + 1]:
+                total, paced = self._offload(op)
+                largest = max(largest, paced)
+                if not largest:
+                    before_layers += total
+            if program.releases[at + 1]:
+                budget = self.in_flight_budget
+                self._release((largest or before_layers) if budget is None else budget, at, dies)
+        last = next((i for i in reversed(program.input_copies) if self.moves[i]), None)
+        if last is not None:
+            self._wait(self.link.down_end(self.copy_number[last]))
+        self.forward_ms = self.now
+
+    def _offload(self, op: list[int]) -> tuple[int, int]:
+        """Start copies to the host. Returns their bytes, and those that count for the window."""
+        c, moves, now = self.program.candidates, self.moves, self.now
+        total = paced = 0
+        for i in op:
+            if moves[i]:
+                nbytes = c.moved_bytes[i]
+                self.copy_number[i] = self.link.down(nbytes, now)
+                self.in_flight.append(i)
+                self.recording.downs.append(i)
+                total += nbytes
+                if c.paces_forward[i]:
+                    paced += nbytes
+        self.in_flight_bytes += total
+        self.offloaded += total
+        return total, paced
+
+    def _release(self, limit: int, at: int, dies: list[int]) -> None:
+        c, in_flight = self.program.candidates, self.in_flight
+        last = -1
+        while in_flight and self.in_flight_bytes > limit:
+            last = in_flight.popleft()
+            self.in_flight_bytes -= c.moved_bytes[last]
+            read = c.last_read_forward[last]
+            if read > at:
+                dies[read] += c.held_bytes[last]
+            else:
+                self.saved -= c.held_bytes[last]
+        if last >= 0:
+            self._wait(self.link.down_end(self.copy_number[last]))
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, segments: Sequence[SegmentStep]) -> None:
+        """Run the backward behind the forward."""
+        program, c = self.program, self.program.candidates
+        first = len(program.made)
+        end = len(segments)
+        # Bytes of candidates that die in each segment; [end]: those that do not.
+        dies = [0] * (end + 1)
+        for i, moves in enumerate(self.moves):
+            if not moves:
+                dies[c.last_read_backward[i]] += c.held_bytes[i]
+        self._reclaim()
+        queue = deque(i for i in c.need_order if self.moves[i])
+        window = self._window(queue)
+        if any(program.takes):
+            self._prefetch(queue, window, head=program.in_head[0])
+        for at, segment in enumerate(segments):
+            self._take(program.takes[at], dies)
+            self._prefetch(queue, window, head=program.in_head[at + 1])
+            self._call("backward", segment, first + at, self.saved - dies[at])
+            if at == 0 and any(program.takes):
+                self._release(0, first, dies)
+        self._take(program.takes[end], dies)
+
+    def _reclaim(self) -> None:
+        """Take back what is still on the device."""
+        c = self.program.candidates
+        kept: deque[int] = deque()
+        for i in self.in_flight:
+            if c.is_input[i]:
+                kept.append(i)
+            else:
+                self.state[i] = _TAKEN_BACK
+                self.reclaimed += c.moved_bytes[i]
+        self.in_flight = kept
+        self.in_flight_bytes -= self.reclaimed
+        self.reclaimed_bytes = self.reclaimed
+
+    def _window(self, moved: deque[int]) -> int:
+        if self.prefetch_budget is not None:
+            return self.prefetch_budget
+        c = self.program.candidates
+        needs: dict[int, int] = {}
+        for i in moved:
+            if c.paces_backward[i]:
+                needs[c.rank[i]] = needs.get(c.rank[i], 0) + c.moved_bytes[i]
+        largest = max(needs.values(), default=0)
+        return largest * 3 // 2 if len(needs) > 1 else largest
+
+    def _prefetch(self, queue: deque[int], window: int, *, head: bool) -> None:
+        if self.prefetch_budget is None:
+            window += -self.reclaimed_bytes if head else self.reclaimed_bytes
+        nbytes, state = self.program.candidates.moved_bytes, self.state
+        while queue:
+            i = queue[0]
+            if state[i] == _AWAY:
+                if self.ahead_bytes and self.ahead_bytes + nbytes[i] > window:
+                    return
+                self._reload(i)
+            queue.popleft()
+
+    def _reload(self, i: int) -> None:
+        """Start a copy back, behind what compute has been given so far."""
+        nbytes = self.program.candidates.moved_bytes[i]
+        self.reload_end[i] = self.link.up(nbytes, self.now)
+        self.recording.ups.append(i)
+        self.state[i] = _RELOADED
+        self.ahead_bytes += nbytes
+        self.saved += nbytes
+        self.reloaded += nbytes
+
+    def _take(self, takes: Sequence[tuple[int, int]], dies: list[int]) -> None:
+        """Let compute wait for what a segment is the first to read."""
+        c, state, moves = self.program.candidates, self.state, self.moves
+        taken_back = reloaded = 0.0
+        for i, _ in takes:
+            # A second take finds nothing: what the first one handed out is not the engine's any more.
+            if moves[i] and state[i] in (_AWAY, _TAKEN):
+                self.misses += 1
+                self._reload(i)
+        for i, last_reader in takes:
+            if not moves[i]:
+                continue
+            if state[i] == _TAKEN_BACK:
+                taken_back = max(taken_back, self.link.down_end(self.copy_number[i]))
+                self.reclaimed_bytes -= c.moved_bytes[i]
+                dies[last_reader] += c.held_bytes[i]
+            else:
+                reloaded = max(reloaded, self.reload_end[i])
+                self.ahead_bytes -= c.moved_bytes[i]
+                dies[last_reader] += c.moved_bytes[i]
+            state[i] = _TAKEN
+        self._wait(taken_back)
+        self._wait(reloaded)
+
+    # -- result --------------------------------------------------------------------------------------------------------
+
+    def result(self) -> Simulation:
+        """What came of it."""
+        phase, segment = self.peak_at
+        return Simulation(
+            peak_bytes=self.peak,
+            peak_without_gradients_bytes=self.peak_without_gradients,
+            peak_segment=segment,
+            peak_phase=phase,
+            forward_ms=self.forward_ms,
+            backward_ms=self.now - self.forward_ms,
+            exposed_ms=sum(end - begin for begin, end in self.recording.waits),
+            bytes_offloaded=self.offloaded,
+            bytes_reloaded=self.reloaded,
+            bytes_reclaimed=self.reclaimed,
+            bytes_kept_for_backward=self.kept_for_backward,
+            num_prefetch_misses=self.misses,
+            boundaries=tuple(self.boundaries),
+            _recording=self.recording,
+        )

@@ -1,0 +1,398 @@
+"""A training step, described without its graphs: segments in order, and the storages that they make and read.
+
+Both the outer graphs of a compiled model (``from_graphs``) and a chain made up by hand or by a solver come in this
+form. What follows from it (which storage lives when, where a copy may start) is worked out in ``program``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx as fx
+
+from fxoffload import ops
+from fxoffload._torch_compat import hint
+from fxoffload.ops import is_op
+from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
+from fxoffload.passes.values import extent_bytes, output_values, tensor_of
+from fxoffload.runtime.engine import _RANGE_ALIGNMENT
+from fxoffload.runtime.executor import Movable
+
+
+@dataclass(frozen=True)
+class StorageInfo:
+    """Memory that some values of the step share.
+
+    Attributes:
+        name: unique in the step.
+        nbytes: bytes of the allocation.
+        moved_bytes: bytes that a copy of it moves; None where it is no candidate and so stays, 0 for a candidate that
+            is too small to move.
+        is_input: the caller's, allocated before the step: it takes no bytes of the step, and is never taken back.
+        is_tangent: a gradient that the backward is given; there from the backward's beginning to its end.
+        is_output: the caller of the forward sees it.
+        is_gradient: the backward returns it.
+        of_turn: what the forward saves last (``fxoffload.passes.find_turn``).
+        copied_after: the forward segment behind which its copy starts, -1 for the entry; None: the last that writes it.
+        rank: place in the order of reloads; None: the backward segment that first reads it.
+        paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
+        paces_backward: whether it counts for the default prefetch window; None: whether a layer reads it.
+    """
+
+    name: str
+    nbytes: int
+    moved_bytes: int | None = None
+    is_input: bool = False
+    is_tangent: bool = False
+    is_output: bool = False
+    is_gradient: bool = False
+    of_turn: bool = False
+    copied_after: int | None = None
+    rank: int | None = None
+    paces_forward: bool | None = None
+    paces_backward: bool | None = None
+
+
+@dataclass(frozen=True)
+class SegmentStep:
+    """One call of a segment.
+
+    Attributes:
+        name: unique in its graph.
+        layer: the layer label, or "".
+        ms: time on the compute stream.
+        reads: names of the storages that it reads.
+        writes: names of the storages that hold its outputs. The first writer allocates.
+        temp_bytes: the most that is allocated inside it above what is live when it begins, its outputs included and
+            what dies inside it deducted; 0 where unknown.
+    """
+
+    name: str
+    layer: str = ""
+    ms: float = 0.0
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    temp_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Take:
+    """A wait for a storage that came back: before which backward segment, and which is the last to read what it gave.
+
+    A storage has one, unless two views of it were saved that different segments are the first to read. Each take then
+    gets a copy of its own (the first one leaves nothing on the device that the second one could use).
+    """
+
+    storage: str
+    before: int
+    last_reader: int
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """One forward of one graph, and its backward.
+
+    Attributes:
+        storages: candidates are decided in this order.
+        forward: segments in order.
+        backward: segments in order.
+        takes: None: before its first reader, one for each candidate that the backward reads.
+        heavy_head: whether what stands behind the layers saves much (see ``fxoffload.passes.find_turn.Turn``).
+        followed: whether another forward runs before the backward does. It is the one that the step turns behind, and
+            nothing of this one stays as ``of_turn``.
+        holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
+            begins.
+    """
+
+    storages: tuple[StorageInfo, ...]
+    forward: tuple[SegmentStep, ...]
+    backward: tuple[SegmentStep, ...]
+    takes: tuple[Take, ...] | None = None
+    heavy_head: bool = False
+    followed: bool = False
+    holds_outputs: bool = True
+
+    @property
+    def candidates(self) -> tuple[StorageInfo, ...]:
+        """The storages that may move, in the order of the decisions."""
+        return tuple(s for s in self.storages if s.moved_bytes is not None)
+
+    @property
+    def compute_ms(self) -> float:
+        """Time of all segments."""
+        return sum(s.ms for s in (*self.forward, *self.backward))
+
+    def decide(self, by_name: Mapping[str, bool], *, default: bool = False) -> tuple[bool, ...]:
+        """One bool per candidate, from names.
+
+        Raises:
+            ValueError: a name is no candidate's.
+        """
+        names = [c.name for c in self.candidates]
+        unknown = sorted(set(by_name) - set(names))
+        if unknown:
+            raise ValueError(f"expected names of candidates, found {', '.join(unknown[:5])}")
+        return tuple(by_name.get(name, default) for name in names)
+
+
+# -- from outer graphs -------------------------------------------------------------------------------------------------
+
+
+def from_graphs(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    movables: Sequence[Movable],
+    *,
+    num_user_outputs: int,
+    forward_ms: Mapping[str, float] | None = None,
+    backward_ms: Mapping[str, float] | None = None,
+    forward_temp_bytes: Mapping[str, int] | None = None,
+    backward_temp_bytes: Mapping[str, int] | None = None,
+    min_bytes: int = 1,
+    device: torch.device | None = None,
+) -> TrainingStep:
+    """The step that two outer graphs describe. Sizes are hints: nothing is guarded on.
+
+    Args:
+        forward: outer forward graph.
+        backward: outer backward graph.
+        movables: what the executor was given: one per candidate, in the order of the offload ops, ranked.
+        num_user_outputs: leading outputs of the forward that the caller sees.
+        forward_ms: segment name -> time; 0 where missing.
+        backward_ms: segment name -> time; 0 where missing.
+        forward_temp_bytes: segment name -> ``SegmentStep.temp_bytes``.
+        backward_temp_bytes: segment name -> ``SegmentStep.temp_bytes``.
+        min_bytes: what is smaller stays (the option of that name).
+        device: values elsewhere take no bytes; None counts all.
+    """
+    down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
+    up = _BackwardReader(backward, down, device)
+    return TrainingStep(
+        storages=(*down.storages(), *up.storages()),
+        forward=_steps(down.calls, forward_ms, forward_temp_bytes),
+        backward=_steps(up.calls, backward_ms, backward_temp_bytes),
+        takes=tuple(up.takes),
+        heavy_head=any(node.args == (True,) for node in backward.graph.nodes if is_op(node, ops.prefetch)),
+    )
+
+
+def _steps(
+    calls: Sequence[SegmentStep], ms: Mapping[str, float] | None, temp_bytes: Mapping[str, int] | None
+) -> tuple[SegmentStep, ...]:
+    return tuple(
+        replace(c, ms=(ms or {}).get(c.name, 0.0), temp_bytes=(temp_bytes or {}).get(c.name, 0)) for c in calls
+    )
+
+
+class _ForwardReader:
+    """Storages and segment calls of an outer forward graph.
+
+    Attributes:
+        calls: the segments, without times.
+        place: name of a value that the backward may be given -> its storage's name, None for the caller's memory.
+        candidate_of: name of a saved value -> its candidate's name.
+    """
+
+    def __init__(
+        self,
+        outer: fx.GraphModule,
+        movables: Sequence[Movable],
+        num_user_outputs: int,
+        min_bytes: int,
+        device: torch.device | None,
+    ) -> None:
+        graph = outer.graph
+        self._sizes = _sizes(graph, device)
+        self._inputs = {n.meta[STORAGE_KEY] for n in graph.nodes if _is_given(n)}
+        self._candidates: dict[str, StorageInfo] = {}  # storage class -> candidate
+        self.candidate_of: dict[str, str] = {}
+        self._find_candidates(graph, movables, min_bytes)
+        self._outputs = {
+            v.meta[STORAGE_KEY]
+            for v in output_values(graph)[:num_user_outputs]
+            if isinstance(v, fx.Node) and STORAGE_KEY in v.meta
+        }
+        self.place = {n.name: self._name(n.meta[STORAGE_KEY]) for n in graph.nodes if STORAGE_KEY in n.meta}
+        self.place.update(self.candidate_of)
+        self.calls = _calls(graph, lambda n: self._name(n.meta.get(STORAGE_KEY)))
+
+    def _find_candidates(self, graph: fx.Graph, movables: Sequence[Movable], min_bytes: int) -> None:
+        rest = iter(movables)
+        segment = -1
+        for node in graph.nodes:
+            segment += node.op == "call_module"
+            if not is_op(node, ops.offload):
+                continue
+            sources = iter(node.args[0])  # type: ignore[arg-type]
+            for candidate in node.meta[CANDIDATES_KEY]:
+                movable = next(rest)
+                values = [next(sources) for _ in candidate.nodes]
+                key = values[0].meta[STORAGE_KEY]
+                self.candidate_of.update((n.name, candidate.name) for n in candidate.nodes)
+                self._candidates[key] = StorageInfo(
+                    candidate.name,
+                    self._sizes.get(key, 0),
+                    moved_bytes=_moved_bytes([v.meta["val"] for v in values], min_bytes),
+                    is_input=movable.is_input,
+                    of_turn=movable.of_turn,
+                    copied_after=segment,
+                    rank=movable.rank,
+                    paces_forward=movable.paces_forward,
+                    paces_backward=movable.paces_backward,
+                )
+
+    def _name(self, key: str | None) -> str | None:
+        if key in self._candidates:
+            return self._candidates[key].name
+        return None if key in self._inputs or key not in self._sizes else key
+
+    def storages(self) -> list[StorageInfo]:
+        """Candidates first, in the order of their copies."""
+        made = dict.fromkeys(w for c in self.calls for w in c.writes)
+        others = [
+            StorageInfo(key, nbytes, is_output=key in self._outputs)
+            for key, nbytes in self._sizes.items()
+            if key not in self._candidates and self._name(key) in made
+        ]
+        return [*self._candidates.values(), *others]
+
+
+class _BackwardReader:
+    """Storages, segment calls and takes of an outer backward graph."""
+
+    def __init__(self, outer: fx.GraphModule, forward: _ForwardReader, device: torch.device | None) -> None:
+        self._graph = outer.graph
+        self._sizes = _sizes(outer.graph, device)
+        # Storage class -> name in the step; None for the caller's memory.
+        self._names: dict[str, str | None] = {}
+        self._tangents: set[str] = set()
+        unread: list[str] = []
+        for node in outer.graph.nodes:
+            if not _is_given(node):
+                continue
+            key = node.meta[STORAGE_KEY]
+            if node.op == "placeholder" and node.name in forward.place:
+                name = self._names[key] = forward.place[node.name]
+                if name is not None and not node.users and node.name not in forward.candidate_of:
+                    unread.append(name)
+            elif node.op == "placeholder" and key not in self._names:
+                self._tangents.add(key)
+            else:
+                self._names.setdefault(key, None)
+        for key in self._sizes:
+            self._names.setdefault(key, f"backward/{key}")
+        calls = _calls(outer.graph, lambda n: self._names.get(n.meta.get(STORAGE_KEY, "")))
+        given = {name for name in forward.place.values() if name is not None}
+        # Views of what was saved make nothing; what no segment reads stays in its slot until the run ends.
+        self.calls = [replace(c, writes=tuple(w for w in c.writes if w not in given)) for c in calls]
+        if unread and self.calls:
+            self.calls[-1] = replace(self.calls[-1], reads=(*self.calls[-1].reads, *unread))
+        self.takes = self._find_takes(forward.candidate_of)
+
+    def _find_takes(self, candidate_of: Mapping[str, str]) -> list[Take]:
+        order, end = _segment_order(self._graph)
+        waited: list[tuple[str, fx.Node, int]] = []
+        before = 0
+        for node in self._graph.nodes:
+            if node.op == "call_module":
+                before = order[node] + 1
+            elif is_op(node, ops.wait_reload):
+                copies = node.args[0].args[0]  # type: ignore[union-attr]
+                items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+                waited.extend((candidate_of[c.name], items[i], before) for i, c in enumerate(copies) if i in items)  # type: ignore[union-attr,arg-type]
+        handed = {item for _, item, _ in waited}
+        derived: dict[str, int] = {}  # storage class -> last reader of the views that segments made of it
+        for node in self._graph.nodes:
+            if STORAGE_KEY in node.meta and node.op == "call_function" and node not in handed:
+                key = node.meta[STORAGE_KEY]
+                derived[key] = max(derived.get(key, -1), _last_reader(node, order, end))
+        takes: dict[tuple[str, int], int] = {}
+        for name, item, at in waited:
+            last = max(_last_reader(item, order, end), derived.get(item.meta[STORAGE_KEY], -1))
+            takes[name, at] = max(takes.get((name, at), -1), last)
+        return [Take(name, at, last) for (name, at), last in takes.items()]
+
+    def storages(self) -> list[StorageInfo]:
+        """What the backward makes, and the tangents."""
+        made = {w for c in self.calls for w in c.writes}
+        returned = {
+            v.meta[STORAGE_KEY] for v in output_values(self._graph) if isinstance(v, fx.Node) and STORAGE_KEY in v.meta
+        }
+        return [
+            StorageInfo(name, nbytes, is_tangent=key in self._tangents, is_gradient=key in returned and name in made)
+            for key, nbytes in self._sizes.items()
+            if (name := self._names[key]) is not None and (name in made or key in self._tangents)
+        ]
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr") and STORAGE_KEY in node.meta
+
+
+def _sizes(graph: fx.Graph, device: torch.device | None) -> dict[str, int]:
+    """Storage class -> bytes of its allocation, for tensors on ``device``."""
+    sizes: dict[str, int] = {}
+    for node in graph.nodes:
+        value = tensor_of(node)
+        if value is not None and STORAGE_KEY in node.meta and (device is None or value.device.type == device.type):
+            key = node.meta[STORAGE_KEY]
+            sizes[key] = max(sizes.get(key, 0), _allocated_bytes(value))
+    return sizes
+
+
+def _allocated_bytes(value: torch.Tensor) -> int:
+    covered = extent_bytes(value) or 0
+    if value.layout is not torch.strided:
+        return covered
+    return max(hint(value.untyped_storage().nbytes()) or 0, covered)
+
+
+def _moved_bytes(values: Sequence[torch.Tensor], min_bytes: int) -> int:
+    """Bytes of the range that the engine copies; 0 where it is too small, or a size has no hint."""
+    starts, ends, elements = [], [], 0
+    for value in values:
+        size, covered, offset = value.element_size(), extent_bytes(value), hint(value.storage_offset())
+        count = [hint(n) for n in value.shape]
+        if covered is None or offset is None or None in count:
+            return 0
+        number = 1
+        for n in count:
+            number *= n or 0
+        elements += number * size
+        starts.append(offset * size)
+        ends.append(offset * size + covered)
+    if elements < max(min_bytes, 1):
+        return 0
+    return max(ends) - min(starts) // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT
+
+
+def _calls(graph: fx.Graph, name_of: Callable[[fx.Node], str | None]) -> list[SegmentStep]:
+    found = []
+    for node in graph.find_nodes(op="call_module"):
+        items = [u for u in node.users if u.target is operator.getitem]
+        found.append(
+            SegmentStep(
+                str(node.target),
+                str(node.meta.get("layer", "")),
+                reads=_known(name_of, [a for a in node.args if isinstance(a, fx.Node)]),
+                writes=_known(name_of, items),
+            )
+        )
+    return found
+
+
+def _known(name_of: Callable[[fx.Node], str | None], nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for n in nodes if (name := name_of(n)) is not None))
+
+
+def _segment_order(graph: fx.Graph) -> tuple[dict[fx.Node, int], int]:
+    calls = sorted(graph.find_nodes(op="call_module"))
+    return {n: i for i, n in enumerate(calls)}, len(calls)
+
+
+def _last_reader(node: fx.Node, order: Mapping[fx.Node, int], end: int) -> int:
+    """The last segment that reads a value; ``end`` where it is returned."""
+    return max((end if u.op == "output" else order.get(u, -1) for u in node.users), default=end)

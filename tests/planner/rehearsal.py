@@ -1,0 +1,234 @@
+"""One step of a model on the CPU rehearsal, watched: every storage that the step holds at each segment boundary."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fxoffload
+from fxoffload.compiler import session
+from fxoffload.passes.insert_transfers import STORAGE_KEY
+from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
+from fxoffload.runtime import executor
+from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from tests.capture import rehearsal_options
+
+CPU = torch.device("cpu")
+Decisions: TypeAlias = dict[str, bool] | str  # by name, or a policy
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was on the device right before a segment was called."""
+
+    phase: str
+    segment: str
+    live_bytes: int
+    saved_bytes: int
+    in_flight_bytes: int
+    ahead_bytes: int
+
+
+@dataclass
+class Watch:
+    """Hooks at the executor's segment boundaries. Storages are seen by weak references, and weighed by their real size.
+
+    ``saved``: storage classes of the forward whose storages count as saved, filled in when the graphs are known.
+    """
+
+    seen: list[Seen] = field(default_factory=list)
+    alive: dict[int, tuple[StorageWeakRef, int, str]] = field(default_factory=dict)  # cdata -> ref, bytes, class
+    callers: set[str] = field(default_factory=set)
+    saved: set[str] = field(default_factory=set)
+    phase: str = "forward"
+
+    def clear(self) -> None:
+        self.seen.clear()
+        self.alive.clear()
+
+    def see(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            self._drop_dead()
+            self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes(), name))
+
+    def _drop_dead(self) -> None:
+        for key in [k for k, (ref, *_) in self.alive.items() if ref.expired()]:
+            del self.alive[key]
+
+    def look(self, segment: str) -> None:
+        self._drop_dead()
+        engine = engine_for(CPU)
+        self.seen.append(
+            Seen(
+                self.phase,
+                segment,
+                sum(nbytes for _, nbytes, name in self.alive.values() if name not in self.callers),
+                sum(nbytes for _, nbytes, name in self.alive.values() if name in self.saved),
+                engine._in_flight_bytes,
+                engine._ahead_bytes,
+            )
+        )
+
+
+def items(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if u.target is operator.getitem]
+
+
+class Rehearsal:
+    """A model, compiled once; ``run`` makes a step under some decisions and windows and returns what was seen.
+
+    Args:
+        model: in training mode.
+        call: the compiled model -> what its caller gets.
+        loss: of that -> the loss; what it is of is held while the backward runs.
+        default_windows: whether to run without budgets; whether the turn stays is decided when the model is compiled.
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Callable[[Any], Any], loss: Callable[[Any], Tensor], *, default_windows: bool
+    ) -> None:
+        self.watch = Watch()
+        self.call, self.loss = call, loss
+        self.model = model
+        self.default_windows = default_windows
+        self.movables: list[executor.Movable] = []
+        self.programs: list[executor.OuterProgram] = []
+        self.num_user_outputs = 0
+        alive = set(fxoffload.graphs())
+        options = rehearsal_options(**({} if default_windows else {"in_flight_budget": 1}))
+        with self._building(), self.watching():
+            self.compiled = torch.compile(model, backend="fxoffload", options=options)
+            for _ in range(2):  # transformers sets flags in the first call on which the second one is compiled again
+                model.zero_grad()
+                self.loss(self.call(self.compiled)).backward()
+        self.graph = [g for g in fxoffload.graphs() if g not in alive][-1]
+        assert self.graph.backward is not None
+        self.step = from_graphs(
+            self.graph.forward, self.graph.backward, self.movables, num_user_outputs=self.num_user_outputs
+        )
+        outer = {n.name: f"forward/{n.meta.get(STORAGE_KEY)}" for n in self.graph.forward.graph.nodes}
+        given = {n.name for n in self.graph.forward.graph.nodes if n.op in ("placeholder", "get_attr")}
+        self.watch.callers = {outer[name] for name in given} | {
+            f"backward/{n.meta.get(STORAGE_KEY)}"
+            for n in self.graph.backward.graph.find_nodes(op="placeholder")
+            if n.name in given
+        }
+        saved = {outer[n.name] for c in self.graph.saved.candidates for n in c.nodes}
+        self.watch.saved = (saved - self.watch.callers) | {"reloaded"}
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Finds out what the session tells the executor."""
+        rehearsal = self
+
+        class Recording(session.OuterProgram):
+            def __init__(self, outer: fx.GraphModule, **kwargs: Any) -> None:
+                super().__init__(outer, **kwargs)
+                rehearsal.programs.append(self)
+                if kwargs.get("movables"):
+                    rehearsal.movables = kwargs["movables"]
+
+        original = session.run_steps
+
+        def run_steps(steps: Any, state: Any, what: str) -> Any:
+            if what == "forward":
+                rehearsal.num_user_outputs = state.num_user_outputs
+            return original(steps, state, what)
+
+        with mock.patch.object(session, "OuterProgram", Recording), mock.patch.object(session, "run_steps", run_steps):
+            yield
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks into what is compiled and run meanwhile."""
+        watch = self.watch
+
+        def watched(make: Callable[..., Any], *, is_segment: bool) -> Callable[..., Any]:
+            def build(node: fx.Node, steps: Any) -> Any:
+                step = make(node, steps)
+                results = [(item, steps.slot(item)) for item in items(node)] if is_segment else []
+
+                def run(slots: list[Any], call: Any) -> None:
+                    if is_segment:
+                        watch.look(str(node.target))
+                    step(slots, call)
+                    for item, slot in results:
+                        watch.see(f"{watch.phase}/{item.meta.get(STORAGE_KEY)}", slots[slot])
+
+                return run
+
+            return build
+
+        def reload(engine: CopyEngine, transfer: Any) -> None:
+            start_reload(engine, transfer)
+            watch.see("reloaded", transfer.buffer)
+
+        start_reload = CopyEngine._reload
+        with (
+            mock.patch.object(CopyEngine, "_reload", reload),
+            mock.patch.object(executor, "_segment_step", watched(executor._segment_step, is_segment=True)),
+        ):
+            yield
+
+    def run(
+        self, decisions: Decisions, in_flight_budget: int | None, prefetch_budget: int | None
+    ) -> tuple[list[Seen], fxoffload.Stats]:
+        """A step under decisions by name or under a policy."""
+        assert self.default_windows is (in_flight_budget is None and prefetch_budget is None)
+        for program in self.programs:
+            program.options = replace(program.options, budgets=Budgets(None, in_flight_budget, prefetch_budget))
+        self.model.zero_grad()
+        self.watch.clear()
+        fxoffload.reset_stats()
+        self.graph.decisions.clear()
+        if not isinstance(decisions, str):
+            self.graph.decisions.update(decisions)
+        with self.watching(), fxoffload.override_policy(decisions if isinstance(decisions, str) else "keep_all"):
+            self.watch.phase = "forward"
+            out = self.call(self.compiled)
+            self.watch.phase = "backward"
+            self.loss(out).backward()
+        del out
+        return list(self.watch.seen), fxoffload.stats()
+
+    def simulate(
+        self, decisions: Decisions, in_flight_budget: int | None, prefetch_budget: int | None
+    ) -> tuple[list[Seen], Simulation]:
+        """The same on paper. What autograd gives the backward is taken off: the watch does not see it."""
+        simulation = simulate(
+            self.step,
+            self.chosen(decisions),
+            copies=ConstantRates(55.0, 55.0),
+            in_flight_budget=in_flight_budget,
+            prefetch_budget=prefetch_budget,
+        )
+        tangents = sum(s.nbytes for s in self.step.storages if s.is_tangent)
+        seen = [
+            Seen(
+                b.phase,
+                b.segment,
+                b.live_bytes - (tangents if b.phase == "backward" else 0),
+                b.saved_bytes,
+                b.in_flight_bytes,
+                b.ahead_bytes,
+            )
+            for b in simulation.boundaries
+        ]
+        return seen, simulation
+
+    def chosen(self, decisions: Decisions) -> tuple[bool, ...]:
+        """The same decisions for ``simulate``."""
+        names = [c.name for c in self.graph.saved.candidates]
+        if isinstance(decisions, str):
+            return self.step.decide(dict(zip(names, self.graph.actions[decisions], strict=True)))
+        return self.step.decide(decisions)

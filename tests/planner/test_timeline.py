@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+
+from fxoffload.planner import ConstantRates, TrainingStep, simulate, to_chrome_trace
+from tests.planner.chains import decided_steps
+
+
+@given(decided_steps())
+def test_a_trace_shows_every_segment_and_copy(decided: tuple[TrainingStep, tuple[bool, ...]]) -> None:
+    step, decisions = decided
+    simulation = simulate(
+        step, decisions, copies=ConstantRates(4, 5, 3, 4), in_flight_budget=None, prefetch_budget=None
+    )
+    trace = json.loads(json.dumps(to_chrome_trace(simulation)))
+    events = trace["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == ["compute", "D2H", "H2D"]
+    bars = [e for e in events if e["ph"] == "X"]
+    tracks = {title: [e for e in bars if names[e["tid"]] == title] for title in names.values()}
+    segments = [e["name"] for e in tracks["compute"] if e["name"] != "wait"]
+    assert sorted(segments) == sorted(s.name for s in (*step.forward, *step.backward))
+    assert sum(e["args"].get("bytes", 0) for e in tracks["D2H"]) == simulation.bytes_offloaded
+    assert sum(e["args"].get("bytes", 0) for e in tracks["H2D"]) == simulation.bytes_reloaded
+    waits = sum(e["dur"] for e in tracks["compute"] if e["name"] == "wait")
+    assert abs(waits - 1e3 * simulation.exposed_ms) < 1e-3
+    counter = [e for e in events if e["ph"] == "C"]
+    assert {e["name"] for e in counter} == {"bytes on device"}
+    assert max(e["args"]["bytes"] for e in counter) == simulation.peak_bytes
+    times = [e["ts"] for e in counter]
+    assert times == sorted(times)
