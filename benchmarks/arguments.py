@@ -5,12 +5,14 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.budgets import check_budget
 from benchmarks.schema import Case, Protocol, Variant
 
-KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto")
+KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget")
 FXOFFLOAD_KINDS = ("keep_all", "offload_all", "auto")
 TUPLE_OPTIONS = ("device_types", "disable")
 # Options that `--set` may give to every fxoffload variant at once. After `@`, any option goes: the backend validates.
+# What a plan is asked for goes after `@` only: it differs from variant to variant, and policies refuse it.
 SHARED_OPTIONS = (
     "inner",
     "device_types",
@@ -21,11 +23,28 @@ SHARED_OPTIONS = (
     "in_flight_budget",
     "prefetch_budget",
     "on_error",
+    "profile",
 )
+VOCABULARY = 151_936
 CASES = {
     "stack": Case(),
-    "causal_lm": Case(name="causal_lm", layers=8, seq=8192, vocab=151_936),
+    "stack65k": Case(layers=10, seq=65_536),
+    "causal_lm": Case(name="causal_lm", layers=8, seq=8192, vocab=VOCABULARY),
+    # The shape of Qwen3-30B-A3B: `ffn` is one expert's. 20 of its 48 layers: see README.md.
+    "moe": Case(
+        name="moe",
+        layers=20,
+        seq=8192,
+        hidden=2048,
+        ffn=768,
+        heads=32,
+        kv_heads=4,
+        experts=128,
+        experts_per_token=8,
+    ),
+    "qwen3_8b": Case(name="causal_lm", layers=36, seq=8192, vocab=VOCABULARY),
 }
+MEMORY_FRACTIONS = ("no", "steps", "whole")
 CASE_FIELDS = {item.name: item for item in dataclasses.fields(Case)}
 PROTOCOL_FIELDS = {item.name: item for item in dataclasses.fields(Protocol)}
 
@@ -79,13 +98,19 @@ def parse_protocol(values: dict[str, list[str]], defaults: dict[str, Any]) -> Pr
     """The protocol of all variants of a run: it cannot be swept."""
     changes = dict(defaults)
     for name in values:
-        if name in PROTOCOL_FIELDS:
+        if name == "lengths":
+            changes[name] = _lengths(values[name])
+        elif name in PROTOCOL_FIELDS:
             if len(values[name]) != 1:
                 raise ValueError(f"{name} is the same for the whole run; found {len(values[name])} values")
             changes[name] = _cast(values[name][0], PROTOCOL_FIELDS[name].type)
     protocol = Protocol(**changes)
     if protocol.steps < 5:
         raise ValueError(f"medians are taken over at least 5 timed steps; found steps={protocol.steps}")
+    if protocol.memory_fraction not in MEMORY_FRACTIONS:
+        raise ValueError(
+            f"expected memory_fraction to be one of {', '.join(MEMORY_FRACTIONS)}, found {protocol.memory_fraction!r}"
+        )
     return protocol
 
 
@@ -99,17 +124,42 @@ def _variant(label: str, shared: dict[str, Any]) -> Variant:
     kind, *words = label.split("@")
     if kind not in KINDS:
         raise ValueError(f"unknown variant {kind!r}; known: {', '.join(KINDS)}")
+    lengths = [word for word in words if word.startswith("lengths=")]
+    words = [word for word in words if word not in lengths]
+    found = _lengths(lengths[0].removeprefix("lengths=").split("+")) if lengths else []
+    if kind == "torch_budget":
+        return Variant(label, kind, {"activation_memory_budget": _torch_budget(label, words)}, found)
     if kind not in FXOFFLOAD_KINDS:
         if words:
-            raise ValueError(f"{label!r}: only {', '.join(FXOFFLOAD_KINDS)} take options")
-        return Variant(label, kind)
+            raise ValueError(f"{label!r}: only {', '.join(FXOFFLOAD_KINDS)} and torch_budget take options")
+        return Variant(label, kind, {}, found)
     options: dict[str, Any] = {"policy": kind, **shared}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
             raise ValueError(f"{label!r}: expected option=value after @, found {word!r}")
         options[name] = parse_option(name, value)
-    return Variant(label, kind, options)
+    check_budget(options.get("activation_budget"))
+    return Variant(label, kind, options, found)
+
+
+def _torch_budget(label: str, words: list[str]) -> float:
+    """The one word of ``torch_budget@0.5``: torch's own activation_memory_budget."""
+    try:
+        (word,) = words
+        fraction = float(word)
+    except ValueError:
+        raise ValueError(f"{label!r}: expected one number after @, as in torch_budget@0.5") from None
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"{label!r}: expected a fraction of at most 1, found {fraction}")
+    return fraction
+
+
+def _lengths(words: list[str]) -> list[int]:
+    lengths = [int(word) for word in words]
+    if lengths != sorted(set(lengths)):
+        raise ValueError(f"expected lengths in ascending order, found {lengths}")
+    return lengths
 
 
 def parse_option(name: str, text: str) -> Any:

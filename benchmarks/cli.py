@@ -35,17 +35,25 @@ def run(
     settings: Annotated[list[str], typer.Option("--set", help="name=value ..., name=a,b sweeps; see list.")] = [],  # noqa: B006
     variants: Annotated[str | None, typer.Option(help="Comma-separated; options after @.")] = None,
     deadline_s: Annotated[float, typer.Option(help="Nothing runs beyond this many seconds.")] = 3600.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="An earlier JSON: what it measured is not measured again.")
+    ] = None,
 ) -> None:
-    """Measure a scenario, one process per variant, and print a Markdown table."""
+    """Measure a scenario, and print a Markdown table. One process per variant, or (sweeps) per case."""
     try:
         chosen = find_scenario(scenario)
         values = split_settings(settings)
         cases = parse_cases(values, chosen.case_defaults)
         protocol = parse_protocol(values, chosen.protocol_defaults)
         asked = parse_variants(variants or chosen.variants, values)
+        earlier = from_json(Report, resume.read_text()) if resume is not None else None
+        if scenario == "longest" and not (protocol.lengths or all(v.lengths for v in asked)):
+            raise ValueError(
+                "longest needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    report = run_all(scenario, cases, asked, protocol, out, deadline_s)
+    report = run_all(chosen, cases, asked, protocol, out, deadline_s, earlier)
     typer.echo(render(report))
     if all(record.status != "ok" for record in report.records):
         raise typer.Exit(1)
@@ -57,6 +65,17 @@ def show(report: Annotated[Path, typer.Argument(help="A JSON file that run wrote
     typer.echo(render(from_json(Report, report.read_text())))
 
 
+@app.command()
+def plot(
+    report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")],
+    picture: Annotated[Path, typer.Argument(help="The picture to write (.png, .svg, .pdf); needs matplotlib.")],
+) -> None:
+    """Draw peak memory against step time, one picture with a panel for each case."""
+    from benchmarks.plot import draw
+
+    draw(from_json(Report, report.read_text()), picture)
+
+
 @app.command("list")
 def list_everything() -> None:
     """What can be run."""
@@ -65,6 +84,14 @@ def list_everything() -> None:
     typer.echo(f"cases: {', '.join(CASES)}")
     typer.echo(f"variants: {', '.join(KINDS)}; offload_all@option=value@option=value passes options to the backend")
     typer.echo(f"options for all fxoffload variants through --set: {', '.join(SHARED_OPTIONS)}")
+
+
+@app.command("_sweep", hidden=True)
+def sweep(asked: Path, folder: Path) -> None:
+    """Many measurements, started by run."""
+    from benchmarks.sweep import serve_sweep
+
+    serve_sweep(asked, folder)
 
 
 @app.command("_worker", hidden=True)

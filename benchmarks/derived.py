@@ -4,6 +4,7 @@ from typing import Any
 
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.schema import Case, Record
+from benchmarks.truth import plan_row
 
 BASELINES = ("inductor", "checkpoint", "keep_all")
 
@@ -27,7 +28,11 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
         peer = peers.get(kind)
         if peer is not None and peer is not record:
             row.update(_ratios(record, peer, kind))
+    row.update(plan_row(record.result))
     inductor = peers.get("inductor")
+    if inductor is not None and inductor is not record and inductor.result.losses and record.result.losses:
+        theirs = inductor.result.losses[0]
+        row["relative_loss_difference_vs_inductor"] = abs(record.result.losses[0] - theirs) / max(abs(theirs), 1e-30)
     if inductor is not None and record.result.stats_per_step is not None:
         row.update(_bounds(record, inductor, link))
     return row

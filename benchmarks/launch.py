@@ -33,7 +33,7 @@ def run_variant(request: Request, time_left_s: float) -> Record:
         request = replace(request, rendezvous=str(folder / "store"))
         processes = [_start(replace(request, rank=rank), folder, rank) for rank in _ranks(request)]
         ended = _wait(processes, timeout_s)
-        results = [_read_result(folder / f"result{r}.json") for r in _ranks(request)]
+        results = [read_result(folder / f"result{r}.json") for r in _ranks(request)]
         logs = [_tail(folder / f"log{r}.txt") for r in _ranks(request)]
     status, reason = _judge(ended, results, logs, timeout_s)
     log_tail = "" if status == "ok" else "\n".join(logs)[-2 * LOG_TAIL_CHARACTERS :]
@@ -48,16 +48,20 @@ def _ranks(request: Request) -> range:
 def _start(request: Request, folder: Path, rank: int) -> subprocess.Popen[bytes]:
     asked, answer = folder / f"request{rank}.json", folder / f"result{rank}.json"
     asked.write_text(to_json(request))
-    caches = folder / f"caches{rank}"
+    return start_process(["_worker", str(asked), str(answer)], folder / f"log{rank}.txt", folder / f"caches{rank}")
+
+
+def start_process(words: list[str], log_path: Path, caches: Path) -> subprocess.Popen[bytes]:
+    """``python -m benchmarks`` with ``words``, in a session of its own."""
     environment = dict(os.environ)
     # The parent's variables pass through, NCCL's too; only the caches and the import path are ours.
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
     environment["TRITON_CACHE_DIR"] = str(caches / "triton")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     environment["HF_HUB_OFFLINE"] = "1"
-    with (folder / f"log{rank}.txt").open("wb") as log:
+    with log_path.open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", "_worker", str(asked), str(answer)],
+            [sys.executable, "-m", "benchmarks", *words],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -82,18 +86,18 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> _Exit:
     finally:
         codes = [p.poll() for p in processes]
         for process in processes:
-            _end_session(process)
+            end_session(process)
     return _Exit(codes, timed_out)
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """End what this process started too: Inductor's compile workers outlive a killed parent."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _read_result(path: Path) -> Result:
+def read_result(path: Path) -> Result:
     """What the process finished before it ended; an empty result when it wrote nothing."""
     try:
         return from_json(Result, path.read_text())
@@ -117,7 +121,7 @@ def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: floa
     for code, log in zip(ended.codes, logs, strict=True):
         if code != 0:
             last = log.strip().splitlines()[-1:] or ["no output"]
-            return "partial" if measured else "failed", f"exit status {code} ({_signal_name(code)}): {last[0][:300]}"
+            return "partial" if measured else "failed", f"exit status {code} ({signal_name(code)}): {last[0][:300]}"
     return "ok", ""
 
 
@@ -125,7 +129,7 @@ def _of_rank(rank: int) -> str:
     return f"rank {rank} " if rank else ""
 
 
-def _signal_name(code: int | None) -> str:
+def signal_name(code: int | None) -> str:
     if code is None or code >= 0:
         return "no signal"
     hint = ", as the kernel does when host memory runs out" if code == -signal.SIGKILL else ""

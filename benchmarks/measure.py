@@ -57,7 +57,7 @@ class Measurement:
         leaves = job.leaves().values()
         self.result.parameter_bytes = sum(p.numel() * p.element_size() for p in job.module.parameters())
         self.result.gradient_buffer_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        _warm_up_device(self.device)
+        warm_up_device(self.device)
         self.result.host = host_before()
 
     def first_step(self) -> None:
@@ -96,8 +96,10 @@ class Measurement:
         self.result.copies = trace_copies(self.stepper, self.request.variant)
 
 
-def _warm_up_device(device: torch.device) -> None:
-    """Context, cuBLAS and its workspace exist before the first step of any variant, and count for none."""
+def warm_up_device(device: torch.device) -> None:
+    """Context, cuBLAS and its workspaces (one for each thread: autograd has its own) exist before the first step of any
+    variant, and count for none."""
     if device.type == "cuda":
-        square = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
-        (square @ square).sum().item()
+        square = torch.ones(256, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
+        (square @ square).sum().backward()
+        torch.cuda.synchronize(device)

@@ -1,5 +1,6 @@
 """The harness's only contact with fxoffload, imported when a variant needs it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,15 @@ def compile_module(module: nn.Module, variant: Variant) -> nn.Module:
     if not isinstance(compiled, nn.Module):
         raise AssertionError(f"expected torch.compile to return a module, found {type(compiled).__name__}")
     return compiled
+
+
+def peer_settings(variant: Variant) -> contextlib.AbstractContextManager[Any]:
+    """Around everything that a peer compiles and runs: settings that are the process's, not ``torch.compile``'s."""
+    if variant.kind != "torch_budget":
+        return contextlib.nullcontext()
+    from torch._functorch import config
+
+    return config.patch(**variant.options)
 
 
 def read_stats(variant: Variant) -> dict[str, float] | None:

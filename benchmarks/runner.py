@@ -1,44 +1,130 @@
 """The parent of a run: one variant after another, and the JSON rewritten after each."""
 
+from __future__ import annotations
+
+import contextlib
+import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.claims import check_claims
 from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
+from benchmarks.launch_sweep import run_sweep
 from benchmarks.machine import describe_run
-from benchmarks.schema import Case, Protocol, Record, Report, Request, Result, Variant, to_json, write_atomically
+from benchmarks.scenarios import Scenario
+from benchmarks.schema import (
+    Case,
+    Protocol,
+    Record,
+    Report,
+    Request,
+    Result,
+    SweepRequest,
+    Variant,
+    to_json,
+    write_atomically,
+)
+
+Kept = dict[tuple[Case, str], Record]
 
 LEAST_TIME_S = 20.0
 
 
 def run(
-    scenario: str, cases: list[Case], variants: list[Variant], protocol: Protocol, out: Path, deadline_s: float
+    scenario: Scenario,
+    cases: list[Case],
+    variants: list[Variant],
+    protocol: Protocol,
+    out: Path,
+    deadline_s: float,
+    earlier: Report | None = None,
 ) -> Report:
-    """Measure everything that fits before the deadline. What does not fit is a row that says so."""
+    """Measure everything that fits before the deadline. What does not fit is a row that says so.
+
+    What ``earlier`` measured of the same cases and variants is taken over; its environment is kept beside the new one.
+    """
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + deadline_s
-    report = Report(scenario, describe_run(), protocol, None, [])
-    requests = [Request(scenario, case, variant, protocol) for case in cases for variant in variants]
+    report = Report(scenario.name, describe_run(), protocol, None, [])
+    texts: dict[str, dict[str, str]] = {}
+    asked = [(case, variant) for case in cases for variant in variants]
+    kept = _keep(earlier, report, asked)
+    wanted = [(case, variant) for case, variant in asked if (case, variant.label) not in kept]
     console = Console(stderr=True, soft_wrap=True)
-    with _progress(console) as progress:
-        task = progress.add_task("link", total=len(requests) + 1)
+    with _progress(console) as progress, _caches(protocol) as caches:
+        task = progress.add_task("link", total=len(wanted) + 1)
         report.link, report.environment["link_failure"] = _measure_link(cases[0], protocol, end - time.monotonic())
         _write(report, out)
         progress.advance(task)
-        for request in requests:
-            label = f"{case_label(request.case)} {request.variant.label}"
+        for record in _records(scenario, wanted, protocol, end, caches, kept):
+            label = f"{case_label(record.case)} {record.variant.label}"
             progress.update(task, description=label)
-            record = _measure(request, end)
             report.records.append(record)
-            _write(report, out)
+            _take_texts(record, texts)
+            _write(report, out, texts)
             progress.advance(task)
             console.print(f"{label}: {record.status} in {record.wall_s:.0f} s {record.reason}", markup=False)
     return report
+
+
+def _records(
+    scenario: Scenario,
+    wanted: list[tuple[Case, Variant]],
+    protocol: Protocol,
+    end: float,
+    caches: Path,
+    kept: Kept,
+) -> Iterator[Record]:
+    """One process for all variants of a case, or one for each variant."""
+    if not scenario.sweeps:
+        for case, variant in wanted:
+            yield _measure(Request(scenario.name, case, variant, protocol), end)
+        return
+    for case in dict.fromkeys(case for case, _ in wanted):
+        variants = [variant for of, variant in wanted if of == case]
+        memories = {r.variant.label: r.result.memory for r in kept.values() if r.case == case}
+        peaks = {label: memory.peak_bytes for label, memory in memories.items() if memory is not None}
+        request = SweepRequest(scenario.name, case, variants, protocol, end - time.monotonic(), peaks)
+        yield from run_sweep(request, caches)
+
+
+def _keep(earlier: Report | None, report: Report, asked: list[tuple[Case, Variant]]) -> Kept:
+    """What need not be measured again. It was measured in another environment, which is kept beside the new one."""
+    if earlier is None:
+        return {}
+    report.environment.update({f"resumed_{name}": value for name, value in earlier.environment.items()})
+    found = {(r.case, r.variant.label): r for r in earlier.records if r.status == "ok"}
+    kept = {(case, v.label): found[case, v.label] for case, v in asked if (case, v.label) in found}
+    report.records.extend(kept.values())
+    return kept
+
+
+@contextlib.contextmanager
+def _caches(protocol: Protocol) -> Iterator[Path]:
+    """The folder of a sweep's compile caches: kept where the user named one."""
+    if protocol.caches:
+        yield Path(protocol.caches).resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="fxoffload-caches-") as name:
+        yield Path(name)
+
+
+def _take_texts(record: Record, texts: dict[str, dict[str, str]]) -> None:
+    """Whole plans go to a file of their own: the report would not be readable."""
+    plans = [record.result.plan, *(probe.plan for probe in record.result.probes)]
+    for plan in plans:
+        if plan is not None and plan.texts:
+            key = f"{case_label(record.case)} {record.variant.label}"
+            texts[key if key not in texts else f"{key} #{len(texts)}"] = plan.texts
+            plan.texts = {}
 
 
 def _progress(console: Console) -> Progress:
@@ -60,6 +146,9 @@ def _measure(request: Request, end: float) -> Record:
     return run_variant(request, time_left_s)
 
 
-def _write(report: Report, out: Path) -> None:
+def _write(report: Report, out: Path, texts: dict[str, dict[str, str]] | None = None) -> None:
     report.derived = derive(report.records, report.link)
+    report.claims = check_claims(report) if report.scenario == "plan" else []
     write_atomically(out / f"{report.scenario}.json", to_json(report))
+    if texts:
+        write_atomically(out / f"{report.scenario}-plans.json", json.dumps(texts, indent=1))

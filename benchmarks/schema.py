@@ -31,20 +31,30 @@ class Case:
     dtype: str = "bfloat16"
     device: str = "cuda"
     seed: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the case. ``options`` go to the fxoffload backend as they are."""
+    """One way to run the case. ``options`` go to the fxoffload backend as they are, but for a budget that is relative
+    to a peak of the same run (see budgets.py). ``lengths`` are what ``longest`` tries with this variant."""
 
     label: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a variant is measured: first step, second step, ``warmup`` steps, then ``steps`` timed ones."""
+    """How a variant is measured: first step, second step, ``warmup`` steps, then ``steps`` timed ones.
+
+    Of sweeps only: ``calibration_steps`` (at most so many steps more until a plan is calibrated), ``long_steps`` (for
+    reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
+    of compile caches that outlives the run; "": a fresh one). Of ``longest``: ``lengths`` in ascending order,
+    ``probes`` of them at most, ``probe_steps`` timed steps each.
+    """
 
     warmup: int = 2
     steps: int = 7
@@ -55,6 +65,13 @@ class Protocol:
     copy_trace: bool = True
     link_mib: int = 256
     link_copies: int = 20
+    calibration_steps: int = 0
+    long_steps: int = 0
+    memory_fraction: str = "no"
+    caches: str = ""
+    lengths: list[int] = field(default_factory=list)
+    probes: int = 3
+    probe_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,18 @@ class Request:
     protocol: Protocol
     rank: int = 0
     rendezvous: str = ""
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """The whole input of a process that measures many variants of a case. ``peaks``: by label, measured before it."""
+
+    scenario: str
+    case: Case
+    variants: list[Variant]
+    protocol: Protocol
+    time_left_s: float
+    peaks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,6 +176,82 @@ class Digest:
 
 
 @dataclass
+class PlanFacts:
+    """What ``fxoffload.plans()`` said, by when.
+
+    ``predicted`` and ``baseline`` were written down after the first step (that is when a plan is first seen),
+    ``calibrated`` before the timed steps. The dicts are those of ``Plan.to_json``; its whole text goes to another file.
+    """
+
+    num_plans: int
+    frozen_after_steps: int
+    summary: str
+    predicted: dict[str, Any]
+    baseline: dict[str, Any]
+    smallest_budget_bytes: int
+    floors: list[str] = field(default_factory=list)
+    frontier: list[dict[str, Any]] = field(default_factory=list)
+    planning_s: float | None = None
+    num_drafts: int | None = None
+    calibrated_after_steps: int | None = None
+    calibrated: dict[str, Any] | None = None
+    calibrated_baseline: dict[str, Any] | None = None
+    prediction_changed_later: bool | None = None
+    measured_peak_bytes: int | None = None
+    measured_step_ms: float | None = None
+    measured_exposed_ms: float | None = None
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class LongRun:
+    """Many steps from an empty cache: how much more the allocator reserves than is allocated."""
+
+    num_steps: int
+    memory: Memory | None
+    step_ms: Summary
+    reserved_vs_allocated: float | None
+
+
+@dataclass
+class LimitedRun:
+    """Steps under ``set_per_process_memory_fraction``: does the variant live within its budget and ten percent?"""
+
+    mode: str
+    fraction: float
+    limit_bytes: int
+    num_steps: int = 0
+    completed: bool = False
+    reason: str = ""
+    step_ms: float | None = None
+    max_reserved_bytes: int | None = None
+    num_alloc_retries: int | None = None
+
+
+@dataclass
+class Probe:
+    """One sequence length: whether a whole training step of it runs, and what it takes or lacks. Peaks are absolute."""
+
+    seq: int
+    ran: bool = False
+    reason: str = ""
+    failed_in: str = ""
+    first_step_ms: float | None = None
+    step_ms: float | None = None
+    phase_ms: dict[str, float] = field(default_factory=dict)
+    allocated_before_bytes: int | None = None
+    peak_bytes: int | None = None
+    phase_peak_bytes: dict[str, int] = field(default_factory=dict)
+    max_reserved_bytes: int | None = None
+    num_alloc_retries: int | None = None
+    allocated_at_failure_bytes: int | None = None
+    largest_blocks_at_failure: list[list[int]] = field(default_factory=list)
+    loss: float | None = None
+    plan: PlanFacts | None = None
+    stats: dict[str, float] | None = None
+
+
+@dataclass
 class Result:
     """What a measuring process writes, field by field as its phases finish."""
 
@@ -181,6 +286,13 @@ class Result:
     step_ms_by_rank: list[float] = field(default_factory=list)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     link: dict[str, float] | None = None
+    budget_bytes: int | None = None
+    first_step_memory: Memory | None = None
+    plan: PlanFacts | None = None
+    long_run: LongRun | None = None
+    limited_run: LimitedRun | None = None
+    leaked_bytes: int | None = None
+    probes: list[Probe] = field(default_factory=list)
 
 
 @dataclass
@@ -207,6 +319,7 @@ class Report:
     link: dict[str, float] | None
     records: list[Record]
     derived: list[dict[str, Any]] = field(default_factory=list)
+    claims: list[dict[str, Any]] = field(default_factory=list)
 
 
 def to_json(value: Any) -> str:

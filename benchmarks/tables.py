@@ -6,12 +6,16 @@ from tabulate import tabulate
 
 from benchmarks.derived import case_label
 from benchmarks.schema import Record, Report, Summary
+from benchmarks.tables_plan import render_longest, render_plan
 
 GIB = 1 << 30
 
 
 def render(report: Report) -> str:
     """Link rates, one row per record, then the derived rows that have something to say."""
+    if report.scenario in ("plan", "longest"):
+        body = render_plan(report) if report.scenario == "plan" else render_longest(report)
+        return "\n\n".join([f"### {report.scenario}", _header(report), body])
     derived = {(row["case"], row["variant"]): row for row in report.derived}
     rows = [_row(record, derived.get((case_label(record.case), record.variant.label), {})) for record in report.records]
     parts = [f"### {report.scenario}", _header(report), tabulate(rows, headers="keys", tablefmt="github")]

@@ -1,15 +1,28 @@
 """The models under test: Hugging Face Qwen3 with seeded weights, reduced to ``module(*inputs) -> scalar loss``."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    AttentionInterface,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeModel,
+)
 
 from benchmarks.schema import Case
 
 ATTENTION = "fxoffload_benchmark_causal"
+# Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
+# matrix per token and expert. Under torch.compile grouped_mm is a kernel in bfloat16; in float32 a loop behind an op.
+EXPERTS = "grouped_mm"
 
 
 def causal_attention(
@@ -44,7 +57,7 @@ class Stack(nn.Module):
 
     probe: torch.Tensor
 
-    def __init__(self, decoder: Qwen3Model) -> None:
+    def __init__(self, decoder: Qwen3Model | Qwen3MoeModel) -> None:
         super().__init__()
         self.decoder = decoder
         weight = decoder.norm.weight
@@ -84,9 +97,15 @@ class Job:
         return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
 
     def allocate_gradients(self) -> None:
-        """Gradients accumulate in place from the first step on, as in gradient accumulation."""
+        """Gradients accumulate in place from the first step on, as in gradient accumulation. What exists stays."""
         for leaf in self.leaves().values():
-            leaf.grad = torch.zeros_like(leaf)
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+
+    def drop_gradients(self) -> None:
+        """As ``zero_grad(set_to_none=True)``: the backward's own tensors become the gradients."""
+        for leaf in self.leaves().values():
+            leaf.grad = None
 
     def zero_gradients(self) -> None:
         for name, leaf in self.leaves().items():
@@ -98,12 +117,11 @@ class Job:
 def build_job(case: Case, device: torch.device, rank: int = 0) -> Job:
     """The case on ``device``: same weights on every rank, different inputs."""
     dtype = getattr(torch, case.dtype)
-    config = _config(case)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            module: Workload = Stack(Qwen3Model(config)) if case.name == "stack" else CausalLM(Qwen3ForCausalLM(config))
+            module = _module(case)
     finally:
         torch.set_default_dtype(default)
     if isinstance(module, Stack):
@@ -115,21 +133,46 @@ def build_job(case: Case, device: torch.device, rank: int = 0) -> Job:
     return Job(module, _inputs(case, device, dtype, generator))
 
 
-def _config(case: Case) -> Qwen3Config:
-    config = Qwen3Config(
-        vocab_size=case.vocab,
-        hidden_size=case.hidden,
-        intermediate_size=case.ffn,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        max_position_embeddings=max(case.seq, 32768),
-        use_cache=False,
-        tie_word_embeddings=False,
+def with_length(job: Job, case: Case, device: torch.device) -> Job:
+    """The same module with inputs of the case's length."""
+    generator = torch.Generator(device=device).manual_seed(case.seed + 1)
+    return Job(job.module, _inputs(case, device, getattr(torch, case.dtype), generator))
+
+
+def _module(case: Case) -> Workload:
+    if case.experts:
+        return Stack(Qwen3MoeModel(_moe_config(case)))
+    config = Qwen3Config(**_sizes(case))
+    config._attn_implementation = ATTENTION
+    return CausalLM(Qwen3ForCausalLM(config)) if case.name == "causal_lm" else Stack(Qwen3Model(config))
+
+
+def _moe_config(case: Case) -> Qwen3MoeConfig:
+    config = Qwen3MoeConfig(
+        **_sizes(case),
+        moe_intermediate_size=case.ffn,
+        num_experts=case.experts,
+        num_experts_per_tok=case.experts_per_token,
+        norm_topk_prob=True,
     )
     config._attn_implementation = ATTENTION
+    config._experts_implementation = EXPERTS
     return config
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    return {
+        "vocab_size": case.vocab,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.ffn,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "max_position_embeddings": max(case.seq, 32768),
+        "use_cache": False,
+        "tie_word_embeddings": False,
+    }
 
 
 @torch.no_grad()
@@ -146,7 +189,7 @@ def _fill_weights(module: nn.Module, generator: torch.Generator) -> None:
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    if case.name == "stack":
+    if case.name != "causal_lm":
         shape = (case.batch, case.seq, case.hidden)
         return (torch.randn(shape, dtype=dtype, device=device, generator=generator).requires_grad_(),)
     ids = torch.randint(case.vocab, (case.batch, case.seq), device=device, generator=generator)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fxoffload._register import register_backend as _register_backend
 from fxoffload.environment import PIECES as PIECES
+from fxoffload.errors import BudgetError as BudgetError
 from fxoffload.errors import FxOffloadError as FxOffloadError
 from fxoffload.errors import OptionsError as OptionsError
 from fxoffload.errors import PassError as PassError
@@ -16,6 +17,8 @@ from fxoffload.errors import UnsupportedError as UnsupportedError
 from fxoffload.errors import VerificationError as VerificationError
 from fxoffload.machine.lookup import profile as profile
 from fxoffload.options import Options as Options
+from fxoffload.planner.plan import Plan as Plan
+from fxoffload.planner.shown import plans as plans
 from fxoffload.report import graphs as graphs
 from fxoffload.report import override_policy as override_policy
 from fxoffload.report import release_host_memory as release_host_memory

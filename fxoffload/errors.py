@@ -86,3 +86,20 @@ class TokenLostError(RuntimeError):
 
     Raised while the backward runs, outside Dynamo.
     """
+
+
+class BudgetError(FxOffloadError, ValueError):
+    """An activation budget that no plan can meet.
+
+    Attributes:
+        smallest_bytes: the smallest budget that can be met.
+        segment: where that much is needed.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int, segment: str) -> None:
+        super().__init__(message, smallest_bytes, segment)
+        self.smallest_bytes = smallest_bytes
+        self.segment = segment
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -14,6 +14,8 @@ import torch.fx as fx
 from fxoffload.passes.annotate_layers import LayerReport
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.planner.shown import PlanBox
+from fxoffload.runtime.windows import Choice
 
 
 @dataclass(eq=False)
@@ -28,6 +30,9 @@ class CompiledGraph:
         policy: "auto", "offload_all" or "keep_all"; may be set at any time, from the next forward on.
         actions: policy -> one bool per candidate, True to offload.
         decisions: candidate name -> True to offload; outweighs the policy; may be changed at any time.
+        planned: what policy "auto" does where there is a plan: one bool per candidate, and the plan's windows; replaced
+            as a whole, from the next forward on.
+        plan_box: what ``fxoffload.plans()`` shows of it; None without a plan.
         keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
         index: place in the order of compilation.
     """
@@ -39,6 +44,8 @@ class CompiledGraph:
     actions: Mapping[str, tuple[bool, ...]]
     backward: fx.GraphModule | None = None
     decisions: dict[str, bool] = field(default_factory=dict)
+    planned: Choice | None = None
+    plan_box: PlanBox | None = None
     keeps_everything: bool = False
     index: int = field(default_factory=lambda: next(_INDEX))
 
@@ -47,18 +54,22 @@ class CompiledGraph:
         """Layer labels in order of execution."""
         return self.layers.layers
 
-    def decide(self) -> tuple[bool, ...]:
-        """One bool per candidate for the forward call that begins now. ``decisions`` (by name) override the policy."""
+    def choose(self) -> Choice:
+        """What the forward call that begins now does. ``decisions`` (by name) override the policy."""
         if self.keeps_everything:
-            return (False,) * len(self.saved.candidates)
+            return Choice((False,) * len(self.saved.candidates))
         policy = _override.policy or self.policy
         _check_policy(policy)
-        chosen = self.actions[policy]
+        planned = self.planned if policy == "auto" else None
+        chosen = planned or Choice(self.actions[policy])
         if not self.decisions:
             return chosen
-        return tuple(
-            self.decisions.get(c.name, offload) for c, offload in zip(self.saved.candidates, chosen, strict=True)
-        )
+        pairs = zip(self.saved.candidates, chosen.offload, strict=True)
+        return Choice(tuple(self.decisions.get(c.name, offload) for c, offload in pairs), chosen.windows)
+
+    def decide(self) -> tuple[bool, ...]:
+        """One bool per candidate: what ``choose`` says of the next forward call."""
+        return tuple(self.choose().offload)
 
 
 def _check_policy(policy: str) -> None:

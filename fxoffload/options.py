@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from typing import Any, Literal, get_args
 
 from fxoffload.environment import check_pieces, suggestion
 from fxoffload.errors import OptionsError, UnsupportedError
+from fxoffload.machine.shelf import load_profile
 from fxoffload.sizes import parse_bytes
 
 Policy = Literal["auto", "offload_all", "keep_all"]
-Recompute = Literal["default", "cheap"]
+Recompute = Literal["auto", "default", "cheap"]
 OnError = Literal["raise", "fallback"]
 Inner = Literal["inductor", "aot_eager"]
 
@@ -25,11 +28,20 @@ DEVICE_TYPES = ("cuda", "cpu")
 class Options:
     """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
 
-    policy: ``"offload_all"`` offloads every candidate (what a forward saves last stays for a backward that follows
-        at once, see ``fxoffload.passes.find_turn``), ``"keep_all"`` nothing, ``"auto"`` every candidate except what the
-        last layer of a graph and what follows it saved (until there is a planner).
-    recompute: ``"default"`` saves what AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is
-        no contraction, random number, collective or sort: fewer bytes to keep or offload, for little time.
+    policy: ``"auto"`` plans: what to keep, to offload and to recompute, for the budget or the slowdown below;
+        ``"offload_all"`` offloads every candidate (what a forward saves last stays for a backward that follows at
+        once, see ``fxoffload.passes.find_turn``), ``"keep_all"`` nothing. A graph without layers (a layer compiled on
+        its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except what is saved last.
+    activation_budget: the least step time whose peak stays within so many bytes: what the compiled graph adds on the
+        device to what was allocated when the step began (saved activations, working set, copies under way, gradients
+        that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can.
+    max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
+        there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns.
+    profile: rates to plan with, in place of this machine's: a shipped profile's name (``"h200"``) or a file that
+        ``python -m fxoffload.machine measure --out FILE`` wrote.
+    recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``); ``"default"`` saves what
+        AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is no contraction, random number,
+        collective or sort: fewer bytes to keep or offload, for little time.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
@@ -51,6 +63,9 @@ class Options:
     """
 
     policy: Policy
+    activation_budget: int | None
+    max_slowdown: float | None
+    profile: str | None
     recompute: Recompute
     on_error: OnError
     min_bytes: int
@@ -67,7 +82,10 @@ class Options:
         self,
         *,
         policy: Policy = "auto",
-        recompute: Recompute = "default",
+        activation_budget: int | str | None = None,
+        max_slowdown: float | None = None,
+        profile: str | None = None,
+        recompute: Recompute = "auto",
         on_error: OnError = "raise",
         min_bytes: int | str = "1MiB",
         host_budget: int | str | None = None,
@@ -80,6 +98,9 @@ class Options:
     ) -> None:
         values = {
             "policy": _one_of("policy", policy, get_args(Policy)),
+            "activation_budget": _bytes_or_none(activation_budget, "activation_budget"),
+            "max_slowdown": _check_slowdown(max_slowdown),
+            "profile": _check_profile(profile),
             "recompute": _one_of("recompute", recompute, get_args(Recompute)),
             "on_error": _one_of("on_error", on_error, get_args(OnError)),
             "min_bytes": parse_bytes(min_bytes, "min_bytes", allow_zero=True),
@@ -93,6 +114,11 @@ class Options:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        for name in ("activation_budget", "max_slowdown"):
+            if self.policy != "auto" and getattr(self, name) is not None:
+                raise OptionsError(
+                    f"{name} is set and policy is {policy!r}, which plans nothing; use policy 'auto', or remove {name}"
+                )
         if self.inner == "aot_eager" and self.inductor:
             warnings.warn(
                 "the Inductor options have no effect with inner='aot_eager'; remove them, or use inner='inductor'",
@@ -147,6 +173,24 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> object:
 
 def _bytes_or_none(value: int | str | None, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name)
+
+
+def _check_slowdown(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise OptionsError(f"max_slowdown is {value!r}; expected a fraction of the step time such as 0.02, or None")
+
+
+def _check_profile(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise OptionsError(f"profile is {value!r}; expected a shipped profile's name such as 'h200', or a file")
+    name = str(os.fspath(value))
+    load_profile(name)  # raises OptionsError, now rather than in the middle of a compile
+    return name
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,6 +150,28 @@ def recompute_ms(nodes: Sequence[fx.Node], rates: Rates) -> float:
     return _Estimate(nodes, rates, inline=True).cost().ms
 
 
+@dataclass(frozen=True, eq=False)
+class Access:
+    """What one kernel reads from memory and writes to it.
+
+    Attributes:
+        writes: ops whose results it writes; of a kernel of its own, the op.
+        reads: values, or views of them, that it reads and does not make itself.
+        steps: what a fused kernel computes and writes or reduces, one after the other; the rest is part of these.
+        alone: whether it is a kernel of its own: a contraction, attention, a convolution, an opaque op.
+    """
+
+    writes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
+    alone: bool
+
+
+def kernel_accesses(nodes: Sequence[fx.Node]) -> list[Access]:
+    """The kernels of ``nodes`` (in graph order) compiled as one piece, in no particular order."""
+    return _Walk(nodes, inline=False).accesses()
+
+
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 # Written value -> what is read of it (itself, or views of it) -> bytes.
@@ -190,15 +212,14 @@ class _Kernel:
         other.merged_into = self
 
 
-class _Estimate:
+class _Walk:
     """One walk over ``nodes``, which sorts them into kernels."""
 
-    def __init__(self, nodes: Sequence[fx.Node], rates: Rates, *, inline: bool) -> None:
-        self._rates = rates
+    def __init__(self, nodes: Sequence[fx.Node], *, inline: bool) -> None:
         self._inside = set(nodes)
         self._sizes: dict[fx.Node, int] = {}
         self._assumptions: dict[str, int] = defaultdict(int)
-        self._barriers: dict[str, KindCost] = defaultdict(KindCost)
+        self._alone: dict[fx.Node, _Reads] = {}  # kernels of their own -> what they read
         self._kernels: list[_Kernel] = []
         self._kernel_of: dict[fx.Node, _Kernel] = {}
         self._readers: dict[tuple[fx.Node, int], list[_Kernel]] = defaultdict(list)  # value, level -> who reads it
@@ -213,17 +234,26 @@ class _Estimate:
             elif node_kind(node) == "fused":
                 self._fuse(node)
 
-    def cost(self) -> SegmentCost:
-        """What all kernels cost together."""
-        by_kind = dict(self._barriers)
+    def accesses(self) -> list[Access]:
+        """What each kernel reads and writes."""
+        found = [
+            Access((node,), tuple(part for parts in reads.values() for part in parts), (node,), True)
+            for node, reads in self._alone.items()
+        ]
+        for kernel, results in self._fused():
+            read = tuple(part for parts in self._read_from_memory(kernel).values() for part in parts)
+            found.append(Access(tuple(results), read, tuple(kernel.members), False))
+        return found
+
+    def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
+        """The fused kernels, and which of their members they write."""
         kernels = [k for k in self._kernels if k.merged_into is None]
         handed_on = {b for k in kernels for b in k.reads if b in self._kernel_of and self._made_by(b) is not k}
-        if kernels:
-            by_kind["fused"] = sum((self._fused_cost(k, handed_on) for k in kernels), KindCost())
-        total = sum((c for kind, c in by_kind.items() if kind != "collective"), KindCost())
-        return SegmentCost(
-            total.ms, total.flops, total.bytes_moved, total.num_kernels, by_kind, dict(self._assumptions)
-        )
+        return [(k, [m for m in k.members if m in self._wanted or m in handed_on or mutated_args(m)]) for k in kernels]
+
+    def _read_from_memory(self, kernel: _Kernel) -> _Reads:
+        own = set(kernel.members)
+        return {base: parts for base, parts in kernel.reads.items() if base not in own}
 
     # -- what is written -----------------------------------------------------------------------------------------------
 
@@ -267,28 +297,10 @@ class _Estimate:
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def _run_alone(self, node: fx.Node) -> None:
-        kind = node_kind(node)
-        reads: _Reads = {}
+        reads = self._alone[node] = {}
         for value in _inputs(node):
             _merge(reads, {base_of(value): {value: self._bytes(value)}})
         self._level[node] = 1 + max((self._level.get(base, 0) for base in reads), default=0)
-        read, written = self._read_bytes(reads), self._bytes(node)
-        if kind == "collective":
-            payload = max(read, written)
-            ms = self._rates.collective_ms(payload) if isinstance(self._rates, CollectiveRates) else 0.0
-            self._barriers[kind] += KindCost(ms, 0.0, payload, 1)
-            return
-        written += sum(self._bytes(v) for v in mutated_args(node))
-        flops = op_flops(node)
-        if assumption := assumption_of(node):
-            self._assumptions[assumption] += 1
-        ms = max(self._compute_ms(node, kind, flops), self._rates.memory_ms(read + written))
-        self._barriers[kind] += KindCost(ms + self._rates.launch_us / 1e3, flops, read + written, 1)
-
-    def _compute_ms(self, node: fx.Node, kind: str, flops: float) -> float:
-        if kind == "attention":
-            return self._rates.attention_ms(flops, compute_dtype(node), is_backward_attention(node))
-        return self._rates.matmul_ms(flops, compute_dtype(node)) if flops else 0.0
 
     def _place(self, node: fx.Node, reads: _Reads, loop: _Loop) -> None:
         """Put a written value into a kernel, an old one or a new one.
@@ -298,7 +310,9 @@ class _Estimate:
         """
         level = max((self._level.get(base, 0) for base in reads), default=0)
         makers = dict.fromkeys(self._made_by(b) for b in reads if b in self._kernel_of and self._level[b] == level)
-        kernel = _joined(list(makers), loop)
+        # What is scattered is whole only when the kernel has ended.
+        scattered = any(fused_form(b) == "scatter" for b in reads if self._level.get(b) == level)
+        kernel = None if scattered else _joined(list(makers), loop)
         if makers and kernel is None:
             level += 1
         if kernel is None:
@@ -326,15 +340,6 @@ class _Estimate:
     def _made_by(self, value: fx.Node) -> _Kernel:
         return self._kernel_of[value].current()
 
-    def _fused_cost(self, kernel: _Kernel, handed_on: set[fx.Node]) -> KindCost:
-        own = set(kernel.members)
-        read = self._read_bytes({base: parts for base, parts in kernel.reads.items() if base not in own})
-        results = [m for m in kernel.members if m in self._wanted or m in handed_on or mutated_args(m)]
-        moved = read + sum(self._bytes(m) for m in results)
-        launched = bool(results) or not own & self._inlined
-        ms = self._rates.memory_ms(moved) + (self._rates.launch_us / 1e3 if launched else 0.0)
-        return KindCost(ms, 0.0, moved, int(launched))
-
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _read_bytes(self, reads: _Reads) -> int:
@@ -347,6 +352,50 @@ class _Estimate:
                 self._assumptions["a size without a hint: no bytes counted"] += 1
             self._sizes[node] = size or 0
         return self._sizes[node]
+
+
+class _Estimate(_Walk):
+    """What the kernels of a walk cost."""
+
+    def __init__(self, nodes: Sequence[fx.Node], rates: Rates, *, inline: bool) -> None:
+        super().__init__(nodes, inline=inline)
+        self._rates = rates
+
+    def cost(self) -> SegmentCost:
+        """What all kernels cost together."""
+        by_kind: dict[str, KindCost] = defaultdict(KindCost)
+        for node, reads in self._alone.items():
+            by_kind[node_kind(node)] += self._cost_alone(node, reads)
+        for kernel, results in self._fused():
+            by_kind["fused"] += self._fused_cost(kernel, results)
+        total = sum((c for kind, c in by_kind.items() if kind != "collective"), KindCost())
+        return SegmentCost(
+            total.ms, total.flops, total.bytes_moved, total.num_kernels, dict(by_kind), dict(self._assumptions)
+        )
+
+    def _cost_alone(self, node: fx.Node, reads: _Reads) -> KindCost:
+        kind, read, written = node_kind(node), self._read_bytes(reads), self._bytes(node)
+        if kind == "collective":
+            payload = max(read, written)
+            ms = self._rates.collective_ms(payload) if isinstance(self._rates, CollectiveRates) else 0.0
+            return KindCost(ms, 0.0, payload, 1)
+        written += sum(self._bytes(v) for v in mutated_args(node))
+        flops = op_flops(node)
+        if assumption := assumption_of(node):
+            self._assumptions[assumption] += 1
+        ms = max(self._compute_ms(node, kind, flops), self._rates.memory_ms(read + written))
+        return KindCost(ms + self._rates.launch_us / 1e3, flops, read + written, 1)
+
+    def _compute_ms(self, node: fx.Node, kind: str, flops: float) -> float:
+        if kind == "attention":
+            return self._rates.attention_ms(flops, compute_dtype(node), is_backward_attention(node))
+        return self._rates.matmul_ms(flops, compute_dtype(node)) if flops else 0.0
+
+    def _fused_cost(self, kernel: _Kernel, results: list[fx.Node]) -> KindCost:
+        moved = self._read_bytes(self._read_from_memory(kernel)) + sum(self._bytes(m) for m in results)
+        launched = bool(results) or not self._inlined.intersection(kernel.members)
+        ms = self._rates.memory_ms(moved) + (self._rates.launch_us / 1e3 if launched else 0.0)
+        return KindCost(ms, 0.0, moved, int(launched))
 
 
 def _is_barrier(node: fx.Node) -> bool:

@@ -11,14 +11,19 @@ Left alone, AOTAutograd saves every value that a backward kernel has to read fro
 rotary embeddings and activation functions are computed again from what the matrix products around them saved: a third
 of the bytes of a decoder layer for about one percent of its time.
 
-Never marked for recomputation: contractions, masks made of random numbers, collectives, sorts and scans, operators
-that are not PyTorch's own, what reads a buffer that the graph writes, and whatever a user's policy has tagged already.
+A chosen point of a layer's frontier (``FindFrontier``) is marked so that nothing is left to judge: MUST_RECOMPUTE on
+all that the backward computes without an incoming gradient, MUST_SAVE on the rest of the layer.
+
+Never computed again: masks made of random numbers, collectives, sorts and scans, operators that are not PyTorch's own,
+and what reads a buffer that the graph writes; by "cheap", contractions. What a user's policy has tagged stays so.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -27,9 +32,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from fxoffload._torch_compat import aliased_args, free_unbacked_symbols, mutated_args
-from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.passes.layer_classes import behind_tangents, is_random, layers_of
+from fxoffload.passes.op_costs import node_kind, tensors_of
+
+if TYPE_CHECKING:
+    from fxoffload.passes.find_frontier import RecomputePoint
 
 LEVELS = ("default", "cheap")
+
+# What a user's policy for selective checkpointing may ask for. The last two exist in newer torch only.
+OFFLOADED = frozenset(
+    getattr(CheckpointPolicy, name)
+    for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+    if hasattr(CheckpointPolicy, name)
+)
+SAVED = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}) | OFFLOADED
+RECOMPUTED = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 
 _aten = torch.ops.aten
 # Cheap in FLOPs, but no work for a fused kernel.
@@ -59,80 +77,117 @@ class TagRecompute:
     """Mark the layers' ops for the partitioner.
 
     Args:
-        level: "default": no tags. "cheap": everything that is cheap to compute again.
+        recompute: "default": no tags. "cheap": everything that is cheap to compute again. Or layer -> the point of its
+            frontier to realise (``FindFrontier``; the label of a graph without labels is ``""``); layers that are not
+            named stay untagged.
     """
 
     name = "tag_recompute"
 
-    def __init__(self, level: str) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"unknown recompute level {level!r}; the levels are {', '.join(LEVELS)}")
-        self.level = level
+    def __init__(self, recompute: str | Mapping[str, RecomputePoint]) -> None:
+        if isinstance(recompute, str) and recompute not in LEVELS:
+            raise ValueError(f"unknown recompute level {recompute!r}; the levels are {', '.join(LEVELS)}")
+        self.recompute = recompute
 
     def __call__(self, gm: fx.GraphModule) -> TagReport:
-        if self.level == "default":
-            return TagReport()
-        labelled = any(LAYER_KEY in n.meta for n in gm.graph.nodes)
-        number: dict[str, int] = {}
-        saved = recomputed = 0
-        overwritten = _overwritten(gm.graph)
-        behind_tangents = _behind_tangents(gm.graph)
-        for node in gm.graph.nodes:
-            # Without labels (a layer compiled on its own) the graph is one layer.
-            layer = node.meta.get(LAYER_KEY) if labelled else ""
-            if node in overwritten or _is_random(node):
+        if not isinstance(self.recompute, str):
+            return _tag_points(gm.graph, self.recompute)
+        return TagReport() if self.recompute == "default" else _tag_cheap(gm.graph)
+
+
+def _tag_cheap(graph: fx.Graph) -> TagReport:
+    saved = recomputed = 0
+    overwritten = overwritten_inputs(graph)
+    for number, nodes in enumerate(layers_of(graph, behind_tangents(graph)).values(), 1):
+        for node in nodes:
+            if node in overwritten or is_random(node) or "recompute" in node.meta:
                 continue
-            if node.op != "call_function" or layer is None or node in behind_tangents or "recompute" in node.meta:
-                continue
-            node.meta["ac_graph_id"] = number.setdefault(layer, len(number) + 1)
             if node.target is operator.getitem:
                 source = node.args[0]
                 assert isinstance(source, fx.Node)
                 if "recompute" in source.meta:  # a value has its producer's tag, or the partitioner refuses the graph
-                    node.meta["recompute"] = source.meta["recompute"]
-                else:
-                    del node.meta["ac_graph_id"]
-            elif _is_cheap(node) and not any(v in overwritten or _is_random(v) for v in node.all_input_nodes):
-                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                    _tag(node, source.meta["recompute"], number)
+            elif _is_cheap(node) and not any(v in overwritten or is_random(v) for v in node.all_input_nodes):
+                _tag(node, CheckpointPolicy.PREFER_RECOMPUTE, number)
                 recomputed += 1
             else:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                _tag(node, CheckpointPolicy.MUST_SAVE, number)
                 saved += 1
-        return TagReport(saved, recomputed)
+    return TagReport(saved, recomputed)
+
+
+def _tag_points(graph: fx.Graph, points: Mapping[str, RecomputePoint]) -> TagReport:
+    """What a point does not compute again is marked as saved, whether the backward needs it or not: the partitioner
+    saves what is needed, and has nothing left to decide."""
+    layers = layers_of(graph, behind_tangents(graph))
+    if unknown := points.keys() - layers.keys():
+        raise ValueError(f"unknown layers {sorted(unknown)}; the graph has {', '.join(map(repr, layers))}")
+    saved = recomputed = 0
+    overwritten = overwritten_inputs(graph)
+    for number, (label, nodes) in enumerate(layers.items(), 1):
+        if label not in points:
+            continue
+        again = points[label].recomputed
+        for position, node in enumerate(nodes):
+            user = node.meta.get("recompute")
+            if user in SAVED:
+                # To the partitioner all but the first of these say nothing.
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif user is None and node not in overwritten and tensors_of(node):
+                tag = CheckpointPolicy.MUST_RECOMPUTE if position in again else CheckpointPolicy.MUST_SAVE
+                _tag(node, tag, number)
+                recomputed += position in again
+                saved += position not in again
+    return TagReport(saved, recomputed)
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy, region: int) -> None:
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = region
+
+
+def may_recompute(node: fx.Node, overwritten: set[fx.Node]) -> bool:
+    """Whether running ``node`` again in the backward gives what it gave in the forward, and is ours to order.
+
+    Args:
+        node: an op of a joint graph.
+        overwritten: see ``overwritten_inputs``.
+    """
+    if not _is_repeatable(node) or (is_random(node) and not _never_drops(node)):
+        return False
+    # A mask is smaller than the random numbers that it is made of: they are not saved to make it again.
+    return not any(v in overwritten or is_random(v) for v in node.all_input_nodes)
 
 
 def _is_cheap(node: fx.Node) -> bool:
+    return _is_repeatable(node) and node.target.overloadpacket not in flop_registry  # type: ignore[union-attr]
+
+
+def _is_repeatable(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _NAMESPACES:
         return False
-    if target in _ORDERED or target.overloadpacket in flop_registry or mutated_args(node):
+    if target in _ORDERED or mutated_args(node):
         return False
     return not free_unbacked_symbols([v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)])
 
 
-def _is_random(node: fx.Node) -> bool:
-    """Whether it draws random numbers (or their seed). What is computed from them, a mask, is smaller and is saved."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+def _never_drops(node: fx.Node) -> bool:
+    """Whether ``node`` is an attention without dropout: it could draw random numbers, but draws none."""
+    if node_kind(node) != "attention" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags or "random" in str(target) or "seed" in str(target)
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return isinstance(value, float) and value == 0.0
+    return False
 
 
-def _overwritten(graph: fx.Graph) -> set[fx.Node]:
+def overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Graph inputs that the graph writes, and views of them: read again in the backward, they would hold other
     values."""
     found = {v for n in graph.nodes if n.op == "call_function" for v in mutated_args(n) if v.op == "placeholder"}
     for node in graph.nodes if found else ():
         if node.op == "call_function" and found.intersection(aliased_args(node)):
-            found.add(node)
-    return found
-
-
-def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """Everything computed from an incoming gradient."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangent" in str(node.target)
-        if is_tangent or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found

@@ -6,6 +6,7 @@ the backward graph. The session carries what they have to know of each other.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,18 +25,22 @@ from fxoffload._torch_compat import (
     inductor_config,
     take_donated_placeholders,
 )
+from fxoffload.compiler.draft import DraftSettings, Partition
 from fxoffload.compiler.kernels import PendingKernels
+from fxoffload.compiler.movables import movables_of, rank_movables
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.errors import PassError
+from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
-from fxoffload.passes.cut_segments import Segment, Segmentation
-from fxoffload.passes.find_candidates import Candidate
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.rates import rates_for
+from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
     Movable,
@@ -43,8 +48,10 @@ from fxoffload.runtime.executor import (
     RuntimeOptions,
     backward_callable,
     forward_callable,
+    no_clock,
 )
 from fxoffload.runtime.layout import HookWatch
+from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -86,8 +93,7 @@ class Partitioner(CustomPartitionerFn):
         self._base = base
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        self._session.see_joint_graph(gm, kwargs)
-        return self._base(gm, joint_inputs, **kwargs)
+        return self._session.partition(gm, joint_inputs, self._base, kwargs)
 
     def uuid(self) -> None:
         """None: what was partitioned for us must not come out of Inductor's cache of whole graphs."""
@@ -110,6 +116,10 @@ class CompileSession:
         self._num_user_outputs = 0
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
+        self._planned: Planned | None = None
+        self._plan_box: PlanBox | None = None
+        self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
+        self._replan: Replan | None = None
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
         # With a fallback at hand, a segment that fails has to say so at once.
@@ -126,19 +136,61 @@ class CompileSession:
         """What Inductor calls to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
         return Partitioner(self, base or default_partition)
 
-    def see_joint_graph(self, gm: fx.GraphModule, kwargs: GraphKwargs) -> None:
-        """Label the joint graph's nodes before it is partitioned."""
+    def partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], base: Callable[..., Any], kwargs: GraphKwargs
+    ) -> Any:
+        """The forward and the backward graph: as planned, or as ``base`` makes them of the tagged joint graph."""
         self._num_user_outputs = kwargs["num_fwd_outputs"]
         self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
-        state = _JointState(gm, self.options.recompute)
+        state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
         try:
-            run_steps(_JOINT, state, "joint")
+            run_steps(_JOINT[:1], state, "joint")
+            self._layers = state.layers
+            names = ", ".join(state.layers.layers) or "none, one segment"
+            log.debug("layers (from %s): %s", state.layers.source, names)
+            if self._plans():
+                self._planned = self._plan(gm, lambda g: base(g, joint_inputs, **kwargs))
+            if self._planned is not None:
+                self._plain = self._planned.schedule is None
+                return self._planned.draft.forward, self._planned.draft.backward
+            run_steps(_JOINT[1:], state, "joint")
+        except BudgetError:
+            raise
         except Exception as error:
             self._give_up(error)
-        self._layers = state.layers
         if state.tags.num_recomputed:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
-        log.debug("layers (from %s): %s", self._layers.source, ", ".join(self._layers.layers) or "none, one segment")
+        return base(gm, joint_inputs, **kwargs)
+
+    def _plans(self) -> bool:
+        """Whether there is something to plan: in a graph of one layer there is not."""
+        off = self.disabled & {"planner", "segments", "offload"}
+        return self.options.policy == "auto" and not off and len(self._layers.layers) > 1
+
+    def _plan(self, gm: fx.GraphModule, partition: Partition) -> Planned | None:
+        options = self.options
+        rates = rates_for(options.profile, self.device)
+        settings = DraftSettings(
+            num_user_outputs=self._num_user_outputs,
+            static_inputs=self._static_inputs,
+            device=self.device,
+            min_bytes=options.min_bytes,
+            whole=False,
+            rates=rates,
+        )
+        scheduling = {
+            "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
+            "in_flight_budget": options.in_flight_budget,
+            "prefetch_budget": options.prefetch_budget,
+        }
+        planning = Planning(
+            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
+        )
+        planned = planning.run()
+        if planned is not None:
+            self._plan_box = PlanBox(planned.plan)
+            log.info("%s", planned.plan.summary)
+        return planned
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -187,36 +239,29 @@ class CompileSession:
 
         policy = self.options.policy
         engine = engine_for(self.device)
-        chosen = [c for c, go in zip(state.saved.candidates, state.actions[policy], strict=True) if go]
+        planned = self._planned_choice(state)
+        flags = state.actions[policy] if planned is None else planned.offload
+        chosen = [c for c, go in zip(state.saved.candidates, flags, strict=True) if go]
         moved = sum(c.nbytes or 0 for c in chosen)
-        stays = [c for c in chosen if self._runtime.keeps_turn and c.name in state.turn.names]
+        keeps_turn = self._runtime.keeps_turn and planned is None
+        stays = [c for c in chosen if keeps_turn and c.name in state.turn.names]
         # Pinned behind the rest of the compilation.
         engine.reserve(moved - sum(c.nbytes or 0 for c in stays), self._runtime.budgets)
         self._compile_segments(state, kwargs)
 
-        ordered = [c for node in state.outer.graph.nodes for c in node.meta.get(CANDIDATES_KEY, ())]
+        ordered, movables = movables_of(state)
         place = {c.name: i for i, c in enumerate(state.saved.candidates)}
-        paces = _values_of_layers(state.segmentation, lambda s: s.outputs)
-        movables = [
-            Movable(
-                c.name,
-                len(c.nodes),
-                c.is_input,
-                paces_forward=any(n.name in paces for n in c.nodes),
-                of_turn=c.name in state.turn.names,
-            )
-            for c in ordered
-        ]
         program = OuterProgram(state.outer, device=self.device, options=self._runtime, movables=movables)
         graph = CompiledGraph(
             forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
         )
+        graph.planned, graph.plan_box = planned, self._plan_box
         register(graph)
         self._forward = _CompiledForward(state, movables, donatable, graph)
         log.info(
             "forward: %d segments, %d of %d candidates (%.1f of %.1f MiB) offloaded by policy %s",
             len(state.segmentation.segments),
-            sum(state.actions[policy]),
+            sum(flags),
             len(movables),
             moved / 2**20,
             state.saved.candidate_bytes / 2**20,
@@ -224,11 +269,28 @@ class CompileSession:
         )
         order = [place[c.name] for c in ordered]
 
-        def decide() -> list[bool]:
-            chosen = graph.decide()
-            return [chosen[i] for i in order]
+        def decide() -> Choice:
+            chosen = graph.choose()
+            return Choice([chosen.offload[i] for i in order], chosen.windows)
 
-        return _when_ready(forward_callable(program, decide, self._hooks), self._compiler.pending)
+        if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
+            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self.device)
+        poll = self._replan.poll if self._replan is not None else no_clock
+        return _when_ready(forward_callable(program, decide, self._hooks, poll), self._compiler.pending)
+
+    def _planned_choice(self, state: ForwardState) -> Choice | None:
+        """What the plan says, in the order of the candidates."""
+        planned = self._planned
+        if planned is None or planned.schedule is None:
+            return None
+        assert planned.draft.step is not None
+        offload = {c.name: go for c, go in zip(planned.draft.step.candidates, planned.schedule.offload, strict=True)}
+        found = {c.name for c in state.saved.candidates}
+        if found != offload.keys():
+            raise PassError(
+                f"expected the candidates of the plan, found others: {sorted(found ^ offload.keys())[:5]}", "plan"
+            )
+        return Choice(tuple(offload[c.name] for c in state.saved.candidates), planned.schedule.windows)
 
     def _count_skipped(self, state: ForwardState) -> None:
         for item in state.saved.skipped:
@@ -262,7 +324,7 @@ class CompileSession:
         assert state.outer is not None
         self._compile_segments(state, kwargs)
         self._compiler.pending.finish(save=True)
-        self._rank(forward.movables, forward.state.saved.candidates, state)
+        rank_movables(forward.movables, forward.state.saved.candidates, state)
         forward.graph.backward = state.outer
         overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
         program = OuterProgram(
@@ -273,29 +335,20 @@ class CompileSession:
             overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
-        return backward_callable(program, self._hooks)
-
-    @staticmethod
-    def _rank(movables: list[Movable], candidates: Sequence[Candidate], state: BackwardState) -> None:
-        """Tell the forward in which order its storages will be needed."""
-        order: dict[str, int] = {}
-        for i, segment in enumerate(state.segmentation.segments):
-            for value in segment.inputs:
-                order.setdefault(value.name, i)
-        paces = _values_of_layers(state.segmentation, lambda s: s.inputs)
-        read = {n.name for n in state.gm.graph.find_nodes(op="placeholder") if n.users}
-        names = {c.name: [n.name for n in c.nodes] for c in candidates}
-        for movable in movables:
-            movable.unread = not movable.is_input and read.isdisjoint(names[movable.name])
-            movable.paces_backward = movable.name in paces
-            movable.rank = order.get(movable.name, len(state.segmentation.segments))
+        replan = self._replan
+        return backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _compile_plain(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
-        return compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
+        run = compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
+        if self._plan_box is not None:
+            # The plan lives as long as the code that follows it.
+            with contextlib.suppress(AttributeError):
+                run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
+        return run
 
     def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
         if "verify" not in self.disabled:
@@ -329,12 +382,6 @@ def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Cal
         return run(args)
 
     return boxed(call)
-
-
-def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:
-    """Names of what layer segments make (or read); of all segments where none is a layer."""
-    layers = [s for s in segmentation.segments if s.layer] or segmentation.segments
-    return frozenset(n.name for s in layers for n in values(s))
 
 
 def compile_plain(

@@ -6,7 +6,8 @@ The rules are the executor's (``fxoffload.runtime.executor``) and the copy engin
 - A release lets compute wait for the oldest copies until the in-flight window holds, and drops their sources. Before
   the forward returns, compute waits for the copies of inputs.
 - With default windows, what the forward saves last stays (``of_turn``). Default windows: down, what the layer that
-  moved most so far has moved; up, what the segment that needs most needs, and half as much again.
+  moved most so far has moved; up, what the segment that needs most needs, and half as much again. A plan's windows
+  (``Windows``) differ from point to point and outweigh both.
 - The backward takes back what is still on the device (not inputs, which the caller may have written to). It is readable
   once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they start behind
   what compute has been given so far, as many as the prefetch window holds.
@@ -29,6 +30,7 @@ from typing import Literal, NamedTuple
 from fxoffload.planner.link import CopyRates, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime.windows import Windows
 
 Track = Literal["compute", "d2h", "h2d"]
 
@@ -157,8 +159,9 @@ def simulate(
     decisions: Sequence[bool],
     *,
     copies: CopyRates,
-    in_flight_budget: int | None,
-    prefetch_budget: int | None,
+    in_flight_budget: int | None = None,
+    prefetch_budget: int | None = None,
+    windows: Windows | None = None,
 ) -> Simulation:
     """Run a step on paper.
 
@@ -168,6 +171,7 @@ def simulate(
         copies: how long copies take.
         in_flight_budget: the option of that name; None for the default window.
         prefetch_budget: the option of that name; None for the default window.
+        windows: of a plan; outweigh the budgets.
 
     Raises:
         ValueError: the step contradicts itself, or the decisions are not as many as the candidates.
@@ -175,8 +179,9 @@ def simulate(
     program = program_of(step)
     if len(decisions) != len(program.candidates.names):
         raise ValueError(f"expected {len(program.candidates.names)} decisions, found {len(decisions)}")
-    run = _Run(program, copies, in_flight_budget, prefetch_budget)
-    run.decide(decisions, keeps_turn=in_flight_budget is None and prefetch_budget is None and not step.followed)
+    run = _Run(program, copies, in_flight_budget, prefetch_budget, windows)
+    follows = in_flight_budget is None and prefetch_budget is None and windows is None
+    run.decide(decisions, keeps_turn=follows and not step.followed)
     run.forward(step.forward)
     run.backward(step.backward)
     return run.result()
@@ -190,9 +195,15 @@ class _Run:
     """State of one simulation; the names are those of ``CopyEngine`` and the executor's ``_Call``."""
 
     def __init__(
-        self, program: Program, copies: CopyRates, in_flight_budget: int | None, prefetch_budget: int | None
+        self,
+        program: Program,
+        copies: CopyRates,
+        in_flight_budget: int | None,
+        prefetch_budget: int | None,
+        windows: Windows | None,
     ) -> None:
         self.program = program
+        self.windows = windows
         self.in_flight_budget = in_flight_budget
         self.prefetch_budget = prefetch_budget
         self.link = Link(copies)
@@ -279,7 +290,7 @@ class _Run:
                 if not largest:
                     before_layers += total
             if program.releases[at + 1]:
-                budget = self.in_flight_budget
+                budget = self.in_flight_budget if self.windows is None else self.windows.in_flight[at + 1]
                 self._release((largest or before_layers) if budget is None else budget, at, dies)
         last = next((i for i in reversed(program.input_copies) if self.moves[i]), None)
         if last is not None:
@@ -333,10 +344,10 @@ class _Run:
         queue = deque(i for i in c.need_order if self.moves[i])
         window = self._window(queue)
         if any(program.takes):
-            self._prefetch(queue, window, head=program.in_head[0])
+            self._prefetch(queue, window, 0)
         for at, segment in enumerate(segments):
             self._take(program.takes[at], dies)
-            self._prefetch(queue, window, head=program.in_head[at + 1])
+            self._prefetch(queue, window, at + 1)
             self._call("backward", segment, first + at, self.saved - dies[at])
             if at == 0 and any(program.takes):
                 self._release(0, first, dies)
@@ -367,14 +378,17 @@ class _Run:
         largest = max(needs.values(), default=0)
         return largest * 3 // 2 if len(needs) > 1 else largest
 
-    def _prefetch(self, queue: deque[int], window: int, *, head: bool) -> None:
-        if self.prefetch_budget is None:
-            window += -self.reclaimed_bytes if head else self.reclaimed_bytes
+    def _prefetch(self, queue: deque[int], window: int, point: int) -> None:
+        if self.windows is not None:
+            window = self.windows.ahead[point] - self.reclaimed_bytes
+        elif self.prefetch_budget is None:
+            window += -self.reclaimed_bytes if self.program.in_head[point] else self.reclaimed_bytes
+        one = self.windows is None
         nbytes, state = self.program.candidates.moved_bytes, self.state
         while queue:
             i = queue[0]
             if state[i] == _AWAY:
-                if self.ahead_bytes and self.ahead_bytes + nbytes[i] > window:
+                if (self.ahead_bytes or not one) and self.ahead_bytes + nbytes[i] > window:
                     return
                 self._reload(i)
             queue.popleft()

@@ -114,7 +114,7 @@ class CopyEngine:
         nbytes = end - start
         # The default budget is read from the machine, which takes longer than a step should spend on every copy.
         block = self.arena.allocate_ready(nbytes) if budgets.host is None else None
-        block = block or self.arena.allocate(nbytes, self._host_budget(budgets))
+        block = block or self.arena.allocate(nbytes, self.host_budget_bytes(budgets))
         if block is None:
             self._warn_full(nbytes, budgets)
             return None
@@ -188,12 +188,12 @@ class CopyEngine:
             self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
             self._taken.clear()
 
-    def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0) -> None:
-        """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes`` (always at least one).
+    def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0, at_least_one: bool = True) -> None:
+        """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes``.
 
         ``reclaimed_share``: what the bytes that were reclaimed and wait to be read do to the budget: 1 adds them (a
         backward begins with such values, and nothing would reload behind the segments that read them), -1 takes them
-        off, 0 lets them stand beside it.
+        off, 0 lets them stand beside it. ``at_least_one``: one storage may be ahead, however large.
         """
         with self._lock:
             self._collect()
@@ -203,7 +203,7 @@ class CopyEngine:
             while self._queue:
                 transfer = self._queue[0]()
                 if transfer is not None and transfer.buffer is None and transfer not in self._taken:
-                    if ahead and ahead + transfer.nbytes > budget_bytes:
+                    if (ahead or not at_least_one) and ahead + transfer.nbytes > budget_bytes:
                         break
                     ahead += transfer.nbytes
                     due.append(transfer)
@@ -328,10 +328,10 @@ class CopyEngine:
             log.warning(
                 "the host budget of %.2f GiB is used up: values stay on the device from here on (counted in "
                 "stats().bytes_kept_host_full); raise host_budget or offload less",
-                self._host_budget(budgets) / 2**30,
+                self.host_budget_bytes(budgets) / 2**30,
             )
 
-    def _host_budget(self, budgets: Budgets) -> int:
+    def host_budget_bytes(self, budgets: Budgets) -> int:
         """The user's budget; by default the process' share of the machine less what other devices' arenas hold."""
         if budgets.host is not None:
             return budgets.host
@@ -339,7 +339,7 @@ class CopyEngine:
 
     def reserve(self, nbytes: int, budgets: Budgets) -> None:
         """Pin host memory in the background, within the budget."""
-        self.arena.reserve(nbytes, self._host_budget(budgets))
+        self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
     def host_bytes_in_use(self) -> int:
         """Bytes of live host blocks."""

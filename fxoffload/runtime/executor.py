@@ -30,8 +30,10 @@ from fxoffload._torch_compat import (
 from fxoffload.ops import is_op
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
+from fxoffload.runtime.segment_clock import Recorder, SegmentClock
 from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
+from fxoffload.runtime.windows import Choice, Windows
 from fxoffload.stats import counters
 
 KEPT_FOR_HOOKS = "saved-tensor hooks"
@@ -105,21 +107,29 @@ class _Call:
     before_layers: int = 0  # bytes moved before any layer did: no window is known yet
     window: int = 0  # bytes that this backward reloads ahead unless a budget is set
     keeps_turn: bool = False  # whether what it saves last stays on the device
+    windows: Windows | None = None  # of a plan
+    recorder: Recorder | None = None  # of a call that is measured
 
-    def in_flight_bytes(self) -> int:
-        """The bound on sources held for copies that are under way."""
+    def in_flight_bytes(self, behind: int) -> int:
+        """The bound on sources held for copies that are under way. ``behind``: how many segments have run."""
+        if self.windows is not None:
+            return self.windows.in_flight[behind]
         budget = self.options.budgets.in_flight
         return (self.largest_offload or self.before_layers) if budget is None else budget
 
-    def prefetch_bytes(self) -> int:
-        """The bound on what is reloaded ahead of use."""
+    def prefetch_bytes(self, point: int) -> int:
+        """The bound on what is reloaded ahead of use. ``point``: as in ``Windows.ahead``."""
+        if self.windows is not None:
+            return self.windows.ahead[point]
         budget = self.options.budgets.prefetch
         return self.window if budget is None else budget
 
     def reclaimed_share(self, *, head: bool) -> int:
         """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set
-        stands as it is. The default one grows by them among the layers, and has to hold them while the head runs: its
-        own lump, the logits, is on the device at that time."""
+        stands as it is, and a plan's holds them too. The default one grows by them among the layers, and has to hold
+        them while the head runs: its own lump, the logits, is on the device at that time."""
+        if self.windows is not None:
+            return -1
         if self.options.budgets.prefetch is not None:
             return 0
         return -1 if head else 1
@@ -136,6 +146,9 @@ class _Steps:
         self.slots: dict[fx.Node, int] = {}
         self.constants: dict[int, Any] = {}
         self.steps: list[tuple[_Step, tuple[int, ...]]] = []
+        self.num_segments = 0  # seen so far
+        self.prefetch_point = 1 + len(outer.graph.find_nodes(op="call_module"))
+        self.prefetch_point -= sum(is_op(n, ops.prefetch) for n in outer.graph.nodes)
         self.last_use = _last_uses(outer.graph)
 
     def slot(self, node: fx.Node) -> int:
@@ -222,20 +235,24 @@ class OuterProgram:
             steps.constants[steps.slot(node)] = operator.attrgetter(str(node.target))(steps.outer)
             return None
         if node.op == "call_module":
+            steps.num_segments += 1
             return _segment_step(node, steps)
         if is_op(node, ops.offload):
             return self._offload_step(node, steps)
         if is_op(node, ops.release):
             # With copies, from a forward: to the budget. Without, from a backward: everything.
-            everything = not node.args[0]
-            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes())
+            everything, behind = not node.args[0], steps.num_segments
+            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes(behind))
         if is_op(node, ops.wait_offload):
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
         if is_op(node, ops.prefetch):
-            head = bool(node.args and node.args[0])
+            head, point = bool(node.args and node.args[0]), steps.prefetch_point
+            steps.prefetch_point += 1
             return lambda slots, call: call.engine.prefetch(
-                call.prefetch_bytes(), reclaimed_share=call.reclaimed_share(head=head)
+                call.prefetch_bytes(point),
+                reclaimed_share=call.reclaimed_share(head=head),
+                at_least_one=call.windows is None,
             )
         if is_op(node, ops.wait_reload):
             return _wait_reload_step(node, steps)
@@ -295,14 +312,20 @@ def _segment_step(node: fx.Node, steps: _Steps) -> _Step:
     inputs = steps.slots_of(node.args)
     outputs = [i for i in steps.unpacked(node, max((u.args[1] for u in node.users), default=-1) + 1)]  # type: ignore[type-var,operator]
     dead = steps.dead_after(node)
-    name = f"fxoffload::{node.target}"
+    segment = str(node.target)
+    name = f"fxoffload::{segment}"
 
     def call_segment(slots: list[Any], call: _Call) -> None:
         values = [slots[i] for i in inputs]
         for i in dead:
             slots[i] = None
+        recorder = call.recorder
+        if recorder is not None:
+            recorder.before(segment)
         with record_function(name):
             results = fn(values)  # type: ignore[misc]
+        if recorder is not None:
+            recorder.after(segment)
         for i, value in zip(outputs, results, strict=False):
             if i >= 0:
                 slots[i] = value
@@ -362,11 +385,24 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
             call.transfers[i] = transfer
 
 
+def no_clock() -> SegmentClock | None:
+    """Nothing measures."""
+    return None
+
+
+def _sizes(args: list[Any]) -> tuple[int, ...]:
+    """What tells calls of one graph apart: sizes that vary from call to call are arguments."""
+    return tuple(a for a in args if isinstance(a, int))
+
+
 def forward_callable(
-    program: OuterProgram, decide: Callable[[], Sequence[bool]], hooks: HookWatch | None = None
+    program: OuterProgram,
+    decide: Callable[[], Choice],
+    hooks: HookWatch | None = None,
+    clock: Callable[[], SegmentClock | None] = no_clock,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled forward. ``decide``: one bool per movable, True to offload. ``hooks``:
-    shared with its backward."""
+    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins. ``hooks``: shared with
+    its backward. ``clock``: what measures, at the moment."""
     hooks = hooks or HookWatch()
     turn = TurnWatch()
     has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
@@ -374,17 +410,25 @@ def forward_callable(
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
-        decisions = decide()
+        choice = decide()
+        decisions = choice.offload
         if any(decisions):
             reason = reason_to_keep()
             if reason is not None:
                 counters.add_reason("calls_kept", reason)
                 decisions = (False,) * len(decisions)
-        keeps_turn = has_turn and turn.is_here(engine.tape.live())
-        call = _Call(engine, program.options, Group(engine.streams.compute_stream()), decisions, keeps_turn=keeps_turn)
+        keeps_turn = has_turn and choice.windows is None and turn.is_here(engine.tape.live())
+        group = Group(engine.streams.compute_stream(), choice.windows)
+        call = _Call(engine, program.options, group, decisions, keeps_turn=keeps_turn, windows=choice.windows)
         if keeps_turn:
             call.group.kept_turn_of = turn
+        measured = clock()
+        if measured is not None and measured.measuring and choice.windows is not None:
+            group.clock = measured
+            call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
         results = program.run(args, call)
+        if call.recorder is not None:
+            call.recorder.end()
         if len(call.group):
             engine.tape.push(call.group)
         return results
@@ -392,8 +436,10 @@ def forward_callable(
     return boxed(forward)
 
 
-def backward_callable(program: OuterProgram, hooks: HookWatch | None = None) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward. ``hooks``: of its forward."""
+def backward_callable(
+    program: OuterProgram, hooks: HookWatch | None = None, clock: Callable[[], SegmentClock | None] = no_clock
+) -> Callable[[list[Any]], list[Any]]:
+    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``: as its forward."""
     hooks = hooks or HookWatch()
     copies = tuple((program.copies or {}).items())
 
@@ -410,8 +456,12 @@ def backward_callable(program: OuterProgram, hooks: HookWatch | None = None) -> 
             for i in program.overwritten:
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
-        call = _Call(engine, program.options, slots[0].group if slots else Group())
-        del slots
+        group = slots[0].group if slots else Group()
+        call = _Call(engine, program.options, group, windows=group.windows)
+        measured = group.clock or clock()
+        if measured is not None and measured.measuring:
+            call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
+        del slots, group
         if len(call.group):
             call.window = call.group.prefetch_window_bytes()
             engine.request(
@@ -420,7 +470,10 @@ def backward_callable(program: OuterProgram, hooks: HookWatch | None = None) -> 
                 prefetch=call.options.prefetch,
                 across_graphs=call.options.across_graphs,
             )
-        return program.run(args, call)
+        results = program.run(args, call)
+        if call.recorder is not None:
+            call.recorder.end()
+        return results
 
     return boxed(backward)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxoffload.errors import TokenLostError
 from fxoffload.runtime.host_arena import Fence, HostBlock
+from fxoffload.runtime.windows import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
 # A form that no saved value has and that survives whatever a hook does to a token (detach, clone, a trip to another
@@ -131,16 +132,20 @@ class Group:
     """Everything that one forward call of one compiled graph moved to the host.
 
     Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
-    backward starts with what is needed first. ``stream``: the compute stream of the forward call.
+    backward starts with what is needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
+    plan that the call followed.
     """
 
-    __slots__ = ("__weakref__", "_needs", "_ranked", "kept_turn_of", "stream")
+    __slots__ = ("__weakref__", "_needs", "_ranked", "clock", "kept_turn_of", "recorder", "stream", "windows")
 
-    def __init__(self, stream: object = None) -> None:
+    def __init__(self, stream: object = None, windows: Windows | None = None) -> None:
         self.kept_turn_of: Any = None  # the ``TurnWatch`` of its graph where this call left its last values in place
         self._ranked: list[tuple[int, Transfer]] = []
         self._needs: dict[int, int] = {}
         self.stream = stream
+        self.windows = windows
+        self.clock: Any = None  # that measures the forward call
+        self.recorder: Any = None  # of the forward call
 
     def add(self, rank: int, transfer: Transfer, *, sets_window: bool = True) -> None:
         """``rank``: place in the order in which the backward first uses what was saved. ``sets_window``: whether its

@@ -1,0 +1,47 @@
+"""Budgets that are relative to peaks measured earlier in the same run, so that a sweep fits every case and machine.
+
+``0.25*inductor``   a quarter of that variant's peak
+``1.02*checkpoint`` as above
+``0.95*free``       of what the device had free when the step began
+``15%``             of the way from ``checkpoint``'s peak to ``inductor``'s
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_OF = re.compile(r"(\d+(?:\.\d+)?)\*([a-z_]+)")
+_BETWEEN = re.compile(r"(\d+(?:\.\d+)?)%")
+_ENDS = ("checkpoint", "inductor")
+
+
+def check_budget(budget: Any) -> None:
+    """Raises ValueError for a text that looks relative and is not; sizes are the backend's to check."""
+    looks_relative = isinstance(budget, str) and ("*" in budget or "%" in budget)
+    if looks_relative and not (_OF.fullmatch(budget) or _BETWEEN.fullmatch(budget)):
+        raise ValueError(f"expected a budget such as 1.02*checkpoint or 15%, found {budget!r}")
+
+
+def resolve_budget(budget: Any, peaks: Mapping[str, int]) -> Any:
+    """``budget`` in bytes where it is relative, else as it is.
+
+    Args:
+        peaks: bytes by the label of a variant that was measured, and ``free``.
+
+    Raises:
+        LookupError: nothing of that name was measured.
+    """
+    if not isinstance(budget, str):
+        return budget
+    if found := _OF.fullmatch(budget):
+        return int(float(found[1]) * _peak(found[2], peaks))
+    if found := _BETWEEN.fullmatch(budget):
+        low, high = (_peak(name, peaks) for name in _ENDS)
+        return int(low + float(found[1]) / 100 * (high - low))
+    return budget
+
+
+def _peak(name: str, peaks: Mapping[str, int]) -> int:
+    if name not in peaks:
+        raise LookupError(f"expected {name!r} to be measured before, found {', '.join(sorted(peaks)) or 'nothing'}")
+    return peaks[name]

@@ -1,0 +1,124 @@
+"""The measurement of one variant of a sweep: like measure.py, with the plan written down and its promises tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.budgets import resolve_budget
+from benchmarks.compile_profile import read_compile_times
+from benchmarks.gradients import digest_gradients
+from benchmarks.limits import Limit, empty_cache, run_limited, run_long, total_bytes
+from benchmarks.measure import Measurement
+from benchmarks.offload import uses_fxoffload
+from benchmarks.phases import Phases
+from benchmarks.plans import PlanWatch
+from benchmarks.schema import Request, Result
+from benchmarks.steps import Stepper, end_memory_window, measure_warmup, start_memory_window
+
+
+class PlanMeasurement(Measurement):
+    """Phases in this order: build, first step (its peak counts too), plan, warm-up, calibration, timed steps,
+    gradients, allocator trace, long run, limited run. The plan is frozen before the steps that it is compared with."""
+
+    def __init__(self, request: Request, result: Result, device: torch.device, build: Callable[[], Stepper]) -> None:
+        super().__init__(request, result, device, build)
+        self._watch = PlanWatch() if uses_fxoffload(request.variant) else None
+        self._num_steps = 0
+        self._limit: Limit | None = None
+
+    def run(self, phases: Phases) -> None:
+        protocol, budget = self.request.protocol, self.result.budget_bytes
+        on_gpu = self.device.type == "cuda"
+        phases.required("build", self.build)
+        if protocol.memory_fraction == "whole" and on_gpu and budget is not None:
+            phases.required("limit", partial(self._limit_whole, budget))
+        phases.required("first step", self.first_step)
+        phases.optional("compile times", lambda: read_compile_times(self.result))
+        if self._watch is not None:
+            phases.optional("plan", self.freeze_plan)
+        phases.required("warm-up", self.warm_up)
+        phases.required("timed steps", self.timed_steps)
+        if protocol.gradients:
+            phases.optional("gradients", self.gradients)
+        if protocol.allocator_trace and on_gpu:
+            phases.optional("allocator trace", self.trace_allocator)
+        if protocol.long_steps:
+            phases.optional("long run", lambda: run_long(self.stepper, self.result, protocol.long_steps))
+        if protocol.memory_fraction == "steps" and on_gpu and budget is not None:
+            phases.optional("limited run", partial(run_limited, self.stepper, self.result, budget))
+        phases.optional("plan at the end", self.finish_plan)
+        phases.optional("graph count", self.count_graphs)
+
+    def close(self) -> None:
+        """Lift what was limited, and let go of what was compiled."""
+        if self._limit is not None:
+            result = self.result
+            failures = "; ".join(f"{phase}: {why}" for phase, why in result.failures.items())
+            self._limit.run.num_steps = result.num_timed_steps
+            self._limit.run.step_ms = result.step_ms.median if result.step_ms else None
+            self._limit.lift(result.step_ms is not None, failures)
+            self._limit = None
+        self._stepper = None
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def first_step(self) -> None:
+        empty_cache(self.device)
+        before = start_memory_window(self.device)
+        try:
+            if self._watch is None:
+                super().first_step()
+            else:
+                with self._watch.timing():
+                    super().first_step()
+        finally:
+            self.result.first_step_memory = end_memory_window(self.device, before)
+        self._num_steps += 1
+
+    def freeze_plan(self) -> None:
+        assert self._watch is not None
+        self.result.plan = self._watch.freeze(self._num_steps)
+
+    def warm_up(self) -> None:
+        """Until a plan is calibrated, but not for ever: a plan that does nothing never is."""
+        measure_warmup(self.stepper, self.result, self.request.protocol)
+        self._num_steps += 1 + self.request.protocol.warmup
+        if self._watch is None or self.result.plan is None:
+            return
+        for _ in range(self.request.protocol.calibration_steps):
+            if self._watch.is_calibrated():
+                break
+            self.result.losses.append(self.stepper.step().loss)
+            self._num_steps += 1
+        self._watch.freeze_calibrated(self.result.plan, self._num_steps)
+
+    def gradients(self) -> None:
+        """Those of the last timed step: nothing has zeroed them since."""
+        self.result.gradients = digest_gradients(self.stepper.job, self.request.case.seed)
+
+    def finish_plan(self) -> None:
+        if self._watch is not None and self.result.plan is not None:
+            self._watch.finish(self.result.plan)
+
+    def _limit_whole(self, budget_bytes: int) -> None:
+        self._limit = Limit("whole", budget_bytes, self.device)
+        self.result.limited_run = self._limit.run
+
+
+def resolve(request: Request, result: Result, peaks: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+    """The variant's options with their budget in bytes, which the result notes."""
+    from fxoffload.sizes import parse_bytes
+
+    options = dict(request.variant.options)
+    if options.get("activation_budget") is None:
+        return options
+    known = dict(peaks)
+    if device.type == "cuda":
+        known["free"] = total_bytes(device) - torch.cuda.memory_allocated(device)
+    options["activation_budget"] = resolve_budget(options["activation_budget"], known)
+    result.budget_bytes = parse_bytes(options["activation_budget"], "activation_budget")
+    return options

@@ -1,0 +1,103 @@
+"""Writes down what ``fxoffload.plans()`` says, before the steps that it predicts and again when it knows better."""
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.schema import PlanFacts
+
+PLANNING_LOGGER = "fxoffload.compiler.planning"
+_PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) drafts")
+
+
+class PlanWatch:
+    """The plans of one variant: those that were not there when the watch began."""
+
+    def __init__(self) -> None:
+        self._seen = {plan.graph for plan in _plans()}
+        self._log = _PlanningLog()
+        self._frozen = ""
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """Around the step that compiles: how long planning took is in the log only."""
+        logger = logging.getLogger(PLANNING_LOGGER)
+        level = logger.level
+        logger.addHandler(self._log)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self._log)
+            logger.setLevel(level)
+
+    def freeze(self, after_steps: int) -> PlanFacts | None:
+        """The plan as it is now; None where nothing was planned. Of several plans, the one with the largest peak."""
+        plan, count = self._plan()
+        if plan is None:
+            return None
+        self._frozen = plan.to_json()
+        said = json.loads(self._frozen)
+        return PlanFacts(
+            num_plans=count,
+            frozen_after_steps=after_steps,
+            summary=said["summary"],
+            predicted=said["predicted"],
+            baseline=said["baseline"],
+            smallest_budget_bytes=said["smallest_budget_bytes"],
+            floors=said["floors"],
+            frontier=said["frontier"],
+            planning_s=getattr(plan, "planning_s", None) or (sum(self._log.seconds) if self._log.seconds else None),
+            num_drafts=sum(self._log.drafts) if self._log.drafts else None,
+            texts={"frozen": self._frozen},
+        )
+
+    def is_calibrated(self) -> bool:
+        plan, _ = self._plan()
+        return plan is not None and plan.calibrated is not None
+
+    def freeze_calibrated(self, facts: PlanFacts, after_steps: int) -> None:
+        """What measured segment times make of the prediction, where there is such a thing yet."""
+        plan, _ = self._plan()
+        if plan is None or plan.calibrated is None:
+            return
+        text = plan.to_json()
+        said = json.loads(text)
+        facts.calibrated_after_steps = after_steps
+        facts.calibrated, facts.calibrated_baseline = said["calibrated"], said["calibrated_baseline"]
+        facts.texts["calibrated"] = text
+
+    def finish(self, facts: PlanFacts) -> None:
+        """What the plan says it measured, and whether what it predicted before anything ran is still the same."""
+        plan, _ = self._plan()
+        if plan is None:
+            return
+        facts.prediction_changed_later = json.loads(plan.to_json())["predicted"] != facts.predicted
+        facts.measured_peak_bytes = plan.measured_peak_bytes
+        facts.measured_step_ms = plan.measured_step_ms
+        facts.measured_exposed_ms = plan.measured_exposed_ms
+
+    def _plan(self) -> tuple[Any, int]:
+        new = [plan for plan in _plans() if plan.graph not in self._seen]
+        return max(new, key=lambda plan: plan.predicted.peak_bytes, default=None), len(new)
+
+
+class _PlanningLog(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.seconds: list[float] = []
+        self.drafts: list[int] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if found := _PLANNED.search(record.getMessage()):
+            self.seconds.append(float(found[1]))
+            self.drafts.append(int(found[2]))
+
+
+def _plans() -> list[Any]:
+    from fxoffload.planner import shown
+
+    return shown.plans()

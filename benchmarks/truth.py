@@ -1,0 +1,55 @@
+"""How true a plan was: what it predicted, before anything ran and calibrated, against what was then measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.schema import Result
+
+
+def plan_row(result: Result) -> dict[str, Any]:
+    """Errors as fractions of the measured value (positive: predicted too much), and whether the budget was met.
+
+    The budget holds for the first step and for every timed one. A peak of a step is above what was allocated when it
+    began.
+    """
+    row: dict[str, Any] = {}
+    memory, first, budget = result.memory, result.first_step_memory, result.budget_bytes
+    if budget is not None:
+        row["budget_bytes"] = budget
+        row["peak_within_budget"] = memory.peak_bytes <= budget if memory else None
+        row["first_step_within_budget"] = first.peak_bytes <= budget if first else None
+    if first is not None and memory is not None and memory.peak_bytes:
+        row["first_step_peak_vs_peak"] = first.peak_bytes / memory.peak_bytes
+    plan = result.plan
+    if plan is None:
+        return row
+    row.update(_errors("predicted", plan.predicted, result))
+    if plan.calibrated is not None:
+        row.update(_errors("calibrated", plan.calibrated, result))
+    row["predicted_exposed_ms"] = plan.predicted.get("exposed_ms")
+    row["predicted_slowdown"] = _slowdown(plan.predicted, plan.baseline)
+    row["calibrated_slowdown"] = _slowdown(plan.calibrated, plan.calibrated_baseline)
+    row["peak_set_by"] = f"{plan.predicted.get('peak_segment')} ({plan.predicted.get('peak_phase')})"
+    row["planning_s"] = plan.planning_s
+    return row
+
+
+def _errors(prefix: str, said: dict[str, Any], result: Result) -> dict[str, Any]:
+    memory, traced = result.memory, result.traced_peak
+    without = traced.peak_without_returned_gradients_bytes if traced else None
+    return {
+        f"{prefix}_peak_error": _error(said.get("peak_bytes"), memory.peak_bytes if memory else None),
+        f"{prefix}_peak_without_gradients_error": _error(said.get("peak_without_gradients_bytes"), without),
+        f"{prefix}_step_error": _error(said.get("step_ms"), result.step_ms.median if result.step_ms else None),
+    }
+
+
+def _error(said: float | None, measured: float | None) -> float | None:
+    return said / measured - 1 if said is not None and measured else None
+
+
+def _slowdown(plan: dict[str, Any] | None, baseline: dict[str, Any] | None) -> float | None:
+    if plan is None or baseline is None or not baseline.get("step_ms"):
+        return None
+    return plan["step_ms"] / baseline["step_ms"] - 1

@@ -1,0 +1,179 @@
+"""The solver's problem before the graph is partitioned: per layer, the points of its frontier.
+
+Times, working sets and everything that is no candidate come from a draft, plain Inductor's; what a layer saves and
+computes again comes from ``FindFrontier``. Layers of one class share their alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch.fx as fx
+
+from fxoffload.compiler.draft import Draft
+from fxoffload.passes.estimate_costs import recompute_ms
+from fxoffload.passes.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.planner.formulate import items_of, problem_of
+from fxoffload.planner.problem import Alternative, Item, Layer, Problem
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.steps import TrainingStep
+
+# What stands outside the layers has nothing to choose from but keep and offload.
+_OUTSIDE = "outside the layers"
+
+
+class Choices:
+    """What there is to choose from, layer by layer.
+
+    Args:
+        joint: labelled, not tagged.
+        base: the draft without tags.
+        rates: of the machine.
+        host_bytes: most bytes on the host.
+    """
+
+    def __init__(
+        self, joint: fx.GraphModule, base: Draft, rates: ProfileRates, *, host_bytes: int | None = None
+    ) -> None:
+        assert base.step is not None and base.backward_state is not None
+        state = base.forward_state
+        self.classes = FindFrontier(
+            rates, num_forward_outputs=state.num_user_outputs, static_inputs=state.static_inputs
+        )(joint)
+        self._nodes = {n.name: n for n in joint.graph.nodes}
+        self._step = base.step
+        self._min_bytes = max(state.min_bytes, 1)
+        self._down = _Places(base.step.forward, state.segmentation.segments)
+        self._up = _Places(base.step.backward, base.backward_state.segmentation.segments)
+        self._forward_names = {n.name for n in joint.graph.nodes} & set(self._down.of)
+        layers = [self._layer(c, label) for c in self.classes for label in c.layers]
+        claimed = {i.name for la in layers for a in la.alternatives for i in a.items}
+        own = self._within_layers()
+        rest = [i for i in items_of(base.step) if i.name not in claimed and i.name not in own]
+        layers.append(Layer(_OUTSIDE, _OUTSIDE, (Alternative("as partitioned", tuple(rest), {}, {}),)))
+        self._labels = [label for c in self.classes for label in c.layers]
+        self._points = [c.points for c in self.classes for _ in c.layers]
+        self.problem: Problem = self._without_recompute(
+            problem_of(base.step, rates, layers=layers, host_bytes=host_bytes), base, rates
+        )
+
+    @property
+    def must_offload(self) -> frozenset[str]:
+        """Names of values that a user's policy wants on the host."""
+        return frozenset(c.name_at(label, p) for c in self.classes for label in c.layers for p in c.must_offload)
+
+    def recompute(self, alternatives: Sequence[int]) -> Mapping[str, RecomputePoint]:
+        """Layer -> point, for the solver's answer."""
+        pairs = zip(self._labels, self._points, alternatives, strict=False)
+        return {label: points[chosen] for label, points, chosen in pairs}
+
+    # -- one layer -----------------------------------------------------------------------------------------------------
+
+    def _layer(self, kind: LayerClass, label: str) -> Layer:
+        segments = self._up.segments_of(n for n in kind.names[label])
+        alternatives = [self._alternative(kind, label, i, p, segments) for i, p in enumerate(kind.points)]
+        return Layer(label, kind.layers[0], tuple(alternatives))
+
+    def _alternative(
+        self, kind: LayerClass, label: str, number: int, point: RecomputePoint, own: list[int]
+    ) -> Alternative:
+        computed = {kind.name_at(label, p) for p in point.recomputed}
+        items: list[Item] = []
+        at: list[int] = []
+        for storage in point.saved:
+            name = kind.name_at(label, storage.position)
+            if storage.num_layers > 1 or name not in self._forward_names:
+                continue  # what several layers read counts with what is outside them; a graph input is the caller's
+            readers = self._readers(self._nodes[name], computed)
+            if not readers:
+                continue
+            made = self._down.of[name]
+            items.append(
+                Item(
+                    name,
+                    held_bytes=storage.nbytes,
+                    moved_bytes=storage.nbytes if storage.nbytes >= self._min_bytes else 0,
+                    made_at=made,
+                    copy_after=made,
+                    freed_after=max([made, *self._down.readers(self._nodes[name])]),
+                    needed_at=min(readers),
+                    dies_at=max(readers),
+                    fixed=True if storage.position in kind.must_offload else None,
+                )
+            )
+            at.extend(readers)
+        where = sorted(set(at)) or own
+        first = where[0] if where else 0
+        spread = {i: point.extra_bytes for i in where}
+        return Alternative(f"{label}, point {number}", tuple(items), {first: point.extra_ms}, spread)
+
+    def _readers(self, node: fx.Node, computed: set[str]) -> list[int]:
+        """Backward segments that read ``node``: themselves, through views, or through what is computed again."""
+        found: set[int] = set()
+        seen = {node}
+        wanted = list(node.users)
+        while wanted:
+            user = wanted.pop()
+            if user in seen or user.op == "output":
+                continue
+            seen.add(user)
+            if user.name in computed or user.name not in self._up.of:
+                if user.name in computed or user.name not in self._forward_names:
+                    wanted.extend(user.users)
+            elif user.name not in self._forward_names:
+                found.add(self._up.of[user.name])
+        return sorted(found)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def _within_layers(self) -> set[str]:
+        """Names of the draft's own candidates that the points decide about."""
+        inside = {n for c in self.classes for names in c.names.values() for n in names}
+        own = set()
+        for candidate in self._step.candidates:
+            node = self._nodes.get(candidate.name)
+            if candidate.name in inside and node is not None:
+                own.add(candidate.name)
+        return own
+
+    def _without_recompute(self, problem: Problem, base: Draft, rates: ProfileRates) -> Problem:
+        """The draft's backward computes some of the forward again too; the points count that as theirs."""
+        assert base.backward_state is not None
+        backward_ms = list(problem.backward_ms)
+        inside = {n for c in self.classes for names in c.names.values() for n in names}
+        for i, segment in enumerate(base.backward_state.segmentation.segments):
+            again = [n for n in segment.nodes if n.name in inside and n.name in self._forward_names]
+            if again:
+                backward_ms[i] = max(0.0, backward_ms[i] - recompute_ms(again, rates))
+        return Problem(
+            problem.layers,
+            forward_ms=problem.forward_ms,
+            backward_ms=tuple(backward_ms),
+            forward_bytes=problem.forward_bytes,
+            backward_bytes=problem.backward_bytes,
+            d2h_bytes_per_ms=problem.d2h_bytes_per_ms,
+            h2d_bytes_per_ms=problem.h2d_bytes_per_ms,
+            host_bytes=problem.host_bytes,
+        )
+
+
+class _Places:
+    """Where in one graph of the draft the joint graph's nodes ended up."""
+
+    def __init__(self, steps: Sequence[object], segments: Sequence[object]) -> None:
+        self.of: dict[str, int] = {}
+        for i, segment in enumerate(segments):
+            for node in segment.nodes:  # type: ignore[attr-defined]
+                self.of.setdefault(node.name, i)
+        assert len(steps) == len(segments)
+
+    def segments_of(self, names: Iterable[str]) -> list[int]:
+        """Segments that hold one of these."""
+        return sorted({self.of[n] for n in names if n in self.of})
+
+    def readers(self, node: fx.Node) -> list[int]:
+        """Segments that read ``node`` itself or a view of it that is not there as a node of its own."""
+        return [self.of[u.name] for u in node.users if u.name in self.of]
+
+
+__all__ = ["Choices", "TrainingStep"]

@@ -1,0 +1,143 @@
+"""A draft: the joint graph partitioned one way, taken through all passes on a copy, and described as a step.
+
+Nothing is compiled and nothing of the caller's graphs changes, so that a plan can compare several drafts and compile
+one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload.compiler.alike import Alike
+from fxoffload.compiler.movables import movables_of, rank_movables
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.passes.estimate_costs import Rates, estimate_segment
+from fxoffload.passes.estimate_memory import EstimateMemory
+from fxoffload.passes.runner import run_steps, without
+from fxoffload.passes.tag_recompute import TagRecompute
+from fxoffload.passes.values import output_values
+from fxoffload.planner.steps import TrainingStep, from_graphs
+
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What a draft has to know besides the graph; see ``ForwardState``."""
+
+    num_user_outputs: int
+    static_inputs: frozenset[int]
+    device: torch.device
+    min_bytes: int
+    whole: bool
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One way to partition the joint graph.
+
+    Attributes:
+        forward: as partitioned; no pass has touched it.
+        backward: as partitioned; no pass has touched it.
+        forward_state: of the passes on a copy of ``forward``.
+        backward_state: of the passes on a copy of ``backward``; None where the forward saves nothing that may move.
+        step: None likewise.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    forward_state: ForwardState
+    backward_state: BackwardState | None
+    step: TrainingStep | None
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code over the same attributes, as a graph of its own. Node metadata is shared value by value."""
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    return copied
+
+
+def make_draft(
+    joint: fx.GraphModule, recompute: str | Mapping[str, Any], partition: Partition, settings: DraftSettings
+) -> Draft:
+    """Partition a copy of ``joint`` under ``recompute`` (see ``TagRecompute``) and describe what comes of it."""
+    tagged = copy_graph(joint)
+    TagRecompute(recompute)(tagged)
+    forward, backward = partition(tagged)
+    return describe(forward, backward, settings)
+
+
+def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftSettings) -> Draft:
+    """The draft of two graphs that are partitioned already."""
+    down = ForwardState(
+        copy_graph(forward),
+        num_user_outputs=settings.num_user_outputs,
+        static_inputs=settings.static_inputs,
+        device=settings.device,
+        min_bytes=settings.min_bytes,
+        whole=settings.whole,
+    )
+    run_steps(FIND, down, "draft forward")
+    if not down.saved.candidates:
+        return Draft(forward, backward, down, None, None)
+    run_steps(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
+    up = BackwardState(
+        copy_graph(backward),
+        forward=down,
+        copies=frozenset(n.name for c in down.saved.candidates for n in c.nodes),
+        donatable=frozenset(),
+        device=settings.device,
+        whole=settings.whole,
+    )
+    skipped = [s.name for s in BACKWARD if s.name in PROOFS or s.name == "choose_donations"]
+    run_steps(without(BACKWARD, *skipped), up, "draft backward")
+    assert down.outer is not None and up.outer is not None
+    _, movables = movables_of(down)
+    rank_movables(movables, down.saved.candidates, up)
+    step = from_graphs(
+        down.outer,
+        up.outer,
+        movables,
+        num_user_outputs=settings.num_user_outputs,
+        forward_ms=_segment_ms(down.segmentation, settings.rates),
+        backward_ms=_segment_ms(up.segmentation, settings.rates),
+        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset()),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies),
+        min_bytes=max(settings.min_bytes, 1),
+        device=settings.device,
+    )
+    return Draft(forward, backward, down, up, step)
+
+
+def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:
+    alike: Alike[float] = Alike()
+    return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates).ms) for s in segmentation.segments}
+
+
+def _temp_bytes(gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str]) -> dict[str, int]:
+    """``owned``: names of the placeholders that are the graph's to free; other placeholders outlive it."""
+    returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
+    last: dict[fx.Node, str] = {}
+    for segment in segmentation.segments:
+        last.update(dict.fromkeys(segment.inputs, segment.name))
+    dying: dict[str, set[str]] = {s.name: set() for s in segmentation.segments}
+    for value, name in last.items():
+        mine = value.op == "call_function" or value.name in owned
+        if mine and value not in returned:
+            dying[name].add(value.name)
+    alike: Alike[int] = Alike()
+    found = {}
+    for segment in segmentation.segments:
+        one = EstimateMemory(Segmentation((segment,)), dying={segment.name: frozenset(dying[segment.name])})
+        marked = dying[segment.name] | {n.name for n in segment.outputs}
+        found[segment.name] = alike.get(segment, lambda one=one, s=segment: one(gm)[s.name], marked=marked)
+    return found

@@ -1,0 +1,196 @@
+"""A plan in words: what happens to each value that plain Inductor, or the plan's own draft, would save, and why."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from fxoffload.compiler.draft import Draft
+from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.passes.find_candidates import Candidate
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Action, Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.simulate import Boundary, Simulation
+from fxoffload.planner.steps import StorageInfo, TrainingStep
+from fxoffload.sizes import format_bytes
+
+# What takes less than this part of the peak is no floor worth naming.
+_FLOOR = 0.05
+
+
+@dataclass(frozen=True)
+class _Row:
+    layer: str
+    name: str
+    producer: str
+    nbytes: int
+    action: Action
+    reason: str
+
+
+def describe_plan(
+    draft: Draft,
+    schedule: Schedule | None,
+    base: Draft | None,
+    *,
+    baseline: Simulation,
+    simulation: Simulation,
+    goal: PlanGoal,
+    device: str,
+    summary: str,
+    smallest_budget_bytes: int,
+    frontier: Sequence[FrontierPoint] = (),
+) -> Plan:
+    """The plan to show.
+
+    Args:
+        draft: what is compiled.
+        schedule: what moves when; None: nothing is done.
+        base: plain Inductor's draft, where ``draft`` is another.
+        baseline: plain Inductor's step.
+        simulation: the plan's step.
+    """
+    assert draft.step is not None
+    return Plan(
+        graph=-1,
+        device=device,
+        activation_budget=goal.budget_bytes,
+        max_slowdown=goal.max_slowdown,
+        source=goal.source,
+        summary=summary,
+        predicted=Prediction.of(simulation),
+        baseline=Prediction.of(baseline),
+        smallest_budget_bytes=smallest_budget_bytes,
+        decisions=tuple(_grouped(_rows(draft, schedule, base, simulation))),
+        floors=tuple(floors_of(draft.step, simulation)),
+        frontier=tuple(frontier),
+        simulation=simulation,
+    )
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation) -> Iterable[_Row]:
+    assert draft.step is not None
+    state = draft.forward_state
+    offload: dict[str, bool] = {}
+    if schedule is not None:
+        offload = {c.name: go for c, go in zip(draft.step.candidates, schedule.offload, strict=True)}
+    by_name = {c.name: c for c in draft.step.candidates}
+    for candidate in state.saved.candidates:
+        info = by_name.get(candidate.name)
+        go = offload.get(candidate.name, False)
+        yield _Row(
+            _layer(candidate.nodes),
+            candidate.name,
+            _producer(candidate),
+            candidate.nbytes or 0,
+            "offload" if go else "keep",
+            _reason(go, info, candidate, schedule, simulation),
+        )
+    for item in state.saved.skipped:
+        if item.nbytes and item.reason.startswith("parameter"):
+            continue
+        yield _Row("", item.name, "", item.nbytes or 0, "stay", item.reason)
+    if base is not None and base is not draft:
+        saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
+        for candidate in base.forward_state.saved.candidates:
+            if not any(n.name in saved for n in candidate.nodes):
+                yield _Row(
+                    _layer(candidate.nodes),
+                    candidate.name,
+                    _producer(candidate),
+                    candidate.nbytes or 0,
+                    "recompute",
+                    "computed again in the backward from what is saved",
+                )
+
+
+def _producer(candidate: Candidate) -> str:
+    last = candidate.nodes[-1]
+    if last.target is operator.getitem:
+        return str(last.all_input_nodes[0].target)
+    return candidate.producer
+
+
+def _layer(nodes: Sequence[fx.Node]) -> str:
+    labels = [n.meta.get(LAYER_KEY) for n in nodes]
+    return str(next((x for x in labels if x is not None), "") or "")
+
+
+def _reason(
+    go: bool, info: StorageInfo | None, candidate: Candidate, schedule: Schedule | None, simulation: Simulation
+) -> str:
+    if schedule is None:
+        return "nothing is done"
+    if not go:
+        if info is not None and not info.moved_bytes:
+            return "smaller than min_bytes"
+        if candidate.is_input:
+            return "the caller's memory: to move it would free nothing"
+        return "it fits: to move it would save no memory at the peak, or cost time"
+    if simulation.exposed_ms > 0.01 * simulation.step_ms:
+        return "the peak needs its memory (compute waits for some copies)"
+    return "its copies hide behind compute"
+
+
+def _grouped(rows: Iterable[_Row]) -> Iterable[Decision]:
+    """One decision for the layers that do the same with the same."""
+    count: dict[tuple[str, str, int], int] = defaultdict(int)
+    groups: dict[tuple[object, ...], list[_Row]] = {}
+    for row in rows:
+        # The how-manieth of its kind in its layer.
+        kind = (row.layer, row.producer, row.nbytes)
+        count[kind] += 1
+        where = bool(row.layer) or row.name
+        groups.setdefault((where, row.producer, row.nbytes, count[kind], row.action, row.reason), []).append(row)
+    for members in groups.values():
+        first = members[0]
+        yield Decision(
+            layers=tuple(r.layer for r in members if r.layer),
+            name=first.name,
+            producer=first.producer,
+            nbytes=first.nbytes,
+            action=first.action,
+            reason=first.reason,
+            names=tuple(r.name for r in members),
+        )
+
+
+# -- floors ------------------------------------------------------------------------------------------------------------
+
+
+def floors_of(step: TrainingStep, simulation: Simulation) -> Iterable[str]:
+    """What is on the device at the peak whatever is planned."""
+    peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
+    if peak is None:
+        return
+    if peak.gradient_bytes > _FLOOR * peak.peak_bytes:
+        yield (
+            f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
+            "A graph hands them over when it ends; compile each layer on its own to have them one layer at a time"
+        )
+    outputs = sum(s.nbytes for s in step.storages if s.is_output)
+    if outputs > _FLOOR * peak.peak_bytes:
+        yield (
+            f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}. "
+            "Return the loss alone, or compute it in chunks"
+        )
+    inside = peak.peak_bytes - peak.live_bytes
+    if inside > _FLOOR * peak.peak_bytes:
+        yield (
+            f"the working set of {peak.segment} in the {peak.phase}: {format_bytes(inside)} above what is live when it "
+            f"begins. {_what_helps(peak)}"
+        )
+
+
+def _what_helps(peak: Boundary) -> str:
+    if "layer" in peak.segment or "block" in peak.segment:
+        return "A smaller batch or a shorter sequence makes it smaller"
+    return "A smaller batch, or a loss computed in chunks, makes it smaller"

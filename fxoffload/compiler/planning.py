@@ -1,0 +1,299 @@
+"""Plans a graph before it is partitioned for good: drafts of it are compared, and one is compiled."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+
+from fxoffload.compiler.choices import Choices
+from fxoffload.compiler.draft import Draft, DraftSettings, Partition, make_draft
+from fxoffload.compiler.explain import describe_plan
+from fxoffload.errors import BudgetError
+from fxoffload.planner import solve
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import FrontierPoint, Plan, Prediction
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+# A plan that saves less than this part of the peak is not worth its cuts.
+_WORTH = 0.02
+# How often the recompute choice is made again because its draft missed the goal.
+_MAX_ROUNDS = 3
+# A draft that is this close to what the choice promised is taken.
+_CLOSE = 0.01
+_SOLVER_S = 3.0
+_NUM_FRONTIER_POINTS = 8
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What came of planning.
+
+    Attributes:
+        draft: what to compile.
+        schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
+        scheduler: to schedule the same step again, when its times are known better.
+        plan: to be shown.
+    """
+
+    draft: Draft
+    schedule: Schedule | None
+    scheduler: Scheduler | None
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class _Try:
+    draft: Draft
+    scheduler: Scheduler
+    schedule: Schedule | None
+    recompute: Mapping[str, Any] | str
+
+    @property
+    def outcome(self) -> str:
+        """For logs."""
+        if self.schedule is None:
+            return "nothing that meets the goal"
+        found = self.schedule.simulation
+        return f"{found.step_ms:.1f} ms, {found.peak_bytes / 2**30:.2f} GiB"
+
+
+class Planning:
+    """Finds the plan of one joint graph.
+
+    Args:
+        joint: labelled, not tagged; it is left as it is.
+        partition: what partitions (a copy of) it.
+        settings: of the drafts.
+        rates: of the machine.
+        goal: what is asked for.
+        recompute: "auto", or the level to plan with.
+        scheduling: keyword arguments of every ``Scheduler``.
+    """
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        partition: Partition,
+        settings: DraftSettings,
+        rates: ProfileRates,
+        goal: PlanGoal,
+        *,
+        recompute: str = "auto",
+        scheduling: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.joint = joint
+        self.partition = partition
+        self.settings = settings
+        self.rates = rates
+        self.goal = goal
+        self.recompute = recompute
+        self.scheduling = dict(scheduling or {})
+
+    def run(self) -> Planned | None:
+        """The plan; None where the forward saves nothing that may move.
+
+        Raises:
+            BudgetError: no choice fits into the budget.
+        """
+        began = time.perf_counter()
+        base = self._draft("default")
+        if base.step is None:
+            return None
+        first = self._scheduler(base)
+        baseline = first.keep_all()
+        if self.goal.budget_bytes is not None and baseline.peak_bytes <= self.goal.budget_bytes:
+            summary = (
+                f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within the budget of "
+                f"{format_bytes(self.goal.budget_bytes)}: nothing is done"
+            )
+            return self._nothing(base, baseline, summary)
+        tries = [_Try(base, first, self._aim(first, baseline), "default")]
+        choices: Choices | None = None
+        if self.recompute == "auto":
+            choices = Choices(self.joint, base, self.rates, host_bytes=self.scheduling.get("host_bytes"))
+            tries.extend(self._with_recompute(choices, baseline))
+        elif self.recompute != "default":
+            tries = [self._try(self.recompute, baseline)]
+        best = self._best(tries)
+        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, len(tries))
+        if best is None:
+            raise self._too_small(choices, tries, baseline)
+        return self._finish(best, base, baseline, choices, tries)
+
+    # -- tries ---------------------------------------------------------------------------------------------------------
+
+    def _draft(self, recompute: Mapping[str, Any] | str) -> Draft:
+        return make_draft(self.joint, recompute, self.partition, self.settings)
+
+    def _scheduler(self, draft: Draft) -> Scheduler:
+        assert draft.step is not None
+        return Scheduler(draft.step, self.rates, **self.scheduling)
+
+    def _try(self, recompute: Mapping[str, Any] | str, baseline: Simulation) -> _Try:
+        draft = self._draft(recompute)
+        if draft.step is None:
+            return _Try(draft, self._scheduler(self._draft("default")), None, recompute)
+        scheduler = self._scheduler(draft)
+        return _Try(draft, scheduler, self._aim(scheduler, baseline), recompute)
+
+    def _aim(self, scheduler: Scheduler, baseline: Simulation) -> Schedule | None:
+        """The best schedule for the goal."""
+        if self.goal.budget_bytes is not None:
+            return scheduler.least_time(self.goal.budget_bytes)
+        return scheduler.least_peak(self._max_ms(baseline))
+
+    def _max_ms(self, baseline: Simulation) -> float:
+        assert self.goal.max_slowdown is not None
+        return baseline.step_ms * (1 + self.goal.max_slowdown)
+
+    def _with_recompute(self, choices: Choices, baseline: Simulation) -> list[_Try]:
+        """Drafts of what the solver chose. What a draft turns out to need beyond that is taken off the next time."""
+        tries: list[_Try] = []
+        budget = self.goal.budget_bytes
+        max_ms = self._max_ms(baseline) if budget is None else 0.0
+        seen: set[Any] = set()
+        for _ in range(_MAX_ROUNDS):
+            problem = choices.problem
+            if budget is not None:
+                solution = solve.least_time(problem, budget, deadline_s=_SOLVER_S)
+                if solution is None:
+                    solution = solve.smallest_peak(problem, deadline_s=_SOLVER_S)
+            else:
+                solution = solve.least_peak(problem, max_ms, deadline_s=_SOLVER_S)
+                if solution is None:
+                    break
+            if solution.alternatives in seen:
+                break
+            seen.add(solution.alternatives)
+            found = self._try(choices.recompute(solution.alternatives), baseline)
+            if found.draft.step is None:
+                break
+            tries.append(found)
+            log.debug(
+                "recompute choice: promised %.1f ms, %.2f GiB; drafted %s",
+                solution.ms,
+                solution.peak_bytes / 2**30,
+                found.outcome,
+            )
+            if budget is not None:
+                goal = self.goal.budget_bytes
+                assert goal is not None
+                if found.schedule is not None and found.schedule.simulation.step_ms <= solution.ms * (1 + _CLOSE):
+                    break
+                if found.schedule is not None:
+                    budget = int(budget * (1 - 2 * _CLOSE))
+                else:
+                    budget -= max(found.scheduler.smallest().simulation.peak_bytes - goal, int(_CLOSE * goal))
+            else:
+                if found.schedule is not None:
+                    break
+                # What the draft computes beyond what the choice promised, it will compute the next time too.
+                beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
+                max_ms = min(max_ms, self._max_ms(baseline) - beyond) - _CLOSE / 10 * baseline.step_ms
+        return tries
+
+    def _best(self, tries: list[_Try]) -> _Try | None:
+        """The fastest within a budget; else the one with the least peak."""
+        met = [t for t in tries if t.schedule is not None]
+        if self.goal.budget_bytes is not None:
+            return min(met, key=lambda t: t.schedule.key, default=None)  # type: ignore[union-attr]
+        return min(met, key=lambda t: t.schedule.simulation.peak_bytes, default=None)  # type: ignore[union-attr]
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _too_small(self, choices: Choices | None, tries: list[_Try], baseline: Simulation) -> BudgetError:
+        smallest = min((t.scheduler.smallest().simulation for t in tries), key=lambda s: s.peak_bytes)
+        if choices is not None:
+            solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
+            found = self._draft(choices.recompute(solution.alternatives))
+            if found.step is not None:
+                other = self._scheduler(found).smallest().simulation
+                smallest = min(smallest, other, key=lambda s: s.peak_bytes)
+        assert self.goal.budget_bytes is not None
+        where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
+        return BudgetError(
+            f"expected an activation_budget of at least {format_bytes(smallest.peak_bytes)} ({smallest.peak_bytes} "
+            f"bytes), which {where} needs whatever is offloaded or recomputed; found "
+            f"{format_bytes(self.goal.budget_bytes)}. Plain Inductor takes {format_bytes(baseline.peak_bytes)}. Raise "
+            "the budget, or make the batch smaller",
+            smallest.peak_bytes,
+            where,
+        )
+
+    def _nothing(self, base: Draft, baseline: Simulation, summary: str) -> Planned:
+        plan = describe_plan(
+            base,
+            None,
+            None,
+            baseline=baseline,
+            simulation=baseline,
+            goal=self.goal,
+            device=self.rates.profile.device_name,
+            summary=summary,
+            smallest_budget_bytes=baseline.peak_bytes,
+        )
+        return Planned(base, None, None, plan)
+
+    def _finish(
+        self, best: _Try, base: Draft, baseline: Simulation, choices: Choices | None, tries: list[_Try]
+    ) -> Planned:
+        assert best.schedule is not None
+        found = best.schedule.simulation
+        slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
+        saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
+        if self.goal.budget_bytes is None and saved < _WORTH:
+            summary = (
+                f"at most {100 * (self.goal.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
+                f"{format_bytes(baseline.peak_bytes)}: not worth it, plain Inductor stays"
+            )
+            return self._nothing(base, baseline, summary)
+        if self.goal.budget_bytes is not None:
+            summary = f"the fastest plan found within {format_bytes(self.goal.budget_bytes)}"
+            bound = self.goal.max_slowdown
+            if bound is not None and slowdown > bound:
+                warnings.warn(
+                    f"the activation_budget of {format_bytes(self.goal.budget_bytes)} costs a predicted slowdown of "
+                    f"{100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
+                    "budget, or allow the slowdown",
+                    stacklevel=2,
+                )
+        else:
+            summary = f"the least peak found within a slowdown of {100 * (self.goal.max_slowdown or 0):.3g} %"
+        smallest = min(t.scheduler.smallest().simulation.peak_bytes for t in tries)
+        frontier: tuple[FrontierPoint, ...] = ()
+        if choices is not None:
+            lowest = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S).peak_bytes
+            smallest = min(smallest, lowest)
+            top = max(baseline.peak_bytes, smallest + 1)
+            budgets = [
+                smallest + (top - smallest) * i // (_NUM_FRONTIER_POINTS - 1) for i in range(_NUM_FRONTIER_POINTS)
+            ]
+            points = solve.frontier(choices.problem, budgets, deadline_s=_SOLVER_S)
+            frontier = tuple(FrontierPoint(b, ms) for b, ms in points if ms < float("inf"))
+        plan = describe_plan(
+            best.draft,
+            best.schedule,
+            base,
+            baseline=baseline,
+            simulation=found,
+            goal=self.goal,
+            device=self.rates.profile.device_name,
+            summary=f"{summary}: {100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time",
+            smallest_budget_bytes=smallest,
+            frontier=frontier,
+        )
+        return Planned(best.draft, best.schedule, best.scheduler, plan)
+
+
+__all__ = ["Planned", "Planning", "Prediction"]

@@ -1,0 +1,202 @@
+"""Plans again, once, when the first steps have been measured; then measures whether the prediction came true.
+
+Nothing waits for it: the segment clock is asked whether it is done, the new schedule is worked out on a thread of its
+own, and the next forward follows it. Only keep, offload and windows change; nothing is compiled, and nothing is
+exchanged between ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from fxoffload.compiler.planning import Planned
+from fxoffload.graphs import CompiledGraph
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Prediction
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import simulate
+from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime.segment_clock import Phase, SegmentClock, clock_for
+from fxoffload.runtime.windows import Choice
+
+log = logging.getLogger(__name__)
+
+# A new schedule has to be better by this part of the step, or of the peak, to replace the one that runs.
+_BETTER = 0.003
+
+Phases = Mapping[Phase, Mapping[str, float]]
+
+
+class Replan:
+    """Follows one planned graph through its first steps.
+
+    Args:
+        graph: the compiled graph.
+        planned: its plan.
+        box: where the plan is shown.
+        goal: of the plan.
+        order: positions in the step's candidates of the graph's candidates.
+        make_clock: makes the clock of the next measurement.
+        in_background: whether to plan on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        planned: Planned,
+        box: PlanBox,
+        goal: PlanGoal,
+        order: list[int],
+        *,
+        make_clock: Callable[[], SegmentClock],
+        in_background: bool = True,
+    ) -> None:
+        assert planned.schedule is not None and planned.scheduler is not None
+        self._graph = graph
+        self._planned = planned
+        self._schedule: Schedule = planned.schedule
+        self._scheduler: Scheduler = planned.scheduler
+        self._box = box
+        self._goal = goal
+        self._order = order
+        self._make_clock = make_clock
+        self._in_background = in_background
+        self._lock = threading.Lock()
+        self._is_checking = False
+        self.clock: SegmentClock | None = make_clock()
+
+    def poll(self) -> SegmentClock | None:
+        """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
+        clock = self.clock
+        if clock is None or not clock.ready():
+            return clock
+        with self._lock:
+            if self.clock is not clock:
+                return self.clock
+            self.clock = None
+        if self._is_checking:
+            self._check(clock)
+        elif self._in_background:
+            threading.Thread(target=self._calibrate, args=(clock,), name="fxoffload-replan", daemon=True).start()
+        else:
+            self._calibrate(clock)
+        return self.clock
+
+    # -- calibration ---------------------------------------------------------------------------------------------------
+
+    def _calibrate(self, clock: SegmentClock) -> None:
+        try:
+            self._plan_again(clock)
+        except Exception as error:
+            warnings.warn(
+                f"fxoffload could not plan again with measured times and goes on with its first plan: {error}",
+                stacklevel=2,
+            )
+        self._is_checking = True
+        self.clock = self._make_clock()
+
+    def _plan_again(self, clock: SegmentClock) -> None:
+        step = measured_step(self._scheduler.step, clock.segment_ms(), clock.temp_bytes())
+        scheduler = self._scheduler.with_step(step)
+        ratio = _compute_ms(step) / max(_compute_ms(self._scheduler.step), 1e-9)
+        baseline = scale(self._box.plan.baseline, ratio)
+        now = Schedule(
+            self._schedule.offload,
+            self._schedule.windows,
+            simulate(step, self._schedule.offload, copies=scheduler.rates, windows=self._schedule.windows),
+        )
+        found = self._aim(scheduler, baseline)
+        if found is not None and self._is_better(found, now, baseline):
+            log.info(
+                "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
+            )
+            now = found
+            self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
+        self._schedule, self._scheduler = now, scheduler
+        self._box.update(
+            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
+        )
+
+    def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
+        if self._goal.budget_bytes is not None:
+            return scheduler.least_time(self._goal.budget_bytes)
+        assert self._goal.max_slowdown is not None
+        return scheduler.least_peak(baseline.step_ms * (1 + self._goal.max_slowdown))
+
+    def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
+        budget, slowdown = self._goal.budget_bytes, self._goal.max_slowdown
+        mine, other = now.simulation, found.simulation
+        if budget is not None:
+            return mine.peak_bytes > budget or other.step_ms < mine.step_ms * (1 - _BETTER)
+        assert slowdown is not None
+        too_slow = mine.step_ms > baseline.step_ms * (1 + slowdown + _BETTER)
+        return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def _check(self, clock: SegmentClock) -> None:
+        """What the steps behind the calibration took."""
+        step_ms = clock.step_ms()
+        segments = clock.segment_ms()
+        total = sum(step_ms.values())
+        self._box.update(
+            measured_step_ms=total,
+            measured_peak_bytes=clock.measured_peak_bytes(),
+            measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
+        )
+
+
+def measured_step(
+    step: TrainingStep, ms: Phases, temp_bytes: Mapping[Phase, Mapping[str, int | None]] | None = None
+) -> TrainingStep:
+    """``step`` with what was measured of its segments; what was not stays."""
+
+    def known(phase: Phase, segments: tuple[SegmentStep, ...]) -> tuple[SegmentStep, ...]:
+        times = ms.get(phase, {})
+        sizes = (temp_bytes or {}).get(phase, {})
+        found = []
+        for segment in segments:
+            size = sizes.get(segment.name)
+            found.append(
+                replace(
+                    segment,
+                    ms=times.get(segment.name, segment.ms),
+                    temp_bytes=segment.temp_bytes if size is None else max(size, 0),
+                )
+            )
+        return tuple(found)
+
+    return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))
+
+
+def scale(prediction: Prediction, ratio: float) -> Prediction:
+    """The same with all times multiplied: what was measured of one partition, told of another one."""
+    return replace(
+        prediction,
+        step_ms=prediction.step_ms * ratio,
+        forward_ms=prediction.forward_ms * ratio,
+        backward_ms=prediction.backward_ms * ratio,
+        exposed_ms=prediction.exposed_ms * ratio,
+    )
+
+
+def _compute_ms(step: TrainingStep) -> float:
+    return step.compute_ms
+
+
+def replan_for(
+    graph: CompiledGraph, planned: Planned, box: PlanBox, goal: PlanGoal, device: torch.device
+) -> Replan | None:
+    """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
+    if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
+        return None
+    place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+    order = [place[c.name] for c in graph.saved.candidates]
+    return Replan(graph, planned, box, goal, order, make_clock=lambda: clock_for(device))

@@ -1,0 +1,84 @@
+"""From a step to the solver's problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxoffload.planner.problem import Alternative, Item, Layer, Problem
+from fxoffload.planner.program import program_of
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.steps import TrainingStep
+
+
+def items_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[Item]:
+    """One item per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
+    program = program_of(step)
+    c = program.candidates
+    made = {w: i for i, s in reversed(list(enumerate(step.forward))) for w in s.writes}
+    copied = {i: at - 1 for at, ops in enumerate(program.offloads) for op in ops for i in op}
+    first = {}
+    for at, takes in enumerate(program.takes):
+        for i, _ in takes:
+            first.setdefault(i, at)
+    items = []
+    for i, name in enumerate(c.names):
+        if not c.held_bytes[i] and not c.moved_bytes[i]:
+            continue
+        made_at = -1 if c.is_input[i] else made.get(name, -1)
+        items.append(
+            Item(
+                name,
+                held_bytes=c.held_bytes[i],
+                moved_bytes=c.moved_bytes[i],
+                made_at=made_at,
+                copy_after=copied.get(i, made_at),
+                freed_after=max(c.last_read_forward[i], made_at),
+                needed_at=first.get(i, len(step.backward)),
+                dies_at=c.last_read_backward[i],
+                fixed=(fixed or {}).get(name),
+            )
+        )
+    return items
+
+
+def other_bytes(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Per forward and per backward segment, the most bytes of what is no candidate while it runs."""
+    program = program_of(step)
+    num = len(step.forward)
+    forward = [
+        max(program.fixed_before[i] + s.temp_bytes - program.made[i], program.fixed_after[i])
+        for i, s in enumerate(step.forward)
+    ]
+    dying = [0] * (len(step.backward) + 1)
+    c = program.candidates
+    for i, at in enumerate(c.last_read_backward):
+        dying[at] += c.held_bytes[i]
+    backward = [
+        max(program.fixed_before[num + i] + s.temp_bytes, program.fixed_after[num + i] - dying[i])
+        for i, s in enumerate(step.backward)
+    ]
+    return tuple(max(0, b) for b in forward), tuple(max(0, b) for b in backward)
+
+
+def problem_of(
+    step: TrainingStep,
+    rates: ProfileRates,
+    *,
+    layers: Sequence[Layer] | None = None,
+    fixed: Mapping[str, bool] | None = None,
+    host_bytes: int | None = None,
+) -> Problem:
+    """The problem of a step. ``layers``: alternatives to choose from; default: the step as it is, keep or offload."""
+    if layers is None:
+        layers = [Layer("step", "step", (Alternative("as partitioned", tuple(items_of(step, fixed)), {}, {}),))]
+    forward, backward = other_bytes(step)
+    return Problem(
+        tuple(layers),
+        forward_ms=tuple(s.ms for s in step.forward),
+        backward_ms=tuple(s.ms for s in step.backward),
+        forward_bytes=forward,
+        backward_bytes=backward,
+        d2h_bytes_per_ms=rates.bytes_per_ms("d2h"),
+        h2d_bytes_per_ms=rates.bytes_per_ms("h2d"),
+        host_bytes=host_bytes,
+    )

@@ -1,0 +1,235 @@
+"""What ``fxoffload.plans()`` lists: what happens to every saved value, why, and what that is predicted to take."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fxoffload.planner import plan_json, plan_plot, plan_table
+from fxoffload.planner.simulate import Boundary, Simulation
+from fxoffload.planner.timeline import to_chrome_trace
+
+Action = Literal["keep", "offload", "recompute", "stay"]
+
+# Not in the JSON form, which keeps the boundaries of a simulation only.
+_NOT_IN_JSON = ("simulation",)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one candidate of one layer class. Layers of the same structure and the same action share one.
+
+    Attributes:
+        layers: labels of the layers that share it; () for what stands outside the layers.
+        name: the first saved value's name, in the first of the layers.
+        producer: the op that computes it, for example "aten.mm.default".
+        nbytes: bytes of one layer's storage.
+        action: "stay" is what may not move: a parameter, what the caller sees, what is too small.
+        reason: why, in words.
+        names: the first saved value's name in each of the layers; () where only ``name`` is known.
+    """
+
+    layers: tuple[str, ...]
+    name: str
+    producer: str
+    nbytes: int
+    action: Action
+    reason: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all layers' storages."""
+        return self.nbytes * max(len(self.layers), 1)
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A peak in bytes, and the least step time in milliseconds that reaches it."""
+
+    peak_bytes: int
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes, on paper. Bytes are those above what was allocated when the step began.
+
+    Attributes:
+        peak_bytes: most bytes on the device.
+        peak_without_gradients_bytes: the same, less what the backward has made so far to return.
+        step_ms: forward and backward.
+        forward_ms: from the beginning to the forward's end on the compute stream.
+        backward_ms: from there to the backward's.
+        exposed_ms: time that compute waits for copies.
+        bytes_offloaded: copied to the host.
+        peak_phase: "forward" or "backward".
+        peak_segment: name of the segment in which the peak is.
+    """
+
+    peak_bytes: int
+    peak_without_gradients_bytes: int
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    exposed_ms: float
+    bytes_offloaded: int
+    peak_phase: str
+    peak_segment: str
+
+    @staticmethod
+    def of(simulation: Simulation) -> Prediction:
+        """What a simulation says."""
+        return Prediction(
+            peak_bytes=simulation.peak_bytes,
+            peak_without_gradients_bytes=simulation.peak_without_gradients_bytes,
+            step_ms=simulation.step_ms,
+            forward_ms=simulation.forward_ms,
+            backward_ms=simulation.backward_ms,
+            exposed_ms=simulation.exposed_ms,
+            bytes_offloaded=simulation.bytes_offloaded,
+            peak_phase=simulation.peak_phase,
+            peak_segment=simulation.peak_segment,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """The plan of one compiled graph. ``print`` shows it as a table.
+
+    A plan does not change; what is learnt later (calibration, measurements) makes another one, with
+    ``dataclasses.replace``. Bytes are those above what was allocated when the step began.
+
+    Attributes:
+        graph: index of the compiled graph (``CompiledGraph.index``).
+        label: what was compiled, in words, or "".
+        device: name of the device that was planned for, from its profile.
+        shape: what the step was planned for, for example "1 x 16384 tokens", or "".
+        activation_budget: most bytes that were asked for, or None.
+        max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
+        source: where the budget or the slowdown comes from: "options", "default", ...
+        predicted: the plan's step, before anything ran.
+        calibrated: the same with measured segment times; None before.
+        baseline: the step of plain Inductor, which keeps everything, before anything ran.
+        calibrated_baseline: the same with measured segment times; None before.
+        smallest_budget_bytes: the smallest ``activation_budget`` that can be met.
+        decisions: what happens to what the forward saves.
+        floors: what sets the peak whatever is planned, with its bytes and what would help.
+        summary: why this plan.
+        frontier: the least step time for a range of peaks.
+        measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
+        measured_step_ms: their time; None before.
+        measured_exposed_ms: time in them that compute waited for copies; None before.
+        boundaries: those of the simulation, which JSON keeps; given with a simulation, they have no effect.
+        simulation: the step that ``calibrated`` is read from, or else ``predicted``. None in a plan that was read from
+            JSON. Plans are compared without it.
+    """
+
+    graph: int
+    label: str = ""
+    device: str
+    shape: str = ""
+    activation_budget: int | None = None
+    max_slowdown: float | None = None
+    source: str = "default"
+    summary: str
+    predicted: Prediction
+    calibrated: Prediction | None = None
+    baseline: Prediction
+    calibrated_baseline: Prediction | None = None
+    smallest_budget_bytes: int
+    measured_peak_bytes: int | None = None
+    measured_step_ms: float | None = None
+    measured_exposed_ms: float | None = None
+    decisions: tuple[Decision, ...] = ()
+    floors: tuple[str, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    simulation: Simulation | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.simulation is not None:
+            object.__setattr__(self, "boundaries", self.simulation.boundaries)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Most bytes on the device, before anything ran."""
+        return self.predicted.peak_bytes
+
+    @property
+    def predicted_step_ms(self) -> float:
+        """Milliseconds of forward and backward, before anything ran."""
+        return self.predicted.step_ms
+
+    @property
+    def predicted_exposed_ms(self) -> float:
+        """Milliseconds that compute waits for copies, before anything ran."""
+        return self.predicted.exposed_ms
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Most bytes on the device with plain Inductor, before anything ran."""
+        return self.baseline.peak_bytes
+
+    @property
+    def baseline_step_ms(self) -> float:
+        """Milliseconds of forward and backward with plain Inductor, before anything ran."""
+        return self.baseline.step_ms
+
+    def __str__(self) -> str:
+        return plan_table.render(self)
+
+    def __repr__(self) -> str:
+        return f"<{plan_table.describe(self)}>"
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``from_json`` gives an equal one. Of its simulation, the boundaries are kept.
+
+        Raises:
+            ValueError: a field has another type than it should, or a number is not finite.
+            TypeError: something has no JSON form.
+        """
+        return plan_json.dumps(self, skip=_NOT_IN_JSON)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is damaged, is no plan, or is one of another version.
+        """
+        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and
+        H2D, and the bytes on the device.
+
+        Raises:
+            RuntimeError: the plan has no simulation.
+            OSError: the file cannot be written.
+        """
+        if self.simulation is None:
+            raise RuntimeError(
+                "expected a plan with its simulation, found one without (JSON does not keep it); "
+                "call save_trace on a plan of fxoffload.plans() or fxoffload.plan(), not on one that was read from JSON"
+            )
+        about = {"plan": plan_table.describe(self), "summary": self.summary}
+        trace = {**to_chrome_trace(self.simulation), "otherData": about}
+        plan_json.replace_file(path, json.dumps(trace).encode())
+
+    def plot(self, path: str | os.PathLike[str], *, size_inches: tuple[float, float] = (12.0, 4.8)) -> None:
+        """Draw memory over the step, and the frontier of peak against time, with matplotlib.
+
+        Args:
+            path: the file to write; its ending says the format (.png, .svg, .pdf; without one it is a PNG).
+            size_inches: width and height; 150 pixels each.
+
+        Raises:
+            ImportError: there is no matplotlib.
+            RuntimeError: the plan has no simulation, and no boundaries of one.
+            ValueError: matplotlib cannot write that format.
+            OSError: the file cannot be written.
+        """
+        plan_json.replace_file(path, plan_plot.draw(self, path, size_inches))

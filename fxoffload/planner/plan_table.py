@@ -1,0 +1,172 @@
+"""A plan as text: what was asked, what it takes, what it does with every saved value, and what it cannot change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from fxoffload.planner.plan import Plan, Prediction
+
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
+_MOST_RANGES = 5
+_ACTIONS = ("keep", "offload", "recompute", "stay")
+
+
+def render(plan: Plan) -> str:
+    """The whole plan."""
+    parts = ["\n".join((_title(plan), *_knobs(plan), plan.summary)), _costs(plan), "\n".join(_limits(plan))]
+    if plan.decisions:
+        parts += [_decisions(plan), _totals(plan)]
+    else:
+        parts.append("the forward saves nothing")
+    if plan.floors:
+        parts.append("\n".join(("what sets the peak, whatever is planned:", *(f"- {floor}" for floor in plan.floors))))
+    return "\n\n".join(parts)
+
+
+def describe(plan: Plan) -> str:
+    """The plan in one line."""
+    found = [("plain Inductor", plan.baseline.peak_bytes, plan.baseline.step_ms)]
+    found.append(("predicted", plan.predicted.peak_bytes, plan.predicted.step_ms))
+    if plan.measured_peak_bytes is not None and plan.measured_step_ms is not None:
+        found.append(("measured", plan.measured_peak_bytes, plan.measured_step_ms))
+    return f"{_title(plan)}: " + ", ".join(f"{name} {gib(peak)} GiB in {ms:.1f} ms" for name, peak, ms in found)
+
+
+def gib(nbytes: int) -> str:
+    """GiB with two decimals."""
+    amount = nbytes / 2**30
+    return "<0.01" if 0 < amount < 0.005 else f"{amount:.2f}"
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Numbers in order, with runs as one: "0-3, 7"."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
+
+
+def layer_ranges(layers: Sequence[str]) -> str:
+    """Labels of layers, with consecutive numbers as ranges, and how many there are: "layers.0-14 (15)"."""
+    if not layers:
+        return "outside"
+    families: dict[tuple[str, ...], list[list[str]]] = {}
+    for label in dict.fromkeys(layers):
+        parts = _NUMBER.split(label)
+        families.setdefault(tuple(parts[::2]), []).append(parts)
+    shown = [text for family in families.values() for text in _family(family)]
+    if len(shown) > _MOST_RANGES:
+        shown = [*shown[: _MOST_RANGES - 1], "..."]
+    return "; ".join(shown) + (f" ({len(layers)})" if len(layers) > 1 else "")
+
+
+def _family(labels: Sequence[list[str]]) -> list[str]:
+    """Labels that differ in their numbers only: a text for each run of the last number that differs."""
+    varying = [i for i in range(1, len(labels[0]), 2) if len({parts[i] for parts in labels}) > 1]
+    if not varying:
+        return ["".join(parts) for parts in labels]
+    at = varying[-1]
+    found: dict[tuple[str, str], list[int]] = {}
+    for parts in labels:
+        found.setdefault(("".join(parts[:at]), "".join(parts[at + 1 :])), []).append(int(parts[at]))
+    return [f"{before}{number_ranges(numbers)}{behind}" for (before, behind), numbers in found.items()]
+
+
+def _title(plan: Plan) -> str:
+    name = f"plan of graph {plan.graph}" + (f" ({plan.label})" if plan.label else "")
+    return ", ".join(text for text in (name, plan.shape, plan.device) if text)
+
+
+def _knobs(plan: Plan) -> list[str]:
+    asked = []
+    if plan.activation_budget is not None:
+        asked.append(f"activation_budget {gib(plan.activation_budget)} GiB")
+    if plan.max_slowdown is not None:
+        asked.append(f"max_slowdown {100 * plan.max_slowdown:.1f} %")
+    lines = [f"asked for: {', '.join(asked) or 'nothing'} ({plan.source})"]
+    newest = plan.calibrated or plan.predicted
+    for what, peak in (("predicted", newest.peak_bytes), ("measured", plan.measured_peak_bytes)):
+        if plan.activation_budget is not None and peak is not None and peak > plan.activation_budget:
+            lines.append(f"the {what} peak exceeds the budget by {gib(peak - plan.activation_budget)} GiB")
+    return lines
+
+
+def _costs(plan: Plan) -> str:
+    columns = [("plain Inductor", _cost(plan.baseline, None)), ("predicted", _cost(plan.predicted, plan.baseline))]
+    if plan.calibrated_baseline is not None:
+        columns.append(("plain, calibrated", _cost(plan.calibrated_baseline, None)))
+    if plan.calibrated is not None:
+        columns.append(("calibrated", _cost(plan.calibrated, plan.calibrated_baseline)))
+    if plan.measured_peak_bytes is not None or plan.measured_step_ms is not None:
+        columns.append(("measured", _measured(plan)))
+    quantities = dict.fromkeys(name for _, column in columns for name in column)
+    rows = [[name, *(column.get(name, "-") for _, column in columns)] for name in quantities]
+    # Without number parsing, or 12.30 would become 12.3.
+    align = ("left", *["right"] * len(columns))
+    return tabulate(rows, ("", *(title for title, _ in columns)), disable_numparse=True, colalign=align)
+
+
+def _cost(found: Prediction, base: Prediction | None) -> dict[str, str]:
+    return {
+        "peak GiB": gib(found.peak_bytes),
+        "of plain Inductor's": _share(found.peak_bytes, base),
+        "peak without gradients GiB": gib(found.peak_without_gradients_bytes),
+        "step ms": f"{found.step_ms:.1f}",
+        "slowdown": _slowdown(found.step_ms, base),
+        "forward ms": f"{found.forward_ms:.1f}",
+        "backward ms": f"{found.backward_ms:.1f}",
+        "exposed copy ms": f"{found.exposed_ms:.1f}",
+        "offloaded GiB": gib(found.bytes_offloaded),
+    }
+
+
+def _measured(plan: Plan) -> dict[str, str]:
+    # A measured time is not compared with an estimated one: the quotient would be the estimate's error.
+    base, found = plan.calibrated_baseline, {}
+    if plan.measured_peak_bytes is not None:
+        found["peak GiB"] = gib(plan.measured_peak_bytes)
+        found["of plain Inductor's"] = _share(plan.measured_peak_bytes, base or plan.baseline)
+    if plan.measured_step_ms is not None:
+        found["step ms"] = f"{plan.measured_step_ms:.1f}"
+        found["slowdown"] = _slowdown(plan.measured_step_ms, base)
+    if plan.measured_exposed_ms is not None:
+        found["exposed copy ms"] = f"{plan.measured_exposed_ms:.1f}"
+    return found
+
+
+def _share(nbytes: int, base: Prediction | None) -> str:
+    return f"{100 * nbytes / base.peak_bytes:.1f} %" if base is not None and base.peak_bytes else "-"
+
+
+def _slowdown(step_ms: float, base: Prediction | None) -> str:
+    return f"{100 * (step_ms / base.step_ms - 1):+.1f} %" if base is not None and base.step_ms else "-"
+
+
+def _limits(plan: Plan) -> list[str]:
+    newest = plan.calibrated or plan.predicted
+    where = [f"the peak is in {newest.peak_phase} segment {newest.peak_segment}"] if newest.peak_segment else []
+    return [*where, f"the smallest budget that can be met is {gib(plan.smallest_budget_bytes)} GiB"]
+
+
+def _decisions(plan: Plan) -> str:
+    headers = ("layers", "candidate", "producer", "GiB each", "GiB", "decision", "reason")
+    rows = [
+        [layer_ranges(d.layers), d.name, d.producer, gib(d.nbytes), gib(d.total_bytes), d.action, d.reason]
+        for d in plan.decisions
+    ]
+    align = ("left", "left", "left", "right", "right", "left", "left")
+    return tabulate(rows, headers, disable_numparse=True, colalign=align)
+
+
+def _totals(plan: Plan) -> str:
+    totals = {action: sum(d.total_bytes for d in plan.decisions if d.action == action) for action in _ACTIONS}
+    return "saved by the forward: " + ", ".join(f"{action} {gib(total)} GiB" for action, total in totals.items())

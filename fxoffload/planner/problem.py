@@ -1,0 +1,178 @@
+"""What a solver decides about a step: per layer one way to recompute, per storage that it saves, keep or offload.
+
+Segments are numbers: positions in the forward, and positions in the backward in the order in which it runs. Bytes are
+on the device, times in milliseconds, rates in bytes per millisecond.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Item:
+    """A storage that a forward saves for the backward.
+
+    Attributes:
+        name: no two layers share one. In two alternatives of a layer it means the same storage.
+        held_bytes: taken while it is kept; 0 for the caller's memory.
+        moved_bytes: what a copy moves, and what is taken once it is back; 0: it cannot move.
+        made_at: forward segment that allocates it, -1 for what is there before.
+        copy_after: forward segment behind which its copy to the host may begin, -1 for the entry.
+        freed_after: last forward segment that reads it; its source stays until then.
+        needed_at: first backward segment that reads it; len(backward): none, it is returned.
+        dies_at: last backward segment that reads it; len(backward): it lives to the end.
+        fixed: True: must be offloaded (see ``Problem.is_taken_back``), False: must stay, None: free.
+    """
+
+    name: str
+    held_bytes: int
+    moved_bytes: int
+    made_at: int
+    copy_after: int
+    freed_after: int
+    needed_at: int
+    dies_at: int
+    fixed: bool | None = None
+
+    @property
+    def may_move(self) -> bool:
+        """Whether an offload is allowed and of any use: that of the caller's memory frees nothing."""
+        return self.fixed is True or (self.fixed is None and self.held_bytes > 0 and self.moved_bytes > 0)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that its copy to the host is charged for, as it frees as many. (Only ranges of a storage are copied
+        where the rest of it is not saved: it then takes less time than is charged.)"""
+        return max(self.held_bytes, self.moved_bytes)
+
+    @property
+    def freed_before(self) -> int:
+        """First forward segment that may run without it."""
+        return max(self.copy_after, self.freed_after) + 1
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way to recompute a part of a layer.
+
+    Attributes:
+        name: for messages.
+        items: what its forward saves.
+        extra_ms: backward segment -> time to recompute.
+        extra_bytes: backward segment -> working set beyond ``Problem.backward_bytes``.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    extra_ms: Mapping[int, float]
+    extra_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of the step for which one alternative is chosen.
+
+    Attributes:
+        name: for messages.
+        structure: layers of one structure have the same alternatives in the same order.
+        alternatives: at least one.
+    """
+
+    name: str
+    structure: Hashable
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What there is to decide, and what it does to the step.
+
+    Attributes:
+        layers: in any order.
+        forward_ms, backward_ms: compute time per segment.
+        forward_bytes, backward_bytes: per segment, the most that everything but the items takes while it runs.
+        d2h_bytes_per_ms, h2d_bytes_per_ms: rates of the link.
+        host_bytes: most bytes on the host; None: no bound.
+
+    Raises:
+        ValueError: it contradicts itself.
+    """
+
+    layers: tuple[Layer, ...]
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    d2h_bytes_per_ms: float
+    h2d_bytes_per_ms: float
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.forward_ms) != len(self.forward_bytes) or len(self.backward_ms) != len(self.backward_bytes):
+            raise ValueError("expected a time and bytes for each segment, found different numbers of them")
+        if self.d2h_bytes_per_ms <= 0 or self.h2d_bytes_per_ms <= 0:
+            raise ValueError("expected positive rates of the link")
+        owner: dict[str, int] = {}
+        for at, layer in enumerate(self.layers):
+            if not layer.alternatives:
+                raise ValueError(f"expected at least one alternative, found none for layer {layer.name}")
+            for alternative in layer.alternatives:
+                self._check(layer, alternative)
+                for item in alternative.items:
+                    if owner.setdefault(item.name, at) != at:
+                        raise ValueError(f"expected items of different names in different layers, found {item.name}")
+
+    def _check(self, layer: Layer, alternative: Alternative) -> None:
+        forward, backward = len(self.forward_ms), len(self.backward_ms)
+        where = f"alternative {alternative.name} of layer {layer.name}"
+        twice = [name for name, count in Counter(i.name for i in alternative.items).items() if count > 1]
+        if twice:
+            raise ValueError(f"expected items of different names in {where}, found {twice[0]} twice")
+        for item in alternative.items:
+            if not (-1 <= item.made_at <= item.copy_after < forward and item.freed_after < forward):
+                raise ValueError(f"expected {item.name} in {where} to be made, then copied, in the forward")
+            if not 0 <= item.needed_at <= item.dies_at <= backward:
+                raise ValueError(f"expected {item.name} in {where} to be needed, then to die, in the backward")
+            if item.fixed and not item.moved_bytes:
+                raise ValueError(f"expected {item.name} in {where} to move, as it must: it has no bytes to move")
+        for at in (*alternative.extra_ms, *alternative.extra_bytes):
+            if not 0 <= at < backward:
+                raise ValueError(f"expected backward segments in {where}, found {at} of {backward}")
+
+    def is_taken_back(self, item: Item) -> bool:
+        """Whether an item must be offloaded, but so late that it is still on the device when the backward begins. It
+        counts as kept; but for the host."""
+        return item.fixed is True and item.held_bytes > 0 and item.copy_after == len(self.forward_ms) - 1
+
+    @property
+    def compute_ms(self) -> float:
+        """Time of all segments when nothing is recomputed."""
+        return sum(self.forward_ms) + sum(self.backward_ms)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What to do, and what it is predicted to take.
+
+    Attributes:
+        alternatives: per layer, the number of the chosen one.
+        offloaded: names of the items to offload.
+        ms: the step.
+        exposed_ms: the part of it in which compute waits for copies.
+        peak_bytes: the least memory in which it takes that long.
+        bytes_offloaded: what the host has to hold.
+        gap: no other choice is better by more than this part of the objective (of ``ms``, or of ``peak_bytes``).
+        is_optimal: whether ``gap`` is within what was asked of the solver.
+    """
+
+    alternatives: tuple[int, ...]
+    offloaded: frozenset[str]
+    ms: float
+    exposed_ms: float
+    peak_bytes: int
+    bytes_offloaded: int
+    gap: float
+    is_optimal: bool

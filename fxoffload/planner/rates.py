@@ -1,0 +1,91 @@
+"""A machine profile in the form that the cost model asks for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from fxoffload.errors import OptionsError, ProfileError
+from fxoffload.machine.lookup import profile_for
+from fxoffload.machine.profile import MachineProfile, dtype_name
+from fxoffload.machine.shelf import load_profile
+from fxoffload.planner.link import Direction
+
+# The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
+REHEARSED = "h200"
+# What was not measured is taken as this many times slower than a dtype that was.
+_STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
+
+
+@dataclass(frozen=True)
+class ProfileRates:
+    """Rates of ``fxoffload.passes.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
+
+    ``assumed``: dtypes that the profile has no rate for -> the dtype whose rate stands in.
+    """
+
+    profile: MachineProfile
+    assumed: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def launch_us(self) -> float:
+        """Device time of the smallest kernel in a queue."""
+        return self.profile.kernel_floor_us
+
+    def matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
+        """Time of a matrix product or convolution."""
+        try:
+            return self.profile.matmul_ms(flops, dtype)
+        except OptionsError:
+            name, factor = self._stand_in(dtype)
+            return factor * self.profile.matmul_ms(flops, name)
+
+    def attention_ms(self, flops: float, dtype: torch.dtype, backward: bool) -> float:
+        """Time of an attention kernel."""
+        try:
+            return self.profile.attention_ms(flops, dtype, backward)
+        except OptionsError:
+            name, factor = self._stand_in(dtype)
+            return factor * self.profile.attention_ms(flops, name, backward)
+
+    def memory_ms(self, nbytes: float) -> float:
+        """Time to read or write that much device memory."""
+        return self.profile.memory_ms(round(nbytes))
+
+    def copy_ms(self, nbytes: int, direction: Direction, duplex: bool) -> float:
+        """Milliseconds of one copy between host and device."""
+        return self.profile.copy_ms(nbytes, direction, duplex)
+
+    def bytes_per_ms(self, direction: Direction) -> float:
+        """Of large copies."""
+        size = 256 << 20
+        return size / self.profile.copy_ms(size, direction)
+
+    def _stand_in(self, dtype: torch.dtype) -> tuple[str, float]:
+        name = dtype_name(dtype)
+        other, factor = _STAND_INS.get(name, ("float32", 1.0))
+        if other not in self.profile.matmul_tflop_per_s:
+            other = next(iter(self.profile.matmul_tflop_per_s))
+        self.assumed[name] = other
+        return other, factor
+
+
+def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
+    """Rates to plan with: of ``profile`` (a shipped name or a file), else of ``device``.
+
+    Nothing is measured in the middle of a step: a CUDA device of which there is no profile yet is measured only where
+    that is possible now.
+
+    Raises:
+        OptionsError, ProfileError: there is no such profile, or none at all.
+    """
+    if profile is not None:
+        return ProfileRates(load_profile(profile))
+    if device.type == "cpu" and not os.environ.get("FXOFFLOAD_PROFILE", "").strip():
+        return ProfileRates(load_profile(REHEARSED))
+    try:
+        return ProfileRates(profile_for(device, allow_measure=False))
+    except ProfileError:
+        return ProfileRates(profile_for(device, allow_measure=True))

@@ -1,0 +1,174 @@
+"""Keep or offload, and windows, for a step whose recompute choice is made: proposed by the solver, settled by the
+simulator.
+
+The solver sees segments and rates; the simulator sees what the executor will do. So every answer here is one that was
+simulated, and its peak is the simulation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fxoffload.planner.formulate import problem_of
+from fxoffload.planner.problem import Problem
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.solve import least_peak, least_time, smallest_peak
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import least_peak_bytes, windows_for
+from fxoffload.runtime.windows import Windows
+
+# How often the solver's budget is lowered by what the simulator found it to exceed.
+_MAX_REPAIRS = 4
+# The search for the least peak goes up and down by this factor.
+_PEAK_STEP = 1.01
+_MAX_PEAK_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to do with each candidate of a step, and what it is predicted to take.
+
+    Attributes:
+        offload: one bool per ``step.candidates``.
+        windows: bytes that may be under way.
+        simulation: of the step, so done.
+    """
+
+    offload: tuple[bool, ...]
+    windows: Windows
+    simulation: Simulation
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """What makes one better than another within the same budget: time, then bytes moved."""
+        return (round(self.simulation.step_ms, 3), self.simulation.bytes_offloaded)
+
+
+class Scheduler:
+    """Finds schedules for one step.
+
+    Args:
+        step: with times and working sets.
+        rates: of the machine.
+        fixed: candidate -> True where it must be offloaded, False where it must stay.
+        host_bytes: most bytes on the host.
+        in_flight_budget, prefetch_budget: the user's bounds on the windows.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        rates: ProfileRates,
+        *,
+        fixed: Mapping[str, bool] | None = None,
+        host_bytes: int | None = None,
+        in_flight_budget: int | None = None,
+        prefetch_budget: int | None = None,
+    ) -> None:
+        self.step = step
+        self.rates = rates
+        self.host_bytes = host_bytes
+        self.bounds = (in_flight_budget, prefetch_budget)
+        fixed = dict(fixed or {})
+        self.names = [c.name for c in step.candidates]
+        self.fixed = {n: fixed[n] for n in self.names if n in fixed}
+        self.problem: Problem = problem_of(step, rates, fixed=self.fixed, host_bytes=host_bytes)
+
+    def with_step(self, step: TrainingStep) -> Scheduler:
+        """The same for other times and working sets of the same step."""
+        down, up = self.bounds
+        return Scheduler(
+            step,
+            self.rates,
+            fixed=self.fixed,
+            host_bytes=self.host_bytes,
+            in_flight_budget=down,
+            prefetch_budget=up,
+        )
+
+    def keep_all(self) -> Simulation:
+        """The step with everything on the device."""
+        return simulate(self.step, (False,) * len(self.names), copies=self.rates)
+
+    def least_time(self, limit_bytes: int) -> Schedule | None:
+        """The fastest schedule within ``limit_bytes``; None where there is none."""
+        found = [s for d in self._proposals(limit_bytes) if (s := self._settle(d, limit_bytes)) is not None]
+        return min(found, key=lambda s: s.key, default=None)
+
+    def least_peak(self, max_ms: float) -> Schedule | None:
+        """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
+        whole = self.keep_all()
+        solution = least_peak(self.problem, max_ms)
+        limit = min(solution.peak_bytes, whole.peak_bytes) if solution is not None else whole.peak_bytes
+        best: Schedule | None = None
+        for _ in range(_MAX_PEAK_STEPS):
+            found = self.least_time(limit)
+            if found is not None and found.simulation.step_ms <= max_ms:
+                best = found
+                break
+            limit = int(limit * _PEAK_STEP) + 1
+        if best is None:
+            best = self.least_time(whole.peak_bytes)
+            return best if best is not None and best.simulation.step_ms <= max_ms else None
+        for _ in range(_MAX_PEAK_STEPS):
+            found = self.least_time(int(best.simulation.peak_bytes / _PEAK_STEP))
+            if found is None or found.simulation.step_ms > max_ms:
+                break
+            best = found
+        return best
+
+    def smallest(self) -> Schedule:
+        """The schedule with the least peak, whatever its time."""
+        proposals = [self._named(smallest_peak(self.problem).offloaded), self._extreme(True), self._extreme(False)]
+        peak, offload = min((least_peak_bytes(self.step, p), p) for p in proposals)
+        found = self._settle(offload, peak)
+        assert found is not None
+        return self.least_time(found.simulation.peak_bytes) or found
+
+    # -- proposals -----------------------------------------------------------------------------------------------------
+
+    def _proposals(self, limit_bytes: int) -> Iterator[tuple[bool, ...]]:
+        yield self._extreme(False)
+        if self._within_host(self._extreme(True)):
+            yield self._extreme(True)
+        budget = limit_bytes
+        for _ in range(_MAX_REPAIRS):
+            solution = least_time(self.problem, budget)
+            if solution is None:
+                return
+            offload = self._named(solution.offloaded)
+            yield offload
+            excess = least_peak_bytes(self.step, offload) - limit_bytes
+            if excess <= 0:
+                return
+            budget -= excess
+
+    def _extreme(self, offload: bool) -> tuple[bool, ...]:
+        return tuple(self.fixed.get(n, offload) for n in self.names)
+
+    def _named(self, offloaded: frozenset[str]) -> tuple[bool, ...]:
+        return tuple(n in offloaded for n in self.names)
+
+    def _within_host(self, offload: tuple[bool, ...]) -> bool:
+        moved = (c.moved_bytes or 0 for c, go in zip(self.step.candidates, offload, strict=True) if go)
+        return self.host_bytes is None or sum(moved) <= self.host_bytes
+
+    # -- settling ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
+        windows = windows_for(self.step, offload, limit_bytes)
+        if windows is None:
+            return None
+        windows = self._bounded(windows)
+        simulation = simulate(self.step, offload, copies=self.rates, windows=windows)
+        if simulation.peak_bytes > limit_bytes:
+            return None
+        return Schedule(offload, windows, simulation)
+
+    def _bounded(self, windows: Windows) -> Windows:
+        down, up = self.bounds
+        in_flight = windows.in_flight if down is None else tuple(min(w, down) for w in windows.in_flight)
+        ahead = windows.ahead if up is None else tuple(min(w, up) for w in windows.ahead)
+        return Windows(in_flight, ahead)

@@ -1,0 +1,32 @@
+"""The plans of what is compiled in this process: what ``fxoffload.plans()`` lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+from fxoffload.planner.plan import Plan
+
+
+class PlanBox:
+    """Holds the newest version of one graph's plan; listed for as long as the graph's code holds the box."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.index = next(_INDEX)
+        self.plan = dataclasses.replace(plan, graph=self.index)
+        _BOXES.add(self)
+
+    def update(self, **changes: Any) -> None:
+        """Put what was learnt since into the plan."""
+        self.plan = dataclasses.replace(self.plan, **changes)
+
+
+_INDEX = itertools.count()
+_BOXES: weakref.WeakSet[PlanBox] = weakref.WeakSet()
+
+
+def plans() -> list[Plan]:
+    """The plans of the graphs that were compiled under policy "auto" and are alive, in order of compilation."""
+    return [box.plan for box in sorted(_BOXES, key=lambda b: b.index)]

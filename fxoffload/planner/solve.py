@@ -1,0 +1,186 @@
+"""Chooses what to keep, offload and recompute: the fastest step within given bytes, the smallest within a given time.
+
+The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
+these are chosen first, with items that may move in part, and the items behind it. What HiGHS finds is never believed:
+each choice is worked out again in closed form, with whole bytes, and improved where one exchange improves it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from fxoffload.planner.problem import Problem, Solution
+from fxoffload.planner.solve_improve import Goal, improve, rounded
+from fxoffload.planner.solve_model import MOVE_PRICE, Model, slots_of
+from fxoffload.planner.solve_schedule import Loads
+
+_GAP = 1e-3
+_PEAK_GAP = 1e-9
+# Above so many decisions alternatives and items are chosen one after the other.
+_MOST_AT_ONCE = 300
+_INFEASIBLE = 2
+_GRACE_S = 1.0
+
+
+def least_time(problem: Problem, budget_bytes: int, *, deadline_s: float = 10.0) -> Solution | None:
+    """The fastest choice that fits into ``budget_bytes``; None: no choice does."""
+    clock = _Clock(deadline_s)
+    goal = Goal(problem, budget_bytes=budget_bytes)
+    bound, found = _search(problem, goal, clock)
+    if found is None:
+        smallest = _smallest(problem, clock)
+        if smallest.least_bytes() > budget_bytes:
+            return None
+        found = smallest
+    improve(found, goal, clock.until)
+    ms = goal.value(found)
+    assert ms is not None
+    return _solution(found, ms, bound - MOVE_PRICE * problem.compute_ms, ms, _GAP)
+
+
+def least_peak(problem: Problem, max_ms: float, *, deadline_s: float = 10.0) -> Solution | None:
+    """The choice of the least bytes among those that take at most ``max_ms``; None: all take longer."""
+    clock = _Clock(deadline_s)
+    goal = Goal(problem, max_ms=max_ms)
+    bound, found = _search(problem, goal, clock)
+    if found is None:
+        fastest = least_time(problem, _all_bytes(problem), deadline_s=clock.left())
+        if fastest is None or fastest.ms > max_ms:
+            return None
+        found = Loads(problem, fastest.alternatives, fastest.offloaded)
+    improve(found, goal, clock.until)
+    peak = goal.value(found)
+    assert peak is not None
+    schedule = found.schedule(int(peak))
+    assert schedule is not None
+    return _solution(found, schedule.ms, bound, peak, _GAP)
+
+
+def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
+    """The choice of the least bytes, however long it takes; the fastest of those.
+
+    Raises:
+        ValueError: what must be offloaded exceeds the host.
+    """
+    clock = _Clock(deadline_s)
+    smallest = _smallest(problem, clock)
+    peak = smallest.least_bytes()
+    found = least_time(problem, peak, deadline_s=clock.left()) if clock.left() > 0.1 else None
+    if found is not None:
+        return found
+    schedule = smallest.schedule(peak)
+    assert schedule is not None
+    return _solution(smallest, schedule.ms, -math.inf, schedule.ms, _GAP)
+
+
+def frontier(problem: Problem, budgets: Iterable[int], *, deadline_s: float = 30.0) -> list[tuple[int, float]]:
+    """Budgets, ascending, and a lower bound of the time within each: items move in part, layers mix alternatives.
+    ``math.inf`` where even so nothing fits. Never ascends."""
+    clock = _Clock(deadline_s)
+    model = Model(problem, exact=False, is_timed=True)
+    found: list[tuple[int, float]] = []
+    least = math.inf
+    for budget in sorted(set(budgets)):
+        answer = model.least_time(budget, gap=_GAP, deadline_s=clock.left(), relaxed=True)
+        if answer.choose:
+            least = min(least, answer.bound)
+        found.append((budget, least))
+    return found
+
+
+class _Clock:
+    def __init__(self, deadline_s: float) -> None:
+        self.until = time.monotonic() + deadline_s
+
+    def left(self) -> float:
+        """Seconds."""
+        return max(self.until - time.monotonic(), 0.0)
+
+
+def _search(problem: Problem, goal: Goal, clock: _Clock) -> tuple[float, Loads | None]:
+    """A bound of the objective, and a choice that meets the goal if one was found."""
+    decisions = sum(len(la.alternatives) for la in problem.layers if len(la.alternatives) > 1)
+    decisions += len(slots_of(problem, exact=True))
+    single = all(len(la.alternatives) == 1 for la in problem.layers)
+    if single or decisions <= _MOST_AT_ONCE:
+        model = Model(problem, exact=True, is_timed=True)
+        answer = goal.solve(model, _GAP, clock.left() * 0.8)
+        loads = _best([rounded(problem, model.slots, answer)], goal) if answer.choose else None
+        if loads is not None or answer.status == _INFEASIBLE:
+            return answer.bound, loads
+    model = Model(problem, exact=False, is_timed=True)
+    answer = goal.solve(model, _GAP, clock.left() * 0.6)
+    bound = answer.bound
+    if answer.status == _INFEASIBLE:
+        return bound, None
+    if not answer.choose:
+        answer = goal.solve(model, _GAP, max(clock.left() * 0.5, _GRACE_S), relaxed=True)
+        bound = max(bound, answer.bound)
+    if not answer.choose:
+        return bound, None
+    first = rounded(problem, model.slots, answer)
+    model = Model(problem, exact=True, is_timed=True, alternatives=first.alternatives)
+    second = goal.solve(model, _GAP, max(clock.left() * 0.8, _GRACE_S))
+    found = [first, Loads(problem, first.alternatives, [i.name for i in first.saved() if i.may_move])]
+    if second.choose:
+        found.append(rounded(problem, model.slots, second))
+    return bound, _best(found, goal)
+
+
+def _best(found: Iterable[Loads], goal: Goal) -> Loads | None:
+    values = [(value, number, loads) for number, loads in enumerate(found) if (value := goal.value(loads)) is not None]
+    return min(values)[2] if values else None
+
+
+def _smallest(problem: Problem, clock: _Clock) -> Loads:
+    """The choice of the least bytes, the link aside. Takes a moment longer than the clock allows if it must."""
+    found: list[Loads] = []
+    for exact in (False, True):
+        model = Model(problem, exact=exact, is_timed=False)
+        answer = model.least_peak(None, gap=_PEAK_GAP, deadline_s=max(clock.left() * 0.4, _GRACE_S))
+        if answer.status == _INFEASIBLE:
+            break
+        if answer.choose:
+            found.append(rounded(problem, model.slots, answer))
+            if found[-1].fits_host() and found[-1].least_bytes() <= answer.bound * (1 + 1e-7):
+                return found[-1]
+    found = [loads for loads in (*found, *_plain(problem)) if loads.fits_host()]
+    if not found:
+        raise ValueError("expected room on the host for what must be offloaded, found too little of it")
+    return min(found, key=Loads.least_bytes)
+
+
+def _plain(problem: Problem) -> Iterable[Loads]:
+    """Choices that need no search: each alternative everywhere, with all offloaded, or nothing that need not be."""
+    for a in range(max((len(la.alternatives) for la in problem.layers), default=1)):
+        chosen = [min(a, len(la.alternatives) - 1) for la in problem.layers]
+        nothing = Loads(problem, chosen, ())
+        yield Loads(problem, chosen, [i.name for i in nothing.saved() if i.may_move])
+        yield Loads(problem, chosen, [i.name for i in nothing.saved() if i.fixed])
+
+
+def _all_bytes(problem: Problem) -> int:
+    held = sum(
+        max(sum(i.held_bytes + i.moved_bytes for i in a.items) for a in la.alternatives) for la in problem.layers
+    )
+    extra = sum(max(sum(a.extra_bytes.values()) for a in la.alternatives) for la in problem.layers)
+    return held + extra + max((*problem.forward_bytes, *problem.backward_bytes), default=0)
+
+
+def _solution(loads: Loads, ms: float, bound: float, objective: float, asked: float) -> Solution:
+    peak = loads.peak_bytes(ms)
+    schedule = loads.schedule(peak) if peak is not None else None
+    assert peak is not None and schedule is not None
+    gap = max(objective - bound, 0.0) / objective if objective > 0 else 0.0
+    return Solution(
+        tuple(loads.alternatives),
+        frozenset(loads.offloaded),
+        schedule.ms,
+        schedule.exposed_ms,
+        peak,
+        loads.moved,
+        gap,
+        gap <= asked * 1.1,
+    )

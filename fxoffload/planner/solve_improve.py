@@ -1,0 +1,118 @@
+"""From the numbers of a program to a choice, and from a choice to a better one nearby."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+from fxoffload.planner.problem import Problem
+from fxoffload.planner.solve_model import Answer, Model, Slot
+from fxoffload.planner.solve_schedule import Loads
+
+_TIE = 1e-9
+
+
+class Goal:
+    """What is sought: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
+
+    def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
+        self._problem = problem
+        self._budget = budget_bytes
+        self._max_ms = max_ms
+
+    def solve(self, model: Model, gap: float, deadline_s: float, *, relaxed: bool = False) -> Answer:
+        """Ask HiGHS."""
+        if self._budget is not None:
+            return model.least_time(self._budget, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
+        return model.least_peak(self._max_ms, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
+
+    def value(self, loads: Loads) -> float | None:
+        """What is to be least; None: it does not fit, or takes too long."""
+        if not loads.fits_host():
+            return None
+        if self._budget is not None:
+            schedule = loads.schedule(self._budget)
+            return None if schedule is None else schedule.ms
+        assert self._max_ms is not None
+        return loads.peak_bytes(self._max_ms)
+
+    def reaches(self, loads: Loads, value: float) -> float | None:
+        """The value where it is at most ``value``; else None, sooner than ``value`` would tell."""
+        if self._max_ms is not None:
+            schedule = loads.schedule(int(value)) if loads.fits_host() else None
+            if schedule is None or schedule.ms > self._max_ms * (1 + _TIE) + _TIE:
+                return None
+        found = self.value(loads)
+        return found if found is not None and found <= value * (1 + _TIE) else None
+
+
+def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
+    """The choice that an answer means, or is closest to. Layers of one structure that mix alternatives take turns."""
+    owed: dict[Hashable, list[float]] = {}
+    chosen: list[int] = []
+    for layer, weights in zip(problem.layers, answer.choose, strict=True):
+        sums = owed.setdefault((layer.structure, len(weights)), [0.0] * len(weights))
+        for a, weight in enumerate(weights):
+            sums[a] += weight
+        # Only what the layer has a part of; of equals the first.
+        best = max((a for a, weight in enumerate(weights) if weight > 1e-6), key=lambda a: round(sums[a], 6))
+        sums[best] -= 1.0
+        chosen.append(best)
+    offloaded = {
+        i.name for la, a in zip(problem.layers, chosen, strict=True) for i in la.alternatives[a].items if i.fixed
+    }
+    for slot, moved in zip(slots, answer.moved, strict=True):
+        if chosen[slot.layer] not in slot.alternatives:
+            continue
+        weight = sum(answer.choose[slot.layer][a] for a in slot.alternatives)
+        if slot.count == len(slot.items):
+            number = round(min(moved / max(weight, 1e-6), slot.count))
+            offloaded.update(i.name for i in slot.items[:number])
+        elif moved >= weight / 2:
+            offloaded.update(i.name for i in slot.items)
+    return Loads(problem, chosen, offloaded)
+
+
+def improve(loads: Loads, goal: Goal, until: float) -> None:
+    """Exchange alternatives while that is better, then keep what need not move. Stops at ``until`` (monotonic)."""
+    value = goal.value(loads)
+    if value is None:
+        return
+    value = _exchange(loads, goal, value, until)
+    _keep(loads, goal, value, until)
+
+
+def _exchange(loads: Loads, goal: Goal, value: float, until: float) -> float:
+    by_structure: dict[Hashable, list[int]] = defaultdict(list)
+    for at, layer in enumerate(loads.problem.layers):
+        by_structure[layer.structure].append(at)
+    for at, layer in enumerate(loads.problem.layers):
+        for alternative in range(len(layer.alternatives)):
+            if time.monotonic() > until:
+                return value
+            before, offloaded = loads.alternatives[at], set(loads.offloaded)
+            if alternative == before:
+                continue
+            loads.choose(at, alternative)
+            found = goal.reaches(loads, value)
+            if found is not None and found < value * (1 - _TIE):
+                value = found
+                continue
+            loads.choose(at, before)
+            for item in loads.items(at):
+                loads.set(item, offload=item.name in offloaded)
+    return value
+
+
+def _keep(loads: Loads, goal: Goal, value: float, until: float) -> None:
+    movable = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
+    for item in sorted(movable, key=lambda i: -i.moved_bytes):
+        if time.monotonic() > until:
+            return
+        loads.set(item, offload=False)
+        found = goal.reaches(loads, value)
+        if found is None:
+            loads.set(item, offload=True)
+        else:
+            value = min(value, found)

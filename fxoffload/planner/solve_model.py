@@ -1,0 +1,355 @@
+"""The model of ``solve_schedule`` as a mixed-integer program, for ``scipy.optimize.milp`` (HiGHS).
+
+Sums over segments are variables of their own (what was made so far = what was made before + what this one makes), so
+an item stands in a handful of rows however many segments there are. Units are chosen so that numbers are near 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from fxoffload.planner.problem import Item, Problem
+
+Terms = dict[int, float]  # variable -> factor
+MOVE_PRICE = 5e-5  # what it costs to move all that can move, in parts of the compute time
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Items of one layer that are decided together.
+
+    Attributes:
+        layer: position of the layer.
+        alternatives: those that save the items.
+        items: they live alike.
+        count: what is decided is how many of the items move, all of one size; 1: what part of them all.
+    """
+
+    layer: int
+    alternatives: tuple[int, ...]
+    items: tuple[Item, ...]
+    count: int
+
+
+def slots_of(problem: Problem, *, exact: bool) -> list[Slot]:
+    """The decisions about items that may move.
+
+    Equal items are one slot. If not ``exact``, so are all that live alike: a part of them moves.
+    """
+    found: list[Slot] = []
+    for at, layer in enumerate(problem.layers):
+        where: dict[Item, list[int]] = defaultdict(list)
+        for number, alternative in enumerate(layer.alternatives):
+            for item in alternative.items:
+                if item.may_move and not problem.is_taken_back(item):
+                    where[item].append(number)
+        groups: dict[object, list[Item]] = defaultdict(list)
+        for item, numbers in where.items():
+            life = (item.made_at, item.copy_after, item.freed_before, item.needed_at, item.dies_at, item.fixed)
+            by_size = exact or item.held_bytes != item.moved_bytes
+            groups[tuple(numbers), life, (item.held_bytes, item.moved_bytes) if by_size else None].append(item)
+        for items in groups.values():
+            equal = exact or items[0].held_bytes != items[0].moved_bytes
+            found.append(Slot(at, tuple(where[items[0]]), tuple(items), len(items) if equal else 1))
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a program.
+
+    Attributes:
+        status: of ``scipy.optimize.milp``: 0 solved, 1 out of time, 2 infeasible.
+        bound: no choice is better than that (ms or bytes); -inf where nothing is known.
+        choose: per layer, the weight of each alternative; empty where nothing was found.
+        moved: per slot, how many of its items move.
+    """
+
+    status: int
+    bound: float
+    choose: list[list[float]]
+    moved: list[float]
+
+
+class Model:
+    """A program under construction, and its solution.
+
+    Args:
+        problem: what there is to decide.
+        exact: whether items move as a whole.
+        is_timed: whether time counts; else compute waits for free and the link does not matter.
+        alternatives: the chosen ones, where they are chosen already.
+    """
+
+    def __init__(
+        self, problem: Problem, *, exact: bool, is_timed: bool, alternatives: Sequence[int] | None = None
+    ) -> None:
+        self._problem = problem
+        self.slots = slots = slots_of(problem, exact=exact)
+        self._forward_waits: list[int] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._integer: list[bool] = []
+        self._cost: list[float] = []
+        self._rows: list[Terms] = []
+        self._limits: list[tuple[float, float]] = []
+        items = {i for layer in problem.layers for a in layer.alternatives for i in a.items}
+        self._byte = 1 / max(1, max((max(i.held_bytes, i.moved_bytes) for i in items), default=1))
+        self._tick = 1000 / problem.compute_ms if problem.compute_ms > 0 else 1.0
+        self._choose = [
+            [
+                self._variable(float(alternatives is not None and alternatives[at] == a), 1.0, integer=True)
+                for a in range(len(layer.alternatives))
+            ]
+            for at, layer in enumerate(problem.layers)
+        ]
+        for choose in self._choose:
+            self._row(dict.fromkeys(choose, 1.0), 1.0, 1.0)
+        self._move = [self._variable(0.0, s.count, integer=exact) for s in slots]
+        for slot, move in zip(slots, self._move, strict=True):
+            saved = {self._choose[slot.layer][a]: -float(slot.count) for a in slot.alternatives}
+            must = slot.items[0].fixed is True
+            self._row({move: 1.0, **saved}, 0.0 if must else -np.inf, 0.0)
+        self._peak = self._variable(0.0, np.inf)
+        self._time: Terms = {self._variable(1.0, 1.0): problem.compute_ms * self._tick}
+        for at, layer in enumerate(problem.layers):
+            for a, alternative in enumerate(layer.alternatives):
+                self._time[self._choose[at][a]] = sum(alternative.extra_ms.values()) * self._tick
+        if problem.host_bytes is not None:
+            self._host(problem.host_bytes)
+        if is_timed:
+            self._timed()
+        else:
+            self._untimed()
+
+    def _host(self, nbytes: int) -> None:
+        terms = self._moving(lambda item: item.moved_bytes)
+        for choose, layer in zip(self._choose, self._problem.layers, strict=True):
+            for x, alternative in zip(choose, layer.alternatives, strict=True):
+                back = sum(i.moved_bytes for i in alternative.items if self._problem.is_taken_back(i))
+                if back:
+                    terms[x] = back * self._byte
+        self._row(terms, -np.inf, nbytes * self._byte)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _variable(self, low: float, high: float, *, integer: bool = False) -> int:
+        self._low.append(low)
+        self._high.append(high)
+        self._integer.append(integer)
+        return len(self._low) - 1
+
+    def _free(self) -> int:
+        return self._variable(-np.inf, np.inf)
+
+    def _flow(self) -> int:
+        return self._variable(0.0, np.inf)
+
+    def _row(self, terms: Terms, low: float, high: float) -> None:
+        self._rows.append(terms)
+        self._limits.append((low, high))
+
+    def _moving(self, size: Callable[[Item], int]) -> Terms:
+        """The bytes of all that moves, by slot."""
+        found: Terms = {}
+        for slot, move in zip(self.slots, self._move, strict=True):
+            nbytes = sum(size(i) for i in slot.items) / slot.count
+            if nbytes:
+                found[move] = nbytes * self._byte
+        return found
+
+    def _by_segment(self, count: int, where: Callable[[Item], int], size: Callable[[Item], int]) -> list[Terms]:
+        """The same, of what ``where`` places at each segment."""
+        found: list[Terms] = [{} for _ in range(count)]
+        total = self._moving(size)
+        for slot, move in zip(self.slots, self._move, strict=True):
+            if move in total:
+                found[where(slot.items[0])][move] = total[move]
+        return found
+
+    def _saved(self, count: int, where: Callable[[Item], int]) -> list[Terms]:
+        """Per segment, the bytes of what the chosen alternatives save."""
+        found: list[Terms] = [{} for _ in range(count)]
+        for choose, layer in zip(self._choose, self._problem.layers, strict=True):
+            for x, alternative in zip(choose, layer.alternatives, strict=True):
+                for item in alternative.items:
+                    terms = found[where(item)]
+                    terms[x] = terms.get(x, 0.0) + item.held_bytes * self._byte
+        return found
+
+    def _sums(self, changes: Iterable[Terms]) -> list[int]:
+        """A variable per change: the sum of the changes so far."""
+        found: list[int] = []
+        for terms in changes:
+            if found and not terms:
+                found.append(found[-1])
+                continue
+            total = self._free()
+            row = {total: 1.0, **{v: -f for v, f in terms.items()}}
+            if found:
+                row[found[-1]] = -1.0
+            self._row(row, 0.0, 0.0)
+            found.append(total)
+        return found
+
+    def _extra(self) -> tuple[list[Terms], list[Terms]]:
+        """Per backward segment, time and bytes of recomputation."""
+        count = len(self._problem.backward_ms)
+        times: list[Terms] = [{} for _ in range(count)]
+        sizes: list[Terms] = [{} for _ in range(count)]
+        for choose, layer in zip(self._choose, self._problem.layers, strict=True):
+            for x, alternative in zip(choose, layer.alternatives, strict=True):
+                for at, ms in alternative.extra_ms.items():
+                    times[at][x] = ms * self._tick
+                for at, nbytes in alternative.extra_bytes.items():
+                    sizes[at][x] = nbytes * self._byte
+        return times, sizes
+
+    def _memory(self) -> tuple[list[int], list[int], list[Terms], list[int]]:
+        """Per forward segment: what was made; what may have been freed. Per backward segment: what is there but for
+        reloads; at [-1] of the last list the end: what must be back."""
+        forward, backward = len(self._problem.forward_ms), len(self._problem.backward_ms)
+        made = self._sums(self._saved(forward, lambda item: max(item.made_at, 0)))
+        freed = self._sums(self._by_segment(forward + 1, lambda i: i.freed_before, lambda i: i.held_bytes))
+        # What was kept less what died; of what moved, as many bytes less as were not kept.
+        kept = self._saved(1, lambda item: 0)[0]
+        kept.update({v: -f for v, f in self._moving(lambda item: item.held_bytes).items()})
+        dead = self._saved(backward + 1, lambda item: item.dies_at)
+        more = self._by_segment(backward + 1, lambda i: i.dies_at, lambda i: i.moved_bytes - i.held_bytes)
+        changes = [kept, *({v: -f for v, f in (*a.items(), *b.items())} for a, b in zip(dead, more, strict=True))]
+        base = self._sums(changes[:backward])
+        _, sizes = self._extra()
+        there = [{v: 1.0, **extra} for v, extra in zip(base, sizes, strict=True)]
+        needs = self._sums(self._by_segment(backward + 1, lambda i: i.needed_at, lambda i: i.moved_bytes))
+        return made, freed, there, needs
+
+    def _fits(self, terms: Terms, fixed_bytes: int) -> None:
+        self._row({**terms, self._peak: -1.0}, -np.inf, -fixed_bytes * self._byte)
+
+    def _untimed(self) -> None:
+        made, freed, there, needs = self._memory()
+        for m, f, fixed in zip(made, freed, self._problem.forward_bytes, strict=False):
+            self._fits({m: 1.0, f: -1.0}, fixed)
+        for terms, need, fixed in zip(there, needs, self._problem.backward_bytes, strict=False):
+            self._fits({**terms, need: 1.0}, fixed)
+
+    def _timed(self) -> None:
+        problem = self._problem
+        made, freed, there, needs = self._memory()
+        scale = self._byte / self._tick
+        down, up = problem.d2h_bytes_per_ms * scale, problem.h2d_bytes_per_ms * scale
+        forward = len(problem.forward_ms)
+        ready = self._sums(
+            self._by_segment(forward + 1, lambda i: i.copy_after + 1, lambda i: i.held_bytes and i.copied_bytes)
+        )
+        copied: int | None = None  # by the end of the segment before
+        for at in range(forward):
+            wait, begin, end = self._flow(), self._flow(), self._flow()
+            self._forward_waits.append(wait)
+            self._row({begin: 1.0, wait: -down, **_minus(copied)}, -np.inf, 0.0)
+            self._row({end: 1.0, begin: -1.0}, -np.inf, problem.forward_ms[at] * self._tick * down)
+            self._row({end: 1.0, ready[at]: -1.0}, -np.inf, 0.0)
+            gone = self._flow()
+            self._row({gone: 1.0, begin: -1.0}, -np.inf, 0.0)
+            self._row({gone: 1.0, freed[at]: -1.0}, -np.inf, 0.0)
+            self._fits({made[at]: 1.0, gone: -1.0}, problem.forward_bytes[at])
+            copied = end
+        self._turn(copied, ready[-1], down)
+        times, _ = self._extra()
+        reloaded: int | None = None
+        for at, ms in enumerate(problem.backward_ms):
+            wait, begin, end = self._flow(), self._flow(), self._flow()
+            self._time[wait] = 1.0
+            self._row({begin: 1.0, wait: -up, **_minus(reloaded)}, -np.inf, 0.0)
+            self._row({begin: 1.0, needs[at]: -1.0}, 0.0, np.inf)
+            recomputing = {v: -f * up for v, f in times[at].items()}
+            self._row({end: 1.0, begin: -1.0, **recomputing}, -np.inf, ms * self._tick * up)
+            self._row({end: 1.0, begin: -1.0}, 0.0, np.inf)
+            if reloaded is not None:
+                self._row({begin: 1.0, reloaded: -1.0}, 0.0, np.inf)
+            self._fits({**there[at], end: 1.0}, problem.backward_bytes[at])
+            reloaded = end
+        wait = self._flow()
+        self._time[wait] = 1.0
+        self._row({needs[-1]: 1.0, wait: -up, **_minus(reloaded)}, -np.inf, 0.0)
+
+    def _turn(self, copied: int | None, ready: int, down: float) -> None:
+        """Between forward and backward: the rest is copied."""
+        wait = self._flow()
+        self._forward_waits.append(wait)
+        self._time.update(dict.fromkeys(self._forward_waits, 1.0))
+        self._row({ready: 1.0, wait: -down, **_minus(copied)}, -np.inf, 0.0)
+        inputs = self._moving(lambda item: 0 if item.held_bytes else item.moved_bytes)
+        if inputs:
+            free = sum(self._problem.forward_ms) * self._tick * down
+            self._row({ready: 1.0, **inputs, **dict.fromkeys(self._forward_waits, -down)}, -np.inf, free)
+
+    # -- solving -------------------------------------------------------------------------------------------------------
+
+    def least_time(self, budget: float, *, gap: float, deadline_s: float, relaxed: bool = False) -> Answer:
+        """The shortest step within ``budget`` bytes."""
+        self._high[self._peak] = budget * self._byte
+        cost = dict(self._time)
+        self._add_price(cost)
+        return self._solve(cost, 1 / self._tick, gap, deadline_s, relaxed)
+
+    def least_peak(self, max_ms: float | None, *, gap: float, deadline_s: float, relaxed: bool = False) -> Answer:
+        """The least bytes for a step of ``max_ms``; None: however long it takes."""
+        rows, limits = self._rows, self._limits
+        if max_ms is not None:
+            self._rows, self._limits = [*rows, self._time], [*limits, (-np.inf, max_ms * self._tick)]
+        try:
+            return self._solve({self._peak: 1.0}, 1 / self._byte, gap, deadline_s, relaxed)
+        finally:
+            self._rows, self._limits = rows, limits
+
+    def _add_price(self, cost: Terms) -> None:
+        moving = self._moving(lambda item: item.moved_bytes)
+        total = sum(f * self._high[v] for v, f in moving.items())
+        price = MOVE_PRICE * self._problem.compute_ms * self._tick
+        for v, f in moving.items():
+            cost[v] = cost.get(v, 0.0) + price * f / total
+
+    def _solve(self, cost: Terms, unit: float, gap: float, deadline_s: float, relaxed: bool) -> Answer:
+        size = len(self._low)
+        objective = np.zeros(size)
+        objective[list(cost)] = list(cost.values())
+        lengths = [len(r) for r in self._rows]
+        rows = np.repeat(np.arange(len(self._rows)), lengths)
+        columns = np.fromiter((v for r in self._rows for v in r), dtype=np.int64, count=sum(lengths))
+        factors = np.fromiter((f for r in self._rows for f in r.values()), dtype=float, count=sum(lengths))
+        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), size)).tocsc()
+        limits = np.array(self._limits).reshape(-1, 2)
+        bounds: Any = Bounds  # its annotations know numbers only
+        rows_between: Any = LinearConstraint
+        result = milp(
+            objective,
+            integrality=np.zeros(size) if relaxed else np.array(self._integer, dtype=float),
+            bounds=bounds(np.array(self._low), np.array(self._high)),
+            constraints=rows_between(matrix, limits[:, 0], limits[:, 1]),
+            options={"time_limit": max(deadline_s, 0.01), "mip_rel_gap": gap, "presolve": True},
+        )
+        if result.x is None:
+            bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * unit
+            return Answer(int(result.status), bound, [], [])
+        if relaxed:
+            bound = float(result.fun)
+        else:
+            bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+        return Answer(
+            int(result.status),
+            bound * unit,
+            [[float(result.x[v]) for v in choose] for choose in self._choose],
+            [float(result.x[v]) for v in self._move],
+        )
+
+
+def _minus(variable: int | None) -> Terms:
+    return {} if variable is None else {variable: -1.0}

@@ -1,0 +1,184 @@
+"""What one choice takes: the shortest step within given bytes, in closed form.
+
+The model, for a choice and a memory of M bytes. Copies are a flow, not single transfers:
+
+- Down: a copy may begin behind ``copy_after``. Before a forward segment runs, what was made so far, less what was
+  copied and is read no more, must fit; compute waits until enough has been copied. As soon as possible is best for
+  copies, as late as possible for waits: nothing else is ever shorter.
+- At the turn all copies are done; the caller's memory is copied whenever nothing else is.
+- Up: reloads run from the beginning of the backward, in the order of need, as far ahead as M allows now and later.
+  Before a backward segment runs, what it and its predecessors need must be back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from fxoffload.planner.problem import Item, Problem
+
+
+class Schedule(NamedTuple):
+    """Times of a step, in milliseconds. ``exposed_ms``: of waits for copies."""
+
+    ms: float
+    exposed_ms: float
+
+
+class Loads:
+    """The bytes and times of one choice, summed by segment. Items and alternatives can be exchanged one by one.
+
+    Lists are of changes: what a segment finds is the sum up to it.
+    """
+
+    def __init__(self, problem: Problem, alternatives: Iterable[int], offloaded: Iterable[str]) -> None:
+        self.problem = problem
+        self.alternatives = list(alternatives)
+        self.offloaded = set(offloaded)
+        self.moved = 0  # bytes of all that is offloaded
+        forward, backward = len(problem.forward_ms), len(problem.backward_ms)
+        self._made = [0] * (forward + 1)
+        self._ready = [0] * (forward + 1)
+        self._freed = [0] * (forward + 1)
+        self._inputs = 0  # offloaded bytes of the caller's memory
+        self._kept = 0
+        self._dies = [0] * (backward + 2)
+        self._needs = [0] * (backward + 1)
+        self._backward_ms = list(problem.backward_ms)
+        self._backward_bytes = list(problem.backward_bytes)
+        for at in range(len(self.alternatives)):
+            self._count_alternative(at, 1)
+
+    def items(self, layer: int) -> tuple[Item, ...]:
+        """What the chosen alternative of a layer saves."""
+        return self.problem.layers[layer].alternatives[self.alternatives[layer]].items
+
+    def saved(self) -> list[Item]:
+        """The same of all layers."""
+        return [item for layer in range(len(self.alternatives)) for item in self.items(layer)]
+
+    def choose(self, layer: int, alternative: int) -> None:
+        """Exchange the alternative of a layer; what of its items was offloaded stays so where that is allowed."""
+        self._count_alternative(layer, -1)
+        moves = {i.name for i in self.items(layer)} & self.offloaded
+        self.offloaded -= moves
+        self.alternatives[layer] = alternative
+        self.offloaded |= {i.name for i in self.items(layer) if i.fixed or (i.name in moves and i.may_move)}
+        self._count_alternative(layer, 1)
+
+    def set(self, item: Item, *, offload: bool) -> None:
+        """Keep or offload an item of a chosen alternative."""
+        if (item.name in self.offloaded) == offload:
+            return
+        self._count(item, not offload, -1)
+        self._count(item, offload, 1)
+        (self.offloaded.add if offload else self.offloaded.discard)(item.name)
+
+    def _count_alternative(self, layer: int, sign: int) -> None:
+        alternative = self.problem.layers[layer].alternatives[self.alternatives[layer]]
+        for at, ms in alternative.extra_ms.items():
+            self._backward_ms[at] += sign * ms
+        for at, nbytes in alternative.extra_bytes.items():
+            self._backward_bytes[at] += sign * nbytes
+        for item in alternative.items:
+            self._count(item, item.name in self.offloaded, sign)
+
+    def _count(self, item: Item, offload: bool, sign: int) -> None:
+        held, moved = sign * item.held_bytes, sign * item.moved_bytes
+        self._made[max(item.made_at, 0)] += held
+        if offload:
+            self.moved += moved
+        if not offload or self.problem.is_taken_back(item):
+            self._kept += held
+            self._dies[item.dies_at + 1] += held
+            return
+        self._dies[item.dies_at + 1] += moved
+        self._needs[item.needed_at] += moved
+        if not item.held_bytes:
+            self._inputs += moved
+            return
+        self._ready[item.copy_after + 1] += sign * item.copied_bytes
+        self._freed[item.freed_before] += held
+
+    def fits_host(self) -> bool:
+        """Whether the host has room for what is offloaded."""
+        return self.problem.host_bytes is None or self.moved <= self.problem.host_bytes
+
+    def _backward_base(self) -> list[int]:
+        """Per backward segment, all bytes but for reloads: minus what was reloaded and died."""
+        dead = accumulate(self._dies)
+        return [self._kept - d + b for d, b in zip(dead, self._backward_bytes, strict=False)]
+
+    def least_bytes(self) -> int:
+        """The bytes below which no waiting helps."""
+        present = [m - f for m, f in zip(accumulate(self._made), accumulate(self._freed), strict=True)]
+        forward = [p + b for p, b in zip(present, self.problem.forward_bytes, strict=False)]
+        backward = [b + n for b, n in zip(self._backward_base(), accumulate(self._needs), strict=False)]
+        return max((*forward, *backward), default=0)
+
+    def schedule(self, budget: int) -> Schedule | None:
+        """The shortest step within ``budget`` bytes; None: it does not fit."""
+        room = [budget - b for b in self._backward_base()]
+        needs = list(accumulate(self._needs))
+        if any(n > r for n, r in zip(needs, room, strict=False)):
+            return None
+        for at in range(len(room) - 2, -1, -1):
+            room[at] = min(room[at], room[at + 1])
+        down = self._forward(budget)
+        if down is None:
+            return None
+        waits, left = down
+        rate = self.problem.d2h_bytes_per_ms
+        copied = sum(self._ready) + self._inputs
+        waits += max(left / rate, copied / rate - sum(self.problem.forward_ms) - waits, 0.0)
+        waits += self._backward(needs, room)
+        ms = sum(self.problem.forward_ms) + sum(self._backward_ms)
+        return Schedule(ms + waits, waits)
+
+    def _forward(self, budget: int) -> tuple[float, float] | None:
+        """Waits of the forward, and the bytes still to copy at its end."""
+        problem, rate = self.problem, self.problem.d2h_bytes_per_ms
+        waits = copied = 0.0
+        present = ready = freed = 0
+        for at, ms in enumerate(problem.forward_ms):
+            present += self._made[at]
+            ready += self._ready[at]
+            freed += self._freed[at]
+            lack = present + problem.forward_bytes[at] - budget
+            if lack > freed:
+                return None
+            if lack > copied:
+                waits += (lack - copied) / rate
+                copied = lack
+            copied = min(ready, copied + ms * rate)
+        return waits, ready + self._ready[-1] - copied
+
+    def _backward(self, needs: list[int], room: list[int]) -> float:
+        """Waits of the backward."""
+        rate = self.problem.h2d_bytes_per_ms
+        waits = back = 0.0
+        for at, ms in enumerate(self._backward_ms):
+            if needs[at] > back:
+                waits += (needs[at] - back) / rate
+                back = needs[at]
+            back = max(back, min(back + ms * rate, room[at]))
+        return waits + max(needs[-1] - back, 0.0) / rate
+
+    def peak_bytes(self, ms: float) -> int | None:
+        """The least bytes in which the step takes at most ``ms``; None: it always takes longer."""
+        low = self.least_bytes()
+        high = low + sum(self._made) + self.moved
+        if not self._within(high, ms):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._within(middle, ms):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _within(self, budget: int, ms: float) -> bool:
+        schedule = self.schedule(budget)
+        return schedule is not None and schedule.ms <= ms * (1 + 1e-9) + 1e-9

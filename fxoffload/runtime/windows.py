@@ -1,0 +1,34 @@
+"""What a plan tells the executor: which storages leave, and how many bytes may be under way at each point of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Most bytes under way, point by point. They take the place of one window for the whole step.
+
+    Attributes:
+        in_flight: one per forward segment, and [0] for the entry: the most that is held behind that segment for copies
+            that are under way to the host.
+        ahead: one per backward segment, and [0] for the beginning of the backward: the most that is reloaded ahead of
+            use (and taken back, and not yet read) when that segment starts.
+    """
+
+    in_flight: tuple[int, ...]
+    ahead: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one forward call does.
+
+    Attributes:
+        offload: one bool per movable, True to offload.
+        windows: None for windows that follow the segments, or the budgets of the options.
+    """
+
+    offload: Sequence[bool]
+    windows: Windows | None = None
