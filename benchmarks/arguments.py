@@ -30,10 +30,10 @@ CASES = {
     "stack": Case(),
     "stack65k": Case(layers=10, seq=65_536),
     "causal_lm": Case(name="causal_lm", layers=8, seq=8192, vocab=VOCABULARY),
-    # The shape of Qwen3-30B-A3B: `ffn` is one expert's. 20 of its 48 layers: see README.md.
+    # The shape of Qwen3-30B-A3B: `ffn` is one expert's. 24 of its 48 layers, see README.md.
     "moe": Case(
         name="moe",
-        layers=20,
+        layers=24,
         seq=8192,
         hidden=2048,
         ffn=768,

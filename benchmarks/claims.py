@@ -149,6 +149,7 @@ class _Claims:
     def truth(self, which: str, peak_error: float, step_error: float) -> Claim:
         name = f"{which}: peak within {peak_error:.0%}, time within {step_error:.0%}"
         errors: dict[str, Any] = {}
+        without: list[str] = []
         held, measured = True, False
         for record in self.records.values():
             if record.variant.kind != "auto" or record.result.step_ms is None:
@@ -157,12 +158,14 @@ class _Claims:
             peak, step = row.get(f"{which}_peak_error"), row.get(f"{which}_step_error")
             errors[record.variant.label] = {"peak": peak, "step": step}
             if peak is None or step is None:
+                # A plan that does nothing is not calibrated.
+                without.append(record.variant.label)
                 continue
             measured = True
             held = held and abs(peak) <= peak_error and abs(step) <= step_error
         if not measured:
             return _missing(name, f"a plan that is {which}, with a measured peak", {"errors": errors})
-        return _claim(name, held, {"errors": errors})
+        return _claim(name, held, {"errors": errors, "without": ", ".join(without) or "none"})
 
     # -- the curve -----------------------------------------------------------------------------------------------------
 
@@ -205,8 +208,9 @@ def _ratio(value: int, of: int | None) -> float | None:
 def _all_within(name: str, ratios: dict[str, float | None], limit: float, what: str) -> Claim:
     known = {label: ratio for label, ratio in ratios.items() if ratio is not None}
     figures: dict[str, Any] = {what: known}
-    if unknown := sorted(set(ratios) - set(known)):
-        figures["missing"] = ", ".join(unknown)
+    unknown = sorted(set(ratios) - set(known))
+    if unknown or not known:
+        figures["missing"] = ", ".join(unknown) or "a variant with a budget"
     if any(ratio > limit for ratio in known.values()):
         return _claim(name, False, figures)
     return _claim(name, None if unknown or not known else True, figures)

@@ -46,14 +46,15 @@ def run(
         cases = parse_cases(values, chosen.case_defaults)
         protocol = parse_protocol(values, chosen.protocol_defaults)
         asked = parse_variants(variants or chosen.variants, values)
-        earlier = from_json(Report, resume.read_text()) if resume is not None else None
+        if resume is not None and not resume.exists():
+            raise ValueError(f"expected an earlier report to resume, found no {resume}")
         if scenario == "longest" and not (protocol.lengths or all(v.lengths for v in asked)):
             raise ValueError(
                 "longest needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    report = run_all(chosen, cases, asked, protocol, out, deadline_s, earlier)
+    report = run_all(chosen, cases, asked, protocol, out, deadline_s, resume)
     typer.echo(render(report))
     if all(record.status != "ok" for record in report.records):
         raise typer.Exit(1)

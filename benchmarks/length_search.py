@@ -76,7 +76,9 @@ class LengthSearch:
     def _steps(self, probe: Probe, job: Job, module: nn.Module, watch: PlanWatch | None) -> None:
         step = _Step(probe, job, module, self._optimizer, self.device)
         with watch.timing() if watch is not None else contextlib.nullcontext():
-            probe.first_step_ms = sum(step.run())
+            first = step.run()
+            # The forward compiles; the rest is as in any other step.
+            probe.first_step_ms, probe.phase_ms = sum(first), dict(zip(PHASES, first, strict=True))
         if watch is not None:
             probe.plan = watch.freeze(1)
         times = [step.run() for _ in range(self.request.protocol.probe_steps)]
@@ -211,7 +213,9 @@ def _attach_observer() -> None:
         for blocks in _OBSERVERS:
             blocks[:] = [[torch.cuda.memory_allocated(device)], *_largest_blocks(device)]
 
-    torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore[reportAttributeAccessIssue]
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(observe)
     _ATTACHED.append(True)
 
 

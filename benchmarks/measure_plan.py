@@ -46,7 +46,7 @@ class PlanMeasurement(Measurement):
             phases.optional("gradients", self.gradients)
         if protocol.allocator_trace and on_gpu:
             phases.optional("allocator trace", self.trace_allocator)
-        if protocol.long_steps:
+        if protocol.long_steps and budget is not None:
             phases.optional("long run", lambda: run_long(self.stepper, self.result, protocol.long_steps))
         if protocol.memory_fraction == "steps" and on_gpu and budget is not None:
             phases.optional("limited run", partial(run_limited, self.stepper, self.result, budget))
@@ -111,11 +111,11 @@ class PlanMeasurement(Measurement):
 
 def resolve(request: Request, result: Result, peaks: Mapping[str, int], device: torch.device) -> dict[str, Any]:
     """The variant's options with their budget in bytes, which the result notes."""
-    from fxoffload.sizes import parse_bytes
-
     options = dict(request.variant.options)
     if options.get("activation_budget") is None:
         return options
+    from fxoffload.sizes import parse_bytes
+
     known = dict(peaks)
     if device.type == "cuda":
         known["free"] = total_bytes(device) - torch.cuda.memory_allocated(device)

@@ -29,6 +29,7 @@ from benchmarks.schema import (
     Result,
     SweepRequest,
     Variant,
+    from_json,
     to_json,
     write_atomically,
 )
@@ -45,23 +46,28 @@ def run(
     protocol: Protocol,
     out: Path,
     deadline_s: float,
-    earlier: Report | None = None,
+    resume: Path | None = None,
 ) -> Report:
     """Measure everything that fits before the deadline. What does not fit is a row that says so.
 
-    What ``earlier`` measured of the same cases and variants is taken over; its environment is kept beside the new one.
+    What the report at ``resume`` holds of the same cases and variants is taken over; its environment is kept beside the
+    new one.
     """
+    earlier = from_json(Report, resume.read_text()) if resume is not None else None
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + deadline_s
     report = Report(scenario.name, describe_run(), protocol, None, [])
-    texts: dict[str, dict[str, str]] = {}
+    texts = _read_texts(resume)
     asked = [(case, variant) for case in cases for variant in variants]
     kept = _keep(earlier, report, asked)
     wanted = [(case, variant) for case, variant in asked if (case, variant.label) not in kept]
     console = Console(stderr=True, soft_wrap=True)
     with _progress(console) as progress, _caches(protocol) as caches:
         task = progress.add_task("link", total=len(wanted) + 1)
-        report.link, report.environment["link_failure"] = _measure_link(cases[0], protocol, end - time.monotonic())
+        if earlier is not None and earlier.link is not None:
+            report.link = earlier.link
+        else:
+            report.link, report.environment["link_failure"] = _measure_link(cases[0], protocol, end - time.monotonic())
         _write(report, out)
         progress.advance(task)
         for record in _records(scenario, wanted, protocol, end, caches, kept):
@@ -115,6 +121,12 @@ def _caches(protocol: Protocol) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="fxoffload-caches-") as name:
         yield Path(name)
+
+
+def _read_texts(resume: Path | None) -> dict[str, dict[str, str]]:
+    """The whole plans of an earlier run, where they lie beside its report."""
+    path = resume.with_name(f"{resume.stem}-plans.json") if resume is not None else None
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
 
 
 def _take_texts(record: Record, texts: dict[str, dict[str, str]]) -> None:

@@ -41,7 +41,9 @@ def _failure(record: Record) -> str:
 def _header(report: Report) -> str:
     environment = report.environment
     words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
-    words.append(f"{report.protocol.steps} timed steps after {report.protocol.warmup + 2} others, medians [quartiles]")
+    if report.scenario != "longest":
+        others = report.protocol.warmup + 2
+        words.append(f"{report.protocol.steps} timed steps after {others} others, medians [quartiles]")
     if report.link:
         rates = {n: v for n, v in report.link.items() if n.endswith(("gb_per_s", "tflop_per_s"))}
         words.append(", ".join(f"{name} {value:.1f}" for name, value in rates.items()))

@@ -12,9 +12,11 @@ would, and only moves memory:
 1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter, and each pointwise result
    that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: who
    reads it computes it again from what it reads (up to Inductor's limits: 8 values, or 4 where it has several readers).
-2. What is written joins the kernel of what it reads, or one that reads the same, where their loops fit: as many
-   elements, or, around a reduction, as many as go into it or come out of it. Reductions share a kernel only over the
-   same dimension. Nothing joins across a kernel of its own, so that kernels never wait for each other in a circle.
+2. *Kernels* are what Inductor's scheduler makes of what is written: every two that read the same, or of which one reads
+   what the other writes, become one where their loops fit (as many elements, or, around a reduction, as many as go
+   into it or come out of it; reductions over the same dimension) and no third one has to run between them. First come
+   those of one form, then those that share most bytes, then the nearest in the graph. Far ones stay apart, and those
+   that share little beside what each could have written its results over.
 3. A kernel reads each value once (of a view, its part; of an expanded one, its different elements; of what it indexes,
    as many elements as it takes), and writes what somebody outside it reads. What its own ops hand each other is free.
 
@@ -53,6 +55,9 @@ from fxoffload.passes.op_costs import (
 # Inductor's realize_acc_reads_threshold and realize_reads_threshold: a pointwise result that needs more reads is
 # written to memory after all (the second holds where several ops read it).
 _MAX_READS, _MAX_REPEATED_READS = 8, 4
+
+# torch/_inductor/scheduler.py: fuse_nodes, are_long_distant_nodes, can_fusion_increase_peak_memory.
+_MAX_ROUNDS, _MAX_DISTANCE, _MIN_GAIN = 10, 64, 32
 
 
 class Rates(Protocol):
@@ -189,27 +194,40 @@ class _Loop:
 
 @dataclass(eq=False)
 class _Kernel:
-    """Values that one fused kernel computes. ``level``: how many barriers lie before it."""
+    """Values that one fused kernel computes, or (without loops) a kernel of its own.
 
-    level: int
+    Attributes:
+        first, last: places of its parts in the graph, counted in kernels.
+        parts, before: sets of such places (bits): its own, and what has to run before it.
+        waits_for: what of this it has to wait for directly.
+        single: sizes and types of what nobody but one of its parts reads.
+    """
+
+    first: int
+    last: int
+    parts: int
+    before: int
+    waits_for: set[int] = field(default_factory=set)
     loops: set[_Loop] = field(default_factory=set)
     reads: _Reads = field(default_factory=dict)
     members: list[fx.Node] = field(default_factory=list)
-    merged_into: _Kernel | None = None
+    single: dict[tuple[torch.dtype, int], None] = field(default_factory=dict)
 
-    def current(self) -> _Kernel:
-        """This kernel, or the one that it became part of."""
-        kernel = self
-        while kernel.merged_into is not None:
-            kernel = kernel.merged_into
-        return kernel
+    @property
+    def reduces(self) -> bool:
+        """Whether it has a reduction."""
+        return any(loop.dims for loop in self.loops)
 
     def absorb(self, other: _Kernel) -> None:
         """Make the two one."""
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        self.parts |= other.parts
+        self.before = (self.before | other.before) & ~self.parts
+        self.waits_for |= other.waits_for
         self.loops |= other.loops
         self.members += other.members
+        self.single |= other.single
         _merge(self.reads, other.reads)
-        other.merged_into = self
 
 
 class _Walk:
@@ -220,19 +238,21 @@ class _Walk:
         self._sizes: dict[fx.Node, int] = {}
         self._assumptions: dict[str, int] = defaultdict(int)
         self._alone: dict[fx.Node, _Reads] = {}  # kernels of their own -> what they read
-        self._kernels: list[_Kernel] = []
-        self._kernel_of: dict[fx.Node, _Kernel] = {}
-        self._readers: dict[tuple[fx.Node, int], list[_Kernel]] = defaultdict(list)  # value, level -> who reads it
-        self._level: dict[fx.Node, int] = {}  # written value -> barriers before it is there
+        self._all: list[_Kernel] = []  # by place, before any two become one
+        self._kernel_of: dict[fx.Node, _Kernel] = {}  # written value -> who makes it (fused kernels only)
+        self._place_of: dict[fx.Node, int] = {}  # written value -> place of who makes it or has changed it last
+        self._readers: dict[fx.Node, list[int]] = defaultdict(list)  # value -> places of who reads it
         self._in_registers: dict[fx.Node, _Reads] = {}  # unwritten value -> what computing it reads
 
         self._wanted, self._inlined = self._read_outside(nodes, inline=inline)
+        self._wanted_outside = frozenset(self._wanted)
         self._wanted |= {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
         for node in nodes:
             if _is_barrier(node):
                 self._run_alone(node)
             elif node_kind(node) == "fused":
                 self._fuse(node)
+        self._kernels = self._joined()
 
     def accesses(self) -> list[Access]:
         """What each kernel reads and writes."""
@@ -247,9 +267,10 @@ class _Walk:
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
         """The fused kernels, and which of their members they write."""
-        kernels = [k for k in self._kernels if k.merged_into is None]
-        handed_on = {b for k in kernels for b in k.reads if b in self._kernel_of and self._made_by(b) is not k}
-        return [(k, [m for m in k.members if m in self._wanted or m in handed_on or mutated_args(m)]) for k in kernels]
+        handed_on = {b for k in self._kernels for b in k.reads if self._kernel_of.get(b, k) is not k}
+        return [
+            (k, [m for m in k.members if m in self._wanted or m in handed_on or mutated_args(m)]) for k in self._kernels
+        ]
 
     def _read_from_memory(self, kernel: _Kernel) -> _Reads:
         own = set(kernel.members)
@@ -278,7 +299,10 @@ class _Walk:
             if len(reads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
                 self._in_registers[node] = reads
                 return
-        self._place(node, reads, _loop_of(node))
+        kernel = self._new_kernel(node, reads)
+        kernel.loops.add(_loop_of(node))
+        kernel.members.append(node)
+        self._kernel_of[node] = kernel
 
     def _reads_of(self, node: fx.Node) -> _Reads:
         """What computing ``node`` reads from memory."""
@@ -300,45 +324,105 @@ class _Walk:
         reads = self._alone[node] = {}
         for value in _inputs(node):
             _merge(reads, {base_of(value): {value: self._bytes(value)}})
-        self._level[node] = 1 + max((self._level.get(base, 0) for base in reads), default=0)
+        self._new_kernel(node, reads)
 
-    def _place(self, node: fx.Node, reads: _Reads, loop: _Loop) -> None:
-        """Put a written value into a kernel, an old one or a new one.
+    def _new_kernel(self, node: fx.Node, reads: _Reads) -> _Kernel:
+        """A kernel for ``node``, which reads ``reads``."""
+        place = len(self._all)
+        changed = [base_of(v) for v in mutated_args(node)]
+        waits_for = {self._place_of[b] for b in (*reads, *changed) if b in self._place_of}
+        waits_for.update(p for b in changed for p in self._readers[b])
+        before = 0
+        for p in waits_for:
+            before |= self._all[p].parts | self._all[p].before
+        kernel = _Kernel(place, place, 1 << place, before, waits_for, reads=reads)
+        self._all.append(kernel)
+        for base in reads:
+            self._readers[base].append(place)
+        self._place_of |= dict.fromkeys((node, *changed), place)
+        return kernel
 
-        Levels never fall along a path and rise at every barrier, and a kernel reads no other kernel of its own level:
-        so no two kernels ever wait for each other.
-        """
-        level = max((self._level.get(base, 0) for base in reads), default=0)
-        makers = dict.fromkeys(self._made_by(b) for b in reads if b in self._kernel_of and self._level[b] == level)
+    # -- which become one ----------------------------------------------------------------------------------------------
+
+    def _joined(self) -> list[_Kernel]:
+        """The fused kernels behind ``[Note: What a fused kernel moves]``, 2."""
+        for base, readers in self._readers.items():
+            if len(readers) == 1 and base in self._place_of and base not in self._wanted_outside:
+                tensor = tensors_of(base)[0]
+                self._all[readers[0]].single[tensor.dtype, self._bytes(base)] = None
+        now = list(self._all)  # by place: what became of it
+        for _ in range(_MAX_ROUNDS):
+            kernels = list(dict.fromkeys(now))
+            pairs = self._pairs([k for k in kernels if k.loops])
+            pairs.sort(key=lambda pair: pair[0], reverse=True)
+            for _, first, second in pairs:
+                one, other = now[first], now[second]
+                if one is not other and self._may_join(one, other, now):
+                    self._join(one, other, now)
+            if len(set(now)) == len(kernels):
+                break
+        return [k for k in dict.fromkeys(now) if k.loops]
+
+    def _pairs(self, kernels: list[_Kernel]) -> list[tuple[tuple[bool, int, int], int, int]]:
+        """Those that share anything: how much they gain, and their places."""
+        users: dict[fx.Node, list[_Kernel]] = defaultdict(list)
+        for kernel in kernels:
+            for value in dict.fromkeys((*kernel.members, *kernel.reads)):
+                users[value].append(kernel)
+        found: dict[tuple[int, int], None] = {}
+        for group in users.values():
+            for i, one in enumerate(group):
+                for other in group[i + 1 : i + 1 + _MAX_DISTANCE]:
+                    if _fit(one.loops | other.loops):
+                        found[one.first, other.first] = None
+        kernel_at = {k.first: k for k in kernels}
+        pairs = []
+        for first, second in found:
+            one, other = kernel_at[first], kernel_at[second]
+            gain = (one.reduces == other.reduces, self._shared_bytes(one, other), -_distance(one, other))
+            pairs.append((gain, first, second))
+        return pairs
+
+    def _may_join(self, one: _Kernel, other: _Kernel, now: list[_Kernel]) -> bool:
+        if not _fit(one.loops | other.loops):
+            return False
+        related = bool(one.before & other.parts or other.before & one.parts)
+        if not related and _distance(one, other) > _MAX_DISTANCE:
+            return False
         # What is scattered is whole only when the kernel has ended.
-        scattered = any(fused_form(b) == "scatter" for b in reads if self._level.get(b) == level)
-        kernel = None if scattered else _joined(list(makers), loop)
-        if makers and kernel is None:
-            level += 1
-        if kernel is None:
-            kernel = self._neighbour(reads, level, loop) or self._new_kernel(level)
-        kernel.loops.add(loop)
-        kernel.members.append(node)
-        _merge(kernel.reads, reads)
-        for base in reads:
-            self._readers[base, level].append(kernel)
-        self._kernel_of[node] = kernel
-        self._level[node] = level
+        if any(m in b.reads and fused_form(m) == "scatter" for a, b in ((one, other), (other, one)) for m in a.members):
+            return False
+        overlaid = sum(nbytes for _, nbytes in one.single.keys() & other.single.keys())
+        if overlaid > _MIN_GAIN * self._shared_bytes(one, other):
+            return False
+        return not related or not any(
+            now[p] is not one and now[p] is not other and now[p].before & a.parts
+            for a, b in ((one, other), (other, one))
+            for p in b.waits_for
+        )
 
-    def _neighbour(self, reads: _Reads, level: int, loop: _Loop) -> _Kernel | None:
-        """The kernel of this level that reads the most of the same."""
-        shared: dict[_Kernel, int] = defaultdict(int)
-        for base in reads:
-            for kernel in dict.fromkeys(k.current() for k in self._readers[base, level]):
-                shared[kernel] += self._bytes(base)
-        return max((k for k in shared if _fit({loop} | k.loops)), key=lambda k: shared[k], default=None)
+    def _join(self, one: _Kernel, other: _Kernel, now: list[_Kernel]) -> None:
+        one.absorb(other)
+        for value in other.members:
+            self._kernel_of[value] = one
+        for place, kernel in enumerate(now):
+            if kernel is other:
+                now[place] = one
+        for kernel in dict.fromkeys(now):
+            if kernel is not one and kernel.before & one.parts:
+                kernel.before |= one.before | one.parts
 
-    def _new_kernel(self, level: int) -> _Kernel:
-        self._kernels.append(_Kernel(level))
-        return self._kernels[-1]
+    def _shared_bytes(self, one: _Kernel, other: _Kernel) -> int:
+        """What both read, or one writes and the other reads."""
+        return sum(
+            min(self._used_bytes(one, value), self._used_bytes(other, value))
+            for value in (*one.members, *one.reads)
+            if value in other.reads or (value in one.reads and self._kernel_of.get(value) is other)
+        )
 
-    def _made_by(self, value: fx.Node) -> _Kernel:
-        return self._kernel_of[value].current()
+    def _used_bytes(self, kernel: _Kernel, value: fx.Node) -> int:
+        nbytes = self._bytes(value)
+        return min(nbytes, sum(kernel.reads[value].values())) if value in kernel.reads else nbytes
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -420,16 +504,12 @@ def _fit(loops: set[_Loop]) -> bool:
     if not reductions:
         return len(plain) == 1
     (reduction, *others) = reductions
-    return not others and plain <= {reduction.kept, reduction.kept * reduction.reduced}
+    around = {reduction.kept} if reduction.dims == "outer" else {reduction.kept, reduction.kept * reduction.reduced}
+    return not others and plain <= around
 
 
-def _joined(kernels: list[_Kernel], loop: _Loop) -> _Kernel | None:
-    """The one kernel that ``kernels`` become together with ``loop``; None where they do not fit."""
-    if not kernels or not _fit({loop}.union(*(k.loops for k in kernels))):
-        return None
-    for other in kernels[1:]:
-        kernels[0].absorb(other)
-    return kernels[0]
+def _distance(one: _Kernel, other: _Kernel) -> int:
+    return max(abs(one.first - other.last), abs(other.first - one.last))
 
 
 def _merge(into: _Reads, reads: _Reads) -> None:

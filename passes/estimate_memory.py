@@ -17,8 +17,9 @@ it, and so are results that nobody reads. On top come:
    are made of the same values, one. Of the inputs, this holds for donated ones only.
 3. *Hidden memory* that an operator allocates and frees itself: ``_HIDDEN``.
 
-Not modelled: what ``estimate_costs`` does not, workspaces of cuDNN, rounding to the allocator's blocks (up to 512 bytes
-each, 2 MiB above 10 MiB).
+Not modelled: what ``estimate_costs`` does not (reductions over two dimensions in one kernel; kernels far apart that
+read the same and become one, so that what they read lives longer); results of one op that Inductor takes out of their
+tuple late; workspaces of cuDNN; rounding to the allocator's blocks.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ class _Memory:
     def _in_place(self, kernel: _Kernel, freed: Sequence[_Buffer]) -> int:
         """Bytes that ``kernel`` writes over what dies with it.
 
-        It computes its results one after the other. Each can take the place of what no later one reads.
+        Each result can take the place of what no other step reads, but those that it is made of.
         """
         dead = {b for b in freed if b in kernel.reads and b in self.size and self.known(b)}
         if not kernel.fused or not dead:
@@ -309,12 +310,13 @@ class _Memory:
             form = fused_form(step)
             if not nbytes or form not in ("pointwise", "scatter"):
                 continue
+            made_of = self._made_of(step, kernel)
             into = [self.buffer_of(step.args[0])] if form == "scatter" else touched[i]  # type: ignore[arg-type]
             for old in into:
                 if (
                     old in dead
                     and (form == "scatter" or old not in moved)
-                    and not any(old in later for later in touched[i + 1 :])
+                    and all(old not in other or kernel.steps[j] in made_of for j, other in enumerate(touched) if j != i)
                 ):
                     value = kernel.reads[old][0]
                     same = tensors_of(value)[0].dtype == tensors_of(step)[0].dtype and _numel(value) == _numel(step)
@@ -323,6 +325,17 @@ class _Memory:
                         total += nbytes
                         break
         return total
+
+    def _made_of(self, step: fx.Node, kernel: _Kernel) -> set[fx.Node]:
+        """The ops inside the kernel, written or not, that ``step`` is made of."""
+        found: set[fx.Node] = set()
+        todo = [step]
+        while todo:
+            for value in todo.pop().all_input_nodes:
+                if value in self.inside and value not in found and self.buffer_of(value) not in kernel.reads:
+                    found.add(value)
+                    todo.append(value)
+        return found
 
     def _touched(self, kernel: _Kernel, step: fx.Node) -> dict[_Buffer, bool]:
         """What one step of a kernel reads from memory -> whether each element stands where it is read for."""

@@ -3,9 +3,10 @@
 For one layer of each class of equal layers, from least to most recomputation::
 
     saved     recomputed                                       extra      (a layer of Qwen3-8B, 16k tokens, H200)
-    1.42 GB   norms, rotary embedding, silu * up                0.5 ms
-    1.01 GB   the same, and the gate projection                 2.9 ms
-    0.14 GB   everything but the layer's input                 11.3 ms
+    2.25 GB   casts, and what fuses anyway                      0.0 ms
+    1.42 GB   norms, rotary embedding, silu * up                0.4 ms
+    1.01 GB   the same, and the gate projection                 2.6 ms
+    0.14 GB   everything but the layer's input                 11.0 ms
 
 A value that the backward needs is *saved*, or *computed again* from values that are saved or computed again
 themselves. For one exchange rate between bytes and milliseconds the best choice is a minimum cut::
@@ -14,22 +15,23 @@ themselves. For one exchange rate between bytes and milliseconds the best choice
                                  value --never--> sink, where the backward reads it
 
 What lies on the sink's side is there in the backward: an op there is computed again, a value there whose op is not is
-saved. ``min_cut`` finds the choice for every rate that makes a difference. Views cost nothing and are never what is
-saved: their base is. Values from outside the layer are saved or, parameters, there in any case: a layer is never
-computed again for the sake of another one.
+saved. (Saving takes time too where it makes a fused kernel write what it would not.) ``min_cut`` finds the choice for
+every rate that makes a difference, from prices op by op; the points then carry the estimated time of the layer's whole
+forward and backward. Views cost nothing and are never what is saved: their base is. Values from outside the layer are
+saved or, parameters, there in any case: a layer is never computed again for the sake of another one.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
-from fxoffload.passes.estimate_costs import Rates, recompute_ms
+from fxoffload.passes.estimate_costs import Rates, estimate_segment, recompute_ms
 from fxoffload.passes.layer_classes import Joint, Layer, layout_bytes
 from fxoffload.passes.min_cut import SINK, SOURCE, Network
 from fxoffload.passes.op_costs import fused_form, node_kind, tensors_of
@@ -69,7 +71,7 @@ class RecomputePoint:
         recomputed: positions of everything that the backward computes without an incoming gradient: ops of the forward
             again, views of what is saved, and ops that only the backward has.
         saved: what it takes from the forward.
-        extra_ms: time of the forward's ops that run again.
+        extra_ms: how much longer the layer's forward and backward take than under the first point of the frontier.
         extra_bytes: the most that their results add to the backward's working set at once.
     """
 
@@ -157,12 +159,12 @@ class FindFrontier:
 
 
 def _undominated(points: Sequence[RecomputePoint]) -> tuple[RecomputePoint, ...]:
-    """The points that no other one beats in both time and bytes, fastest first."""
+    """The points that no other one beats in both time and bytes, fastest first; times from the fastest one's."""
     found: list[RecomputePoint] = []
     for point in sorted(points, key=lambda p: (p.extra_ms, p.nbytes)):
         if not found or point.nbytes < found[-1].nbytes:
             found.append(point)
-    return tuple(found)
+    return tuple(replace(p, extra_ms=p.extra_ms - found[0].extra_ms) for p in found)
 
 
 class _Problem:
@@ -175,6 +177,7 @@ class _Problem:
         self._overwritten = overwritten
         self._own = [n for n in layer.nodes if layer.place.get(n, -1) >= 0]
         self._readers = {n: r for n in self._own if (r := joint.backward_readers(n, layer))}
+        self._all_readers = {r for readers in self._readers.values() for r in readers}
         self._op: dict[fx.Node, int] = {}  # op -> its node of the network
         self._value: dict[fx.Node, int] = {}  # base -> its node of the network
         self.network = Network()
@@ -216,7 +219,7 @@ class _Problem:
             if isinstance(base.meta.get("val"), torch.Tensor) and op in self._op:
                 savable = op in self._joint.forward and (self._is_saved(op) or not self._is_forced(op))
                 self._value[base] = self.network.node()
-                price = (0, layout_bytes(base) * _PER_BYTE) if savable else None
+                price = (round(self._save_ms(base) * _PER_MS), layout_bytes(base) * _PER_BYTE) if savable else None
                 self.network.edge(self._op[op], self._value[base], price)
         for op in ops:
             for value in self._joint.inputs(op):
@@ -255,10 +258,17 @@ class _Problem:
             return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs(op)))
         return written if self._is_written(op) else _IN_REGISTERS * written
 
+    def _save_ms(self, base: fx.Node) -> float:
+        """Time to write a value only because it is saved."""
+        joint = self._joint
+        if not _is_fused(joint.maker(base)) or fused_form(base) == "reduction" or joint.leaves(base, self._layer):
+            return 0.0
+        return 0.0 if self._is_written(base, joint.forward) else self._rates.memory_ms(layout_bytes(base))
+
     def _is_written(self, node: fx.Node, within: Collection[fx.Node] | None = None) -> bool:
-        """Whether a kernel of its own may read ``node`` in the backward (one of ``within``, or one that only the
-        backward has), so that fusion does not spare writing it."""
-        users = [u for u in self._joint.users(node) if within is None or u in within or u in self._joint.behind]
+        """Whether a kernel of its own reads ``node`` (of ``within``, if given), so that fusion does not spare writing
+        it."""
+        users = [u for u in self._joint.users(node) if within is None or u in within]
         return any(self._is_written(u, within) if self._joint.is_view(u) else not _is_fused(u) for u in users)
 
     # -- what a cut means ----------------------------------------------------------------------------------------------
@@ -281,10 +291,11 @@ class _Problem:
                 wanted += joint.inputs(node)
             elif (base := joint.base(node)) in self._value:
                 saved[base] = None
-        again = [n for n in self._own if n in computed and n in joint.forward]
-        extra_ms, extra_bytes = self._cost(again, [n for n in self._own if n in computed])
         return RecomputePoint(
-            frozenset(place[n] for n in computed), tuple(self._saved_storages(saved)), extra_ms, extra_bytes
+            frozenset(place[n] for n in computed),
+            tuple(self._saved_storages(saved)),
+            self._forward_ms(saved) + self._backward_ms(computed),
+            self._peak_bytes(computed),
         )
 
     def _saved_storages(self, saved: Collection[fx.Node]) -> list[SavedStorage]:
@@ -298,8 +309,24 @@ class _Problem:
             found.append(SavedStorage(base.name, position, layout_bytes(base), num_layers))
         return sorted(found, key=lambda s: s.position)
 
-    def _cost(self, again: list[fx.Node], computed: list[fx.Node]) -> tuple[float, int]:
-        """Time of ``again``, and the most bytes of its results at once, in a graph of what the backward has of them."""
+    def _forward_ms(self, saved: Collection[fx.Node]) -> float:
+        """Time of the layer's forward: what it saves it has to write."""
+        joint, place = self._joint, self._layer.place
+        nodes = [n for n in self._own if n in joint.forward]
+        leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users(n) if u in joint.forward)]
+        returned = [n for n in nodes if n in joint.returned]
+        return self._ms(nodes, [*leaving, *returned, *(n for n in saved if place.get(n, -1) >= 0)])
+
+    def _backward_ms(self, computed: Collection[fx.Node]) -> float:
+        """Time of the layer's backward."""
+        joint = self._joint
+        ops = [n for n in self._sorted({*joint.backward[self._layer.label], *self._all_readers}) if n.op != "output"]
+        inside = {*computed, *ops}
+        leaving = [n for n in ops if n in joint.returned or not inside.issuperset(joint.users(n))]
+        return self._ms([*self._sorted(computed), *ops], leaving)
+
+    def _ms(self, nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> float:
+        """Time of ``nodes`` in a graph of their own."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
 
@@ -310,48 +337,53 @@ class _Problem:
                 copies[node].meta = node.meta
             return copies[node]
 
-        readers = sorted({r for n in computed for r in self._readers.get(n, ())}, key=self._joint.order.__getitem__)
-        for node in (*computed, *readers):
-            if node.op == "output":
-                graph.output(tuple(map(place, node.all_input_nodes)))
-            else:
-                copies[node] = graph.node_copy(node, place)
-        extra_ms = recompute_ms([copies[n] for n in again], self._rates) if again else 0.0
-        return extra_ms, self._peak_bytes(again, computed, readers)
+        for node in nodes:
+            copies[node] = graph.node_copy(node, place)
+        ops = [copies[n] for n in nodes]
+        graph.output(tuple(map(place, returned)))
+        return estimate_segment(ops, self._rates).ms
 
-    def _peak_bytes(self, again: list[fx.Node], computed: list[fx.Node], readers: list[fx.Node]) -> int:
-        """The most bytes at once of what ``again`` writes to memory, each computed just before its first reader."""
+    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self._joint.order.__getitem__)
+
+    def _peak_bytes(self, computed: Collection[fx.Node]) -> int:
+        """The most bytes at once of what is computed again and written to memory, each just before its first reader."""
         joint = self._joint
-        inside: set[fx.Node] = set(computed)
+        inside = set(computed)
         schedule: dict[fx.Node, None] = {}
-        for reader in readers:
+        for reader in self._sorted(self._all_readers):
             cone, found = [reader], {reader}
             for node in cone:
                 fresh = [i for i in joint.inputs(node) if i in inside and i not in schedule and i not in found]
                 found.update(fresh)
                 cone += fresh
-            schedule |= dict.fromkeys(sorted(found, key=joint.order.__getitem__))
+            schedule |= dict.fromkeys(self._sorted(found))
         last = {joint.base(i): node for node in schedule for i in joint.inputs(node)}
         dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for base, node in last.items():
             dying[node].append(base)
         live: dict[fx.Node, int] = {}
-        peak, results = 0, set(again)
+        peak = 0
         for node in schedule:
-            if node in results and not joint.is_view(node) and self._is_materialised(node, inside):
+            if (
+                node in inside
+                and node in joint.forward
+                and not joint.is_view(node)
+                and self._is_materialised(node, schedule)
+            ):
                 live[node] = layout_bytes(node)
                 peak = max(peak, sum(live.values()))
             for base in dying[node]:
                 live.pop(base, None)
         return peak
 
-    def _is_materialised(self, node: fx.Node, computed: set[fx.Node]) -> bool:
-        """Whether a value that is computed again is written to memory."""
+    def _is_materialised(self, node: fx.Node, readers: Collection[fx.Node]) -> bool:
+        """Whether a value that is computed again for ``readers`` is written to memory."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         if not _is_fused(self._joint.maker(node)) or fused_form(node) == "reduction":
             return True
-        return self._is_written(node, computed)
+        return self._is_written(node, readers)
 
 
 def _is_fused(node: fx.Node) -> bool:

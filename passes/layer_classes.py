@@ -97,6 +97,8 @@ class Joint:
         layers: label -> layer, in graph order.
         num_reading: value -> how many layers read it from outside.
         order: node -> its place in the graph.
+        backward: label -> the layer's ops behind an incoming gradient, in graph order.
+        returned: what the graph returns.
     """
 
     gm: fx.GraphModule
@@ -108,6 +110,8 @@ class Joint:
     layers: dict[str, Layer] = field(init=False)
     num_reading: dict[fx.Node, int] = field(init=False)
     order: dict[fx.Node, int] = field(init=False)
+    backward: dict[str, list[fx.Node]] = field(init=False)
+    returned: set[fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
         graph = self.gm.graph
@@ -227,6 +231,7 @@ class Joint:
         writes = [n for n in self._inputs if n.op == "call_function" and mutated_args(n) and n not in self.behind]
         self.forward = self._ancestors([self._merged[n] for n in (*forward, *writes)])
         self._alive = self._ancestors([self._merged[i] for i in output.all_input_nodes] + writes)
+        self.returned = {self._merged[v] for v in values if isinstance(v, fx.Node)}
         self._given_back = {self._merged[v] for v in others}
         self._returned = [output] if others else []
 
@@ -254,6 +259,12 @@ class Joint:
             self._taken[label] = {base for v in outside if place.get(base := self._base[v]) is None}
             for base in self._taken[label]:
                 self.num_reading[base] += 1
+        self.backward = defaultdict(list)
+        for node in graph.nodes:
+            if node in self.behind and node.op == "call_function" and node in self._alive:
+                label = self.label_of(node)
+                if label is not None:
+                    self.backward[label].append(node)
         for layer in self.layers.values():
             layer.key = self._key(layer)
 

@@ -130,6 +130,9 @@ def test_options_are_frozen_and_hashable() -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "policy": "keep_all",
+    "activation_budget": "1GiB",
+    "max_slowdown": 0.1,
+    "profile": "h200",
     "recompute": "cheap",
     "on_error": "fallback",
     "min_bytes": 0,

@@ -20,9 +20,12 @@ class Alike(Generic[T]):
     def __init__(self) -> None:
         self._known: dict[Hashable, T] = {}
 
-    def get(self, segment: Segment, work_out: Callable[[], T], *, marked: Collection[str] = ()) -> T:
-        """What ``work_out`` gives for ``segment``. ``marked``: names of values that make a difference."""
-        key = _signature(segment, marked)
+    def get(
+        self, segment: Segment, work_out: Callable[[], T], *, marked: Collection[str] = (), also: Hashable = None
+    ) -> T:
+        """What ``work_out`` gives for ``segment``. ``marked``: names of values that make a difference.
+        ``also``: what else makes one."""
+        key = (_signature(segment, marked), also)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = work_out()

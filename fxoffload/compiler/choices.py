@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch.fx as fx
 
 from fxoffload.compiler.draft import Draft
-from fxoffload.passes.estimate_costs import recompute_ms
 from fxoffload.passes.find_frontier import FindFrontier, LayerClass, RecomputePoint
 from fxoffload.planner.formulate import items_of, problem_of
 from fxoffload.planner.problem import Alternative, Item, Layer, Problem
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.planner.steps import TrainingStep
 
 # What stands outside the layers has nothing to choose from but keep and offload.
 _OUTSIDE = "outside the layers"
@@ -46,6 +44,14 @@ class Choices:
         self._down = _Places(base.step.forward, state.segmentation.segments)
         self._up = _Places(base.step.backward, base.backward_state.segmentation.segments)
         self._forward_names = {n.name for n in joint.graph.nodes} & set(self._down.of)
+        self._taken_in = {
+            c.name_at(label, s.position)
+            for c in self.classes
+            for label in c.layers
+            for p in c.points
+            for s in p.saved
+            if s.position < 0
+        }
         layers = [self._layer(c, label) for c in self.classes for label in c.layers]
         claimed = {i.name for la in layers for a in la.alternatives for i in a.items}
         own = self._within_layers()
@@ -53,9 +59,8 @@ class Choices:
         layers.append(Layer(_OUTSIDE, _OUTSIDE, (Alternative("as partitioned", tuple(rest), {}, {}),)))
         self._labels = [label for c in self.classes for label in c.layers]
         self._points = [c.points for c in self.classes for _ in c.layers]
-        self.problem: Problem = self._without_recompute(
-            problem_of(base.step, rates, layers=layers, host_bytes=host_bytes), base, rates
-        )
+        # A frontier's first point computes what plain Inductor does, so its times are those of the draft.
+        self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
     @property
     def must_offload(self) -> frozenset[str]:
@@ -84,6 +89,8 @@ class Choices:
             name = kind.name_at(label, storage.position)
             if storage.num_layers > 1 or name not in self._forward_names:
                 continue  # what several layers read counts with what is outside them; a graph input is the caller's
+            if storage.position >= 0 and name in self._taken_in:
+                continue  # the layer behind saves it too, under every point
             readers = self._readers(self._nodes[name], computed)
             if not readers:
                 continue
@@ -136,26 +143,6 @@ class Choices:
                 own.add(candidate.name)
         return own
 
-    def _without_recompute(self, problem: Problem, base: Draft, rates: ProfileRates) -> Problem:
-        """The draft's backward computes some of the forward again too; the points count that as theirs."""
-        assert base.backward_state is not None
-        backward_ms = list(problem.backward_ms)
-        inside = {n for c in self.classes for names in c.names.values() for n in names}
-        for i, segment in enumerate(base.backward_state.segmentation.segments):
-            again = [n for n in segment.nodes if n.name in inside and n.name in self._forward_names]
-            if again:
-                backward_ms[i] = max(0.0, backward_ms[i] - recompute_ms(again, rates))
-        return Problem(
-            problem.layers,
-            forward_ms=problem.forward_ms,
-            backward_ms=tuple(backward_ms),
-            forward_bytes=problem.forward_bytes,
-            backward_bytes=problem.backward_bytes,
-            d2h_bytes_per_ms=problem.d2h_bytes_per_ms,
-            h2d_bytes_per_ms=problem.h2d_bytes_per_ms,
-            host_bytes=problem.host_bytes,
-        )
-
 
 class _Places:
     """Where in one graph of the draft the joint graph's nodes ended up."""
@@ -174,6 +161,3 @@ class _Places:
     def readers(self, node: fx.Node) -> list[int]:
         """Segments that read ``node`` itself or a view of it that is not there as a node of its own."""
         return [self.of[u.name] for u in node.users if u.name in self.of]
-
-
-__all__ = ["Choices", "TrainingStep"]

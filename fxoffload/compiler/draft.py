@@ -17,12 +17,12 @@ import torch.fx as fx
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.movables import movables_of, rank_movables
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.passes.choose_donations import Donations
 from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.passes.estimate_costs import Rates, estimate_segment
-from fxoffload.passes.estimate_memory import EstimateMemory
+from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs
 from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
-from fxoffload.passes.values import output_values
 from fxoffload.planner.steps import TrainingStep, from_graphs
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
@@ -30,7 +30,8 @@ Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What a draft has to know besides the graph; see ``ForwardState``."""
+    """What a draft has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments may
+    overwrite what only the backward reads."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]
@@ -38,6 +39,7 @@ class DraftSettings:
     min_bytes: int
     whole: bool
     rates: Rates
+    donates: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,18 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     if not down.saved.candidates:
         return Draft(forward, backward, down, None, None)
     run_steps(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
+    copied = copy_graph(backward)
+    # What AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
+    own = {n.name for c in down.saved.candidates if not c.is_input for n in c.nodes} if settings.donates else set()
     up = BackwardState(
-        copy_graph(backward),
+        copied,
         forward=down,
         copies=frozenset(n.name for c in down.saved.candidates for n in c.nodes),
-        donatable=frozenset(),
+        donatable=frozenset(n for n in copied.graph.find_nodes(op="placeholder") if n.name in own),
         device=settings.device,
         whole=settings.whole,
     )
-    skipped = [s.name for s in BACKWARD if s.name in PROOFS or s.name == "choose_donations"]
+    skipped = [s.name for s in BACKWARD if s.name in PROOFS]
     run_steps(without(BACKWARD, *skipped), up, "draft backward")
     assert down.outer is not None and up.outer is not None
     _, movables = movables_of(down)
@@ -110,8 +115,8 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
         num_user_outputs=settings.num_user_outputs,
         forward_ms=_segment_ms(down.segmentation, settings.rates),
         backward_ms=_segment_ms(up.segmentation, settings.rates),
-        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset()),
-        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies),
+        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies, up.donations),
         min_bytes=max(settings.min_bytes, 1),
         device=settings.device,
     )
@@ -123,21 +128,21 @@ def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:
     return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates).ms) for s in segmentation.segments}
 
 
-def _temp_bytes(gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str]) -> dict[str, int]:
+def _temp_bytes(
+    gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str], donations: Donations
+) -> dict[str, int]:
     """``owned``: names of the placeholders that are the graph's to free; other placeholders outlive it."""
-    returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
-    last: dict[fx.Node, str] = {}
-    for segment in segmentation.segments:
-        last.update(dict.fromkeys(segment.inputs, segment.name))
-    dying: dict[str, set[str]] = {s.name: set() for s in segmentation.segments}
-    for value, name in last.items():
-        mine = value.op == "call_function" or value.name in owned
-        if mine and value not in returned:
-            dying[name].add(value.name)
+    dying = dying_inputs(gm, segmentation, owned)
     alike: Alike[int] = Alike()
     found = {}
     for segment in segmentation.segments:
-        one = EstimateMemory(Segmentation((segment,)), dying={segment.name: frozenset(dying[segment.name])})
-        marked = dying[segment.name] | {n.name for n in segment.outputs}
-        found[segment.name] = alike.get(segment, lambda one=one, s=segment: one(gm)[s.name], marked=marked)
+        donated = donations.get(segment.name, ())
+        one = EstimateMemory(
+            Segmentation((segment,)),
+            dying={segment.name: dying.get(segment.name, frozenset())},
+            donations={segment.name: donated},
+        )
+        marked = {*dying.get(segment.name, ()), *(n.name for n in segment.outputs)}
+        about = tuple(donated)
+        found[segment.name] = alike.get(segment, lambda one=one, s=segment: one(gm)[s.name], marked=marked, also=about)
     return found

@@ -94,10 +94,14 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
             "offload" if go else "keep",
             _reason(go, info, candidate, schedule, simulation),
         )
+    nodes = {n.name: n for n in state.gm.graph.nodes}
     for item in state.saved.skipped:
-        if item.nbytes and item.reason.startswith("parameter"):
+        if item.reason.startswith("parameter"):
             continue
-        yield _Row("", item.name, "", item.nbytes or 0, "stay", item.reason)
+        node = nodes.get(item.name)
+        layer = "" if node is None else str(node.meta.get(LAYER_KEY) or "")
+        producer = "" if node is None or node.op != "call_function" else str(node.target)
+        yield _Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
     if base is not None and base is not draft:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
         for candidate in base.forward_state.saved.candidates:

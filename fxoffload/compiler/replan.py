@@ -43,6 +43,7 @@ class Replan:
         box: where the plan is shown.
         goal: of the plan.
         order: positions in the step's candidates of the graph's candidates.
+        alike: phase -> segment -> its code: segments of the same code have the same working set.
         make_clock: makes the clock of the next measurement.
         in_background: whether to plan on a thread of its own.
     """
@@ -54,6 +55,7 @@ class Replan:
         box: PlanBox,
         goal: PlanGoal,
         order: list[int],
+        alike: Mapping[Phase, Mapping[str, object]],
         *,
         make_clock: Callable[[], SegmentClock],
         in_background: bool = True,
@@ -66,6 +68,7 @@ class Replan:
         self._box = box
         self._goal = goal
         self._order = order
+        self._alike = alike
         self._make_clock = make_clock
         self._in_background = in_background
         self._lock = threading.Lock()
@@ -103,7 +106,8 @@ class Replan:
         self.clock = self._make_clock()
 
     def _plan_again(self, clock: SegmentClock) -> None:
-        step = measured_step(self._scheduler.step, clock.segment_ms(), clock.temp_bytes())
+        sizes = shared(clock.temp_bytes(), self._alike)
+        step = measured_step(self._scheduler.step, clock.segment_ms(), sizes)
         scheduler = self._scheduler.with_step(step)
         ratio = _compute_ms(step) / max(_compute_ms(self._scheduler.step), 1e-9)
         baseline = scale(self._box.plan.baseline, ratio)
@@ -176,6 +180,20 @@ def measured_step(
     return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))
 
 
+def shared(
+    sizes: Mapping[Phase, Mapping[str, int | None]], alike: Mapping[Phase, Mapping[str, object]]
+) -> dict[Phase, dict[str, int | None]]:
+    """``sizes``, where a segment that was not measured takes what was measured of one of the same code."""
+    found: dict[Phase, dict[str, int | None]] = {}
+    for phase, codes in alike.items():
+        known: dict[object, int] = {}
+        for name, size in sizes.get(phase, {}).items():
+            if size is not None and name in codes:
+                known[codes[name]] = max(size, known.get(codes[name], size))
+        found[phase] = {name: known.get(code) for name, code in codes.items()}
+    return found
+
+
 def scale(prediction: Prediction, ratio: float) -> Prediction:
     """The same with all times multiplied: what was measured of one partition, told of another one."""
     return replace(
@@ -192,11 +210,16 @@ def _compute_ms(step: TrainingStep) -> float:
 
 
 def replan_for(
-    graph: CompiledGraph, planned: Planned, box: PlanBox, goal: PlanGoal, device: torch.device
+    graph: CompiledGraph,
+    planned: Planned,
+    box: PlanBox,
+    goal: PlanGoal,
+    alike: Mapping[Phase, Mapping[str, object]],
+    device: torch.device,
 ) -> Replan | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
     if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    return Replan(graph, planned, box, goal, order, make_clock=lambda: clock_for(device))
+    return Replan(graph, planned, box, goal, order, alike, make_clock=lambda: clock_for(device))

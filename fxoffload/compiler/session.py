@@ -51,6 +51,7 @@ from fxoffload.runtime.executor import (
     no_clock,
 )
 from fxoffload.runtime.layout import HookWatch
+from fxoffload.runtime.segment_clock import Phase
 from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
@@ -120,6 +121,7 @@ class CompileSession:
         self._plan_box: PlanBox | None = None
         self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
         self._replan: Replan | None = None
+        self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
         # With a fallback at hand, a segment that fails has to say so at once.
@@ -177,6 +179,7 @@ class CompileSession:
             min_bytes=options.min_bytes,
             whole=False,
             rates=rates,
+            donates=options.inner == "inductor" and "donation" not in self.disabled,
         )
         scheduling = {
             "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
@@ -274,7 +277,8 @@ class CompileSession:
             return Choice([chosen.offload[i] for i in order], chosen.windows)
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
-            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self.device)
+            self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
+            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
         poll = self._replan.poll if self._replan is not None else no_clock
         return _when_ready(forward_callable(program, decide, self._hooks, poll), self._compiler.pending)
 
@@ -335,6 +339,7 @@ class CompileSession:
             overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
+        self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
         replan = self._replan
         return backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tabulate import tabulate
 
@@ -30,17 +30,43 @@ def render(plan: Plan) -> str:
 
 def describe(plan: Plan) -> str:
     """The plan in one line."""
+    unit = Unit.of(plan)
     found = [("plain Inductor", plan.baseline.peak_bytes, plan.baseline.step_ms)]
     found.append(("predicted", plan.predicted.peak_bytes, plan.predicted.step_ms))
     if plan.measured_peak_bytes is not None and plan.measured_step_ms is not None:
         found.append(("measured", plan.measured_peak_bytes, plan.measured_step_ms))
-    return f"{_title(plan)}: " + ", ".join(f"{name} {gib(peak)} GiB in {ms:.1f} ms" for name, peak, ms in found)
+    return f"{_title(plan)}: " + ", ".join(
+        f"{name} {unit.show(peak)} {unit.name} in {ms:.1f} ms" for name, peak, ms in found
+    )
 
 
 def gib(nbytes: int) -> str:
     """GiB with two decimals."""
-    amount = nbytes / 2**30
-    return "<0.01" if 0 < amount < 0.005 else f"{amount:.2f}"
+    return Unit("GiB", 2**30).show(nbytes)
+
+
+class Unit(NamedTuple):
+    """A unit of bytes that suits all of a plan."""
+
+    name: str
+    size: int
+
+    @staticmethod
+    def of(plan: Plan) -> Unit:
+        """The largest of GiB, MiB and KiB that plain Inductor's peak fills."""
+        for name, size in (("GiB", 2**30), ("MiB", 2**20)):
+            if plan.baseline.peak_bytes >= size:
+                return Unit(name, size)
+        return Unit("KiB", 2**10)
+
+    def show(self, nbytes: int) -> str:
+        """Two decimals, without the unit."""
+        amount = nbytes / self.size
+        return "<0.01" if 0 < amount < 0.005 else f"{amount:.2f}"
+
+    def with_name(self, nbytes: int) -> str:
+        """The same with the unit behind it."""
+        return f"{self.show(nbytes)} {self.name}"
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
@@ -87,27 +113,32 @@ def _title(plan: Plan) -> str:
 
 
 def _knobs(plan: Plan) -> list[str]:
+    unit = Unit.of(plan)
     asked = []
     if plan.activation_budget is not None:
-        asked.append(f"activation_budget {gib(plan.activation_budget)} GiB")
+        asked.append(f"activation_budget {unit.show(plan.activation_budget)} {unit.name}")
     if plan.max_slowdown is not None:
         asked.append(f"max_slowdown {100 * plan.max_slowdown:.1f} %")
     lines = [f"asked for: {', '.join(asked) or 'nothing'} ({plan.source})"]
     newest = plan.calibrated or plan.predicted
     for what, peak in (("predicted", newest.peak_bytes), ("measured", plan.measured_peak_bytes)):
         if plan.activation_budget is not None and peak is not None and peak > plan.activation_budget:
-            lines.append(f"the {what} peak exceeds the budget by {gib(peak - plan.activation_budget)} GiB")
+            lines.append(f"the {what} peak exceeds the budget by {unit.with_name(peak - plan.activation_budget)}")
     return lines
 
 
 def _costs(plan: Plan) -> str:
-    columns = [("plain Inductor", _cost(plan.baseline, None)), ("predicted", _cost(plan.predicted, plan.baseline))]
+    unit = Unit.of(plan)
+    columns = [
+        ("plain Inductor", _cost(unit, plan.baseline, None)),
+        ("predicted", _cost(unit, plan.predicted, plan.baseline)),
+    ]
     if plan.calibrated_baseline is not None:
-        columns.append(("plain, calibrated", _cost(plan.calibrated_baseline, None)))
+        columns.append(("plain, calibrated", _cost(unit, plan.calibrated_baseline, None)))
     if plan.calibrated is not None:
-        columns.append(("calibrated", _cost(plan.calibrated, plan.calibrated_baseline)))
+        columns.append(("calibrated", _cost(unit, plan.calibrated, plan.calibrated_baseline)))
     if plan.measured_peak_bytes is not None or plan.measured_step_ms is not None:
-        columns.append(("measured", _measured(plan)))
+        columns.append(("measured", _measured(unit, plan)))
     quantities = dict.fromkeys(name for _, column in columns for name in column)
     rows = [[name, *(column.get(name, "-") for _, column in columns)] for name in quantities]
     # Without number parsing, or 12.30 would become 12.3.
@@ -115,25 +146,25 @@ def _costs(plan: Plan) -> str:
     return tabulate(rows, ("", *(title for title, _ in columns)), disable_numparse=True, colalign=align)
 
 
-def _cost(found: Prediction, base: Prediction | None) -> dict[str, str]:
+def _cost(unit: Unit, found: Prediction, base: Prediction | None) -> dict[str, str]:
     return {
-        "peak GiB": gib(found.peak_bytes),
+        f"peak {unit.name}": unit.show(found.peak_bytes),
         "of plain Inductor's": _share(found.peak_bytes, base),
-        "peak without gradients GiB": gib(found.peak_without_gradients_bytes),
+        f"peak without gradients {unit.name}": unit.show(found.peak_without_gradients_bytes),
         "step ms": f"{found.step_ms:.1f}",
         "slowdown": _slowdown(found.step_ms, base),
         "forward ms": f"{found.forward_ms:.1f}",
         "backward ms": f"{found.backward_ms:.1f}",
         "exposed copy ms": f"{found.exposed_ms:.1f}",
-        "offloaded GiB": gib(found.bytes_offloaded),
+        f"offloaded {unit.name}": unit.show(found.bytes_offloaded),
     }
 
 
-def _measured(plan: Plan) -> dict[str, str]:
+def _measured(unit: Unit, plan: Plan) -> dict[str, str]:
     # A measured time is not compared with an estimated one: the quotient would be the estimate's error.
     base, found = plan.calibrated_baseline, {}
     if plan.measured_peak_bytes is not None:
-        found["peak GiB"] = gib(plan.measured_peak_bytes)
+        found[f"peak {unit.name}"] = unit.show(plan.measured_peak_bytes)
         found["of plain Inductor's"] = _share(plan.measured_peak_bytes, base or plan.baseline)
     if plan.measured_step_ms is not None:
         found["step ms"] = f"{plan.measured_step_ms:.1f}"
@@ -152,15 +183,16 @@ def _slowdown(step_ms: float, base: Prediction | None) -> str:
 
 
 def _limits(plan: Plan) -> list[str]:
-    newest = plan.calibrated or plan.predicted
+    newest, unit = plan.calibrated or plan.predicted, Unit.of(plan)
     where = [f"the peak is in {newest.peak_phase} segment {newest.peak_segment}"] if newest.peak_segment else []
-    return [*where, f"the smallest budget that can be met is {gib(plan.smallest_budget_bytes)} GiB"]
+    return [*where, f"the smallest budget that can be met is {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
 
 
 def _decisions(plan: Plan) -> str:
-    headers = ("layers", "candidate", "producer", "GiB each", "GiB", "decision", "reason")
+    unit = Unit.of(plan)
+    headers = ("layers", "candidate", "producer", f"{unit.name} each", unit.name, "decision", "reason")
     rows = [
-        [layer_ranges(d.layers), d.name, d.producer, gib(d.nbytes), gib(d.total_bytes), d.action, d.reason]
+        [layer_ranges(d.layers), d.name, d.producer, unit.show(d.nbytes), unit.show(d.total_bytes), d.action, d.reason]
         for d in plan.decisions
     ]
     align = ("left", "left", "left", "right", "right", "left", "left")
@@ -169,4 +201,7 @@ def _decisions(plan: Plan) -> str:
 
 def _totals(plan: Plan) -> str:
     totals = {action: sum(d.total_bytes for d in plan.decisions if d.action == action) for action in _ACTIONS}
-    return "saved by the forward: " + ", ".join(f"{action} {gib(total)} GiB" for action, total in totals.items())
+    unit = Unit.of(plan)
+    return "saved by the forward: " + ", ".join(
+        f"{action} {unit.show(total)} {unit.name}" for action, total in totals.items()
+    )

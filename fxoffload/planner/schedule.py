@@ -24,6 +24,8 @@ _MAX_REPAIRS = 4
 # The search for the least peak goes up and down by this factor.
 _PEAK_STEP = 1.01
 _MAX_PEAK_STEPS = 12
+# For one question to the solver.
+_SOLVER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Scheduler:
     def least_peak(self, max_ms: float) -> Schedule | None:
         """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
         whole = self.keep_all()
-        solution = least_peak(self.problem, max_ms)
+        solution = least_peak(self.problem, max_ms, deadline_s=_SOLVER_S)
         limit = min(solution.peak_bytes, whole.peak_bytes) if solution is not None else whole.peak_bytes
         best: Schedule | None = None
         for _ in range(_MAX_PEAK_STEPS):
@@ -121,8 +123,12 @@ class Scheduler:
 
     def smallest(self) -> Schedule:
         """The schedule with the least peak, whatever its time."""
-        proposals = [self._named(smallest_peak(self.problem).offloaded), self._extreme(True), self._extreme(False)]
-        peak, offload = min((least_peak_bytes(self.step, p), p) for p in proposals)
+        proposals = [
+            self._named(smallest_peak(self.problem, deadline_s=_SOLVER_S).offloaded),
+            self._extreme(True),
+            self._extreme(False),
+        ]
+        peak, offload = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
         found = self._settle(offload, peak)
         assert found is not None
         return self.least_time(found.simulation.peak_bytes) or found
@@ -135,7 +141,7 @@ class Scheduler:
             yield self._extreme(True)
         budget = limit_bytes
         for _ in range(_MAX_REPAIRS):
-            solution = least_time(self.problem, budget)
+            solution = least_time(self.problem, budget, deadline_s=_SOLVER_S)
             if solution is None:
                 return
             offload = self._named(solution.offloaded)

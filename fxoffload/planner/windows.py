@@ -3,6 +3,7 @@ memory is needed."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from fxoffload.planner.link import ConstantRates
@@ -13,7 +14,7 @@ from fxoffload.runtime.windows import Windows
 
 # Bytes do not depend on rates (see ``simulate``).
 _ANY_RATES = ConstantRates(1.0, 1.0)
-_MAX_TRIES = 6
+_MAX_TRIES = 8
 
 
 def no_windows(step: TrainingStep) -> Windows:
@@ -37,25 +38,42 @@ def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int)
     bare = simulate(step, decisions, copies=_ANY_RATES, windows=no_windows(step))
     if bare.peak_bytes > limit_bytes:
         return None
-    peaks = [b.peak_bytes for b in bare.boundaries]
-    c = program.candidates
-    # The windows count what is copied; what is held may be more.
-    moves = [i for i, go in enumerate(decisions) if go and c.moved_bytes[i]]
-    slop = sum(max(0, c.held_bytes[i] - c.moved_bytes[i]) for i in moves)
-    room = limit_bytes - slop
-    windows = no_windows(step)
+    spare = [limit_bytes - b.peak_bytes for b in bare.boundaries]
+    c, num_forward = program.candidates, len(step.forward)
+    moves = {i for i, go in enumerate(decisions) if go and c.moved_bytes[i]}
+
+    def excess(windows: Windows) -> list[int]:
+        found = simulate(step, decisions, copies=_ANY_RATES, windows=windows)
+        return [b.peak_bytes - limit_bytes for b in found.boundaries]
+
+    # What is on its way when the forward ends: the last so many copies.
+    queue = [i for ops in program.offloads for op in ops for i in op if i in moves]
+    carried = [0, *itertools.accumulate(c.moved_bytes[i] for i in reversed(queue))]
+    windows, beyond = no_windows(step), [0]
     for _ in range(_MAX_TRIES):
-        windows = _widest(program, set(moves), peaks, room)
-        excess = simulate(step, decisions, copies=_ANY_RATES, windows=windows).peak_bytes - limit_bytes
-        if excess <= 0:
-            return windows
-        room -= excess
-    return no_windows(step)
+        windows = _widest(program, moves, spare, carried[-1])
+        beyond = excess(windows)
+        if max(beyond[:num_forward], default=0) <= 0:
+            break
+        # The windows count what is copied; what is held may be more.
+        spare[:num_forward] = [max(0, s - max(0, e)) for s, e in zip(spare, beyond, strict=False)][:num_forward]
+    if max(beyond, default=0) <= 0:
+        return windows
+    # What is taken back may be held longer than a reload would be, and be more.
+    low, high = 0, len(carried) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if max(excess(_widest(program, moves, spare, carried[middle]))) <= 0:
+            low = middle
+        else:
+            high = middle - 1
+    windows = _widest(program, moves, spare, carried[low])
+    return windows if low or max(excess(windows)) <= 0 else no_windows(step)
 
 
-def _widest(program: Program, moves: set[int], peaks: Sequence[int], room: int) -> Windows:
+def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) -> Windows:
+    """``over``: most bytes that may still be on their way to the host when the forward ends."""
     num_forward = len(program.made)
-    spare = [max(0, room - p) for p in peaks]
     forward, backward = spare[:num_forward], spare[num_forward:]
     nbytes = program.candidates.moved_bytes
 
@@ -67,18 +85,18 @@ def _widest(program: Program, moves: set[int], peaks: Sequence[int], room: int) 
         for i in {i for i, _ in takes} & moves - seen:
             seen.add(i)
             read[at] += nbytes[i]
-    later = sum(nbytes[i] for i in moves)
+    everything = later = sum(nbytes[i] for i in moves)
     for at in range(len(backward) - 1, -1, -1):
         later = min(backward[at], later + read[at + 1])
         ahead[at + 1] = later
     ahead[0] = later + read[0]
 
     in_flight = [0] * (num_forward + 1)
-    until = ahead[0]  # behind the last release: what is still held goes over into the backward
+    until = min(ahead[0], over)  # behind the last release: what is still held goes over into the backward
     for at in range(num_forward, -1, -1):
         if at < num_forward:
             until = min(until, forward[at])
         if program.releases[at]:
             in_flight[at] = until
-            until = room
+            until = everything
     return Windows(tuple(in_flight), tuple(ahead))

@@ -287,9 +287,10 @@ def test_mistyped_variants_and_short_runs_are_refused() -> None:
 def test_shared_options_are_the_backends() -> None:
     from fxoffload.options import Options
 
-    assert set(SHARED_OPTIONS) == {field.name for field in dataclasses.fields(Options)} - {"policy", "inductor"}
+    of_one_variant = {"policy", "inductor", "activation_budget", "max_slowdown"}
+    assert set(SHARED_OPTIONS) == {field.name for field in dataclasses.fields(Options)} - of_one_variant
 
 
 def test_list_names_every_scenario() -> None:
     output = CliRunner().invoke(app, ["list"]).output
-    assert all(name in output for name in ("activations", "compile-time", "fsdp"))
+    assert all(name in output for name in ("activations", "compile-time", "fsdp", "plan", "longest"))

@@ -672,10 +672,9 @@ def test_no_two_kernels_wait_for_each_other(gm: fx.GraphModule) -> None:
     estimate = estimate_costs._Estimate(ops(gm), Machine(), inline=False)
     waits: dict[object, set[object]] = {}
     maker: dict[fx.Node, object] = {n: n for n in ops(gm) if node_kind(n) == "matmul"}
-    maker |= {value: kernel.current() for value, kernel in estimate._kernel_of.items()}
+    maker |= estimate._kernel_of
     for kernel in estimate._kernels:
-        if kernel.merged_into is None:
-            waits[kernel] = {maker[b] for b in kernel.reads if b in maker and maker[b] is not kernel}
+        waits[kernel] = {maker[b] for b in kernel.reads if b in maker and maker[b] is not kernel}
     for node in ops(gm):
         if node_kind(node) == "matmul":
             inputs = (estimate_costs.base_of(i) for i in node.all_input_nodes)

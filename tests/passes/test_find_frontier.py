@@ -220,7 +220,7 @@ def check(found: Step, choose: Choice) -> None:
 def test_every_point_is_what_is_saved_and_changes_no_bit(name: str) -> None:
     before = untouched(name)
     num_points = max(len(c.points) for c in before.classes)
-    assert num_points >= 4
+    assert num_points >= 3
     for i in range(num_points):
         found = step(*MODELS[name](), at(i))
         check(found, at(i))
@@ -241,7 +241,7 @@ def test_points_of_decoders_are_what_is_saved_and_change_no_bit(name: str, place
 @pytest.mark.parametrize("name", ["tower", "qwen3"])
 def test_layers_may_have_different_points(name: str) -> None:
     def choose(c: LayerClass, label: str) -> RecomputePoint:
-        return c.points[(3 * int(label.split(".")[-1]) + 1) % len(c.points)]
+        return c.points[(int(label.split(".")[-1]) + 1) % len(c.points)]
 
     found = step(*MODELS[name](), choose)
     check(found, choose)
@@ -394,6 +394,7 @@ def every_choice(gm: fx.GraphModule, problem: find_frontier._Problem, joint: Joi
             if node not in again and node.name != "w":
                 saved.add(node)
         time = sum(problem._op_ms(n) for n in seen & again)
+        time += sum(problem._save_ms(n) for n in saved if n.op == "call_function")
         found.add((time, sum(layout_bytes(n) for n in saved)))
     return found
 

@@ -20,6 +20,7 @@ from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import executor
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from fxoffload.runtime.windows import Choice, Windows
 from tests.capture import rehearsal_options
 
 CPU = torch.device("cpu")
@@ -181,19 +182,29 @@ class Rehearsal:
             yield
 
     def run(
-        self, decisions: Decisions, in_flight_budget: int | None, prefetch_budget: int | None
+        self,
+        decisions: Decisions,
+        in_flight_budget: int | None,
+        prefetch_budget: int | None,
+        windows: Windows | None = None,
     ) -> tuple[list[Seen], fxoffload.Stats]:
-        """A step under decisions by name or under a policy."""
-        assert self.default_windows is (in_flight_budget is None and prefetch_budget is None)
+        """A step under decisions by name or under a policy. With ``windows`` they are those of a plan."""
+        assert windows is not None or self.default_windows is (in_flight_budget is None and prefetch_budget is None)
         for program in self.programs:
             program.options = replace(program.options, budgets=Budgets(None, in_flight_budget, prefetch_budget))
         self.model.zero_grad()
         self.watch.clear()
         fxoffload.reset_stats()
         self.graph.decisions.clear()
-        if not isinstance(decisions, str):
+        self.graph.planned = None
+        policy = decisions if isinstance(decisions, str) else "keep_all"
+        if windows is not None:
+            names = [c.name for c in self.graph.saved.candidates]
+            flags = self.graph.actions[decisions] if isinstance(decisions, str) else [decisions[n] for n in names]
+            self.graph.planned, policy = Choice(tuple(flags), windows), "auto"
+        elif not isinstance(decisions, str):
             self.graph.decisions.update(decisions)
-        with self.watching(), fxoffload.override_policy(decisions if isinstance(decisions, str) else "keep_all"):
+        with self.watching(), fxoffload.override_policy(policy):
             self.watch.phase = "forward"
             out = self.call(self.compiled)
             self.watch.phase = "backward"
@@ -202,7 +213,11 @@ class Rehearsal:
         return list(self.watch.seen), fxoffload.stats()
 
     def simulate(
-        self, decisions: Decisions, in_flight_budget: int | None, prefetch_budget: int | None
+        self,
+        decisions: Decisions,
+        in_flight_budget: int | None,
+        prefetch_budget: int | None,
+        windows: Windows | None = None,
     ) -> tuple[list[Seen], Simulation]:
         """The same on paper. What autograd gives the backward is taken off: the watch does not see it."""
         simulation = simulate(
@@ -211,6 +226,7 @@ class Rehearsal:
             copies=ConstantRates(55.0, 55.0),
             in_flight_budget=in_flight_budget,
             prefetch_budget=prefetch_budget,
+            windows=windows,
         )
         tangents = sum(s.nbytes for s in self.step.storages if s.is_tangent)
         seen = [

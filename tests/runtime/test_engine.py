@@ -494,8 +494,8 @@ def test_the_default_host_budget_is_read_at_each_use(monkeypatch: pytest.MonkeyP
     engine = Bench().engine
     monkeypatch.setattr("fxoffload.runtime.engine.default_host_budget_bytes", lambda: 11)
     monkeypatch.setattr("fxoffload.runtime.engine.engines", lambda: [engine])
-    assert engine._host_budget(Budgets(7, 0, 0)) == 7
-    assert engine._host_budget(Budgets(None, 0, 0)) == 11
+    assert engine.host_budget_bytes(Budgets(7, 0, 0)) == 7
+    assert engine.host_budget_bytes(Budgets(None, 0, 0)) == 11
 
 
 def test_by_default_an_engine_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,7 +503,7 @@ def test_by_default_an_engine_leaves_what_others_hold(monkeypatch: pytest.Monkey
     other.save(1.0)
     monkeypatch.setattr("fxoffload.runtime.engine.default_host_budget_bytes", lambda: 10 << 20)
     monkeypatch.setattr("fxoffload.runtime.engine.engines", lambda: [mine.engine, other.engine])
-    assert mine.engine._host_budget(Budgets(None, 0, 0)) == (10 << 20) - other.engine.arena.reserved_bytes
+    assert mine.engine.host_budget_bytes(Budgets(None, 0, 0)) == (10 << 20) - other.engine.arena.reserved_bytes
 
 
 class StreamRecorder(Recorder):

@@ -268,8 +268,9 @@ def test_prefetch_across_graphs_keeps_to_its_budget(monkeypatch: pytest.MonkeyPa
     peak = 0
     original = CopyEngine.prefetch
 
-    def prefetch(engine: CopyEngine, budget_bytes: int, *, reclaimed_share: int) -> None:
+    def prefetch(engine: CopyEngine, budget_bytes: int, *, reclaimed_share: int, at_least_one: bool) -> None:
         nonlocal peak
+        assert at_least_one
         assert reclaimed_share == 0, "a budget that the user set does not grow"
         original(engine, budget_bytes)
         peak = max(peak, engine._ahead_bytes)

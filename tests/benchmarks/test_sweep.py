@@ -1,0 +1,267 @@
+"""Sweeps on a CPU: many variants in one process, what becomes of those that fail, and budgets relative to a peak."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import launch_sweep
+from benchmarks.arguments import CASES, expand_set, parse_cases, parse_protocol, parse_variants, split_settings
+from benchmarks.budgets import resolve_budget
+from benchmarks.cli import app
+from benchmarks.launch import start_process
+from benchmarks.launch_sweep import run_sweep
+from benchmarks.length_search import _largest_blocks, bisect
+from benchmarks.limits import Limit
+from benchmarks.schema import (
+    Case,
+    LimitedRun,
+    Memory,
+    Protocol,
+    Report,
+    Result,
+    SweepRequest,
+    Variant,
+    from_json,
+    to_json,
+)
+from benchmarks.tables import render
+from benchmarks.workloads import build_job
+
+TINY_WORDS = ["layers=3", "seq=64", "hidden=32", "ffn=64", "heads=4", "kv_heads=2", "head_dim=8", "dtype=float32"]
+TINY_WORDS += ["device=cpu", "link_mib=1", "link_copies=2", "inner=aot_eager", "device_types=cpu", "min_bytes=1KiB"]
+TINY = Case(layers=2, seq=32, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, dtype="float32", device="cpu")
+
+
+def run(tmp_path: Path, scenario: str, words: list[str], variants: str, *more: str) -> tuple[Report, str]:
+    arguments = ["run", scenario, "--set", *TINY_WORDS, *words, "--variants", variants, "--out", str(tmp_path), *more]
+    done = CliRunner().invoke(app, expand_set(arguments))
+    assert done.exit_code == 0, done.output
+    return from_json(Report, (tmp_path / f"{scenario}.json").read_text()), done.output
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str, Path]:
+    """A reference, a plan, two that cannot work, and one after them."""
+    out = tmp_path_factory.mktemp("sweep")
+    budgets = ("1KiB", "0.5*inductor", "64MiB")
+    variants = ",".join(["eager", "auto", *(f"auto@activation_budget={b}" for b in budgets), "keep_all"])
+    return *run(out, "plan", ["long_steps=2"], variants), out
+
+
+def test_a_sweep_survives_the_variants_that_fail(sweep: tuple[Report, str, Path]) -> None:
+    report, table, _ = sweep
+    found = {record.variant.label: record for record in report.records}
+    assert [record.status for record in report.records] == ["ok", "ok", "failed", "failed", "ok", "ok"], table
+    assert "activation_budget of at least" in found["auto@activation_budget=1KiB"].reason
+    assert "'inductor' to be measured before" in found["auto@activation_budget=0.5*inductor"].reason
+    assert found["auto@activation_budget=1KiB"].result.budget_bytes == 1024
+    long = found["auto@activation_budget=64MiB"].result.long_run
+    assert long is not None and long.num_steps == 2
+    run = found["keep_all"].result
+    assert run.long_run is None
+    assert run.num_graphs_at_end == 1, "counters start anew with each variant"
+    assert run.losses[0] == pytest.approx(found["eager"].result.losses[0], rel=1e-5)
+
+
+def test_a_plan_is_written_down_before_the_steps_it_predicts(sweep: tuple[Report, str, Path]) -> None:
+    report, table, out = sweep
+    result = next(r.result for r in report.records if r.variant.label == "auto")
+    plan = result.plan
+    assert plan is not None and plan.num_plans == plan.frozen_after_steps == 1
+    assert plan.prediction_changed_later is False
+    assert plan.predicted["peak_bytes"] > 0 and plan.planning_s is not None
+    assert plan.texts == {}, "whole plans are in a file of their own"
+    texts = json.loads((out / "plan-plans.json").read_text())
+    assert set(texts) == {"stack 3x64 auto", "stack 3x64 auto@activation_budget=64MiB"}
+    assert json.loads(texts["stack 3x64 auto"]["frozen"])["predicted"] == plan.predicted
+    derived = next(row for row in report.derived if row["variant"] == "auto")
+    assert derived["predicted_step_error"] == plan.predicted["step_ms"] / result.step_ms.median - 1  # type: ignore[union-attr]
+    assert plan.summary in table
+
+
+def test_gradients_of_a_sweep_are_comparable(sweep: tuple[Report, str, Path]) -> None:
+    report, _, _ = sweep
+    digests = {r.variant.label: r.result.gradients for r in report.records if r.status == "ok"}
+    for label in ("auto", "keep_all"):
+        for name, theirs in digests["eager"].items():
+            assert digests[label][name].norm == pytest.approx(theirs.norm, rel=1e-4, abs=1e-6), (label, name)
+
+
+def test_resuming_measures_only_what_is_missing(sweep: tuple[Report, str, Path], tmp_path: Path) -> None:
+    earlier, _, out = sweep
+    report, _ = run(tmp_path, "plan", [], "eager,keep_all", "--resume", str(out / "plan.json"))
+    assert [to_json(r) for r in report.records] == [to_json(r) for r in earlier.records if r.variant.kind != "auto"]
+    assert report.environment["resumed_date"] == earlier.environment["date"]
+
+
+def test_the_longest_length_is_searched(tmp_path: Path) -> None:
+    variants = "eager@lengths=16+32,auto@activation_budget=10KiB"
+    report, table = run(tmp_path, "longest", ["case=causal_lm", "vocab=64", "lengths=16,32,64", "probes=2"], variants)
+    eager, auto = report.records
+    assert [(p.seq, p.ran) for p in eager.result.probes] == [(16, True), (32, True)]
+    assert eager.result.probes[0].step_ms
+    assert [(p.seq, p.ran, p.failed_in) for p in auto.result.probes] == [(32, False, "forward"), (16, False, "forward")]
+    assert auto.status == "failed"
+    assert "longest that ran: 32" in table and "BudgetError" in table
+
+
+# -- processes that are lost ----------------------------------------------------------------------------------------
+
+
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+for i, variant in enumerate(json.loads((folder / "request.json").read_text())["variants"]):
+    kind = variant["label"]
+    if kind == "no build":
+        sys.exit(5)
+    if kind == "late":
+        sys.exit(0)
+    (folder / f"started{i}").touch()
+    (folder / f"result{i}.json").write_text(Path(sys.argv[2]).read_text())
+    if kind == "dies":
+        os.abort()
+    if kind == "hangs":
+        time.sleep(60)
+    (folder / f"ended{i}").write_text("1.5")
+"""
+
+
+def fake_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, labels: list[str], timeout_s: float = 30.0
+) -> list[tuple[str, str, str]]:
+    result = tmp_path / "result.json"
+    result.write_text(to_json(Result(finished=["first step"], memory=Memory(0, 100, 0, 0, 0))))
+    (tmp_path / "fake.py").write_text(FAKE)
+
+    def start(words: list[str], log_path: Path, caches: Path) -> object:
+        import subprocess
+
+        with log_path.open("wb") as log:
+            command = [sys.executable, str(tmp_path / "fake.py"), words[2], str(result)]
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    assert start_process is not start
+    monkeypatch.setattr(launch_sweep, "start_process", start)
+    variants = [Variant(label, "eager") for label in labels]
+    request = SweepRequest("plan", TINY, variants, Protocol(timeout_s=timeout_s), 60.0)
+    return [(r.variant.label, r.status, r.reason) for r in run_sweep(request, tmp_path)]
+
+
+def test_a_lost_process_costs_one_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = fake_records(monkeypatch, tmp_path, ["a", "dies", "b", "hangs", "c"], timeout_s=1.0)
+    assert [(label, status) for label, status, _ in records] == [
+        *(("a", "ok"), ("dies", "failed"), ("b", "ok"), ("hangs", "timeout"), ("c", "ok"))
+    ]
+    assert "SIGABRT" in records[1][2]
+    assert "finished phases: first step" in records[3][2]
+
+
+def test_a_model_that_cannot_be_built_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = fake_records(monkeypatch, tmp_path, ["no build", "a"])
+    assert [status for _, status, _ in records] == ["failed", "failed"]
+    assert "could not be built: exit status 5" in records[1][2]
+
+
+def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = fake_records(monkeypatch, tmp_path, ["a", "late", "b"])
+    assert [status for _, status, _ in records] == ["ok", "skipped", "skipped"]
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_relative_to_peaks() -> None:
+    peaks = {"checkpoint": 100, "inductor": 300, "free": 1000}
+    found = [resolve_budget(text, peaks) for text in ("1.02*checkpoint", "0.25*inductor", "15%", "0.9*free", "9GiB")]
+    assert found == [102, 75, 130, 900, "9GiB"]
+    with pytest.raises(LookupError, match="'checkpoint'"):
+        resolve_budget("15%", {"inductor": 3})
+
+
+def test_words_of_sweeps() -> None:
+    variants = parse_variants("torch_budget@0.5,inductor@lengths=8+16,auto@activation_budget=15%@lengths=32", {})
+    assert [(v.kind, v.options, v.lengths) for v in variants] == [
+        ("torch_budget", {"activation_memory_budget": 0.5}, []),
+        ("inductor", {}, [8, 16]),
+        ("auto", {"policy": "auto", "activation_budget": "15%"}, [32]),
+    ]
+    values = split_settings(["lengths=8,16", "memory_fraction=steps", "case=stack65k,moe"])
+    assert parse_protocol(values, {}).lengths == [8, 16]
+    assert [(c.layers, c.seq, c.experts) for c in parse_cases(values, {})] == [(10, 65536, 0), (24, 8192, 128)]
+
+
+@pytest.mark.parametrize(
+    ("variants", "settings", "message"),
+    [
+        ("torch_budget", [], "one number after @"),
+        ("torch_budget@2", [], "at most 1"),
+        ("auto@activation_budget=2x*inductor", [], "such as 1.02"),
+        ("inductor@lengths=16+8", [], "ascending"),
+        ("inductor", ["memory_fraction=yes"], "no, steps, whole"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(variants: str, settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_variants(variants, {})
+        parse_protocol(split_settings(settings), {})
+
+
+@pytest.mark.parametrize(("longest", "tried"), [(0, [4, 2, 1]), (3, [4, 2, 3]), (7, [4, 6, 7]), (5, [4, 6, 5])])
+def test_three_probes_settle_seven_lengths(longest: int, tried: list[int]) -> None:
+    assert list(bisect(list(range(1, 8)), 3, lambda length: length <= longest)) == tried
+
+
+def test_bisection_of_nothing_and_of_one() -> None:
+    assert list(bisect([], 3, lambda _: True)) == []
+    assert list(bisect([8], 3, lambda _: True)) == [8]
+
+
+def test_experts_compile_in_one_graph() -> None:
+    case = Case("moe", 2, 32, 1, 32, 16, 4, 2, 8, dtype="bfloat16", device="cpu", experts=4, experts_per_token=2)
+    job = build_job(case, torch.device("cpu"))
+    torch.compile(job.module, backend="eager", fullgraph=True)(*job.inputs).backward()
+    assert all(leaf.grad is not None for leaf in job.leaves().values())
+    torch._dynamo.reset()
+
+
+def test_a_limit_is_what_is_allocated_and_the_budget_with_ten_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    for name, value in {
+        "memory_allocated": 30,
+        "get_device_properties": SimpleNamespace(total_memory=1000),
+        "memory_stats": {"num_alloc_retries": 2},
+        "max_memory_reserved": 130,
+        "reset_peak_memory_stats": None,
+        "synchronize": None,
+        "empty_cache": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: fractions.append(part))
+    limit = Limit("steps", 100, torch.device("cuda", 0))
+    limit.lift(True, "")
+    assert fractions == [0.14, 1.0]
+    assert limit.run == LimitedRun("steps", 0.14, 140, 0, True, "", None, 130, 0)
+
+
+def test_what_was_on_the_device_when_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [("active_allocated", 5), ("active_allocated", 5), ("inactive", 90), ("active_allocated", 8)]
+    blocks = [{"state": state, "size": size} for state, size in sizes]
+    snapshot = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": blocks}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    assert _largest_blocks(0) == [[5, 2], [8, 1]]
+
+
+def test_every_case_names_a_workload() -> None:
+    assert {case.name for case in CASES.values()} == {"stack", "causal_lm", "moe"}
+
+
+def test_a_report_of_probes_shows_again(tmp_path: Path) -> None:
+    report = Report("longest", {"gpu_name": None}, Protocol(), None, [])
+    assert "longest" in render(from_json(Report, to_json(report)))

@@ -1,0 +1,356 @@
+"""``fxoffload.plan``: a plan without a GPU and without weights is the plan that ``torch.compile`` makes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import fxoffload
+from fxoffload.compiler import plan_ahead
+from fxoffload.compiler.plan_ahead import plan
+from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
+from fxoffload.machine import load_profile
+from fxoffload.planner.plan import Plan
+from tests.capture import Tower, example_input
+
+# As in training on the CPU rehearsal. Everything may move, and time is no object.
+SMALL: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 1}
+LONG = {"max_slowdown": 5.0}
+BATCH, SEQUENCE = 2, 16
+
+
+def qwen3(**changes: Any) -> nn.Module:
+    """Three layers with tied embeddings, and the benchmark's attention, which builds no mask."""
+    pytest.importorskip("transformers")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from benchmarks.workloads import ATTENTION
+
+    sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config = Qwen3Config(
+        **{**sizes, "head_dim": 8, "num_hidden_layers": 3, "use_cache": False, "tie_word_embeddings": True, **changes}
+    )
+    config._attn_implementation = ATTENTION
+    return Qwen3ForCausalLM(config).train()
+
+
+def tokens(sequence: int = SEQUENCE, device: str = "cpu") -> dict[str, Tensor]:
+    ids = torch.zeros(BATCH, sequence, dtype=torch.int64, device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def compiled_plan(model: nn.Module, *args: Tensor, options: dict[str, Any], **kwargs: Tensor) -> Plan:
+    """The plan that ``torch.compile`` makes, behind a whole step."""
+    run = torch.compile(model, backend="fxoffload", options={**SMALL, "device_types": ("cpu",), **options})
+    output = run(*args, **kwargs)
+    getattr(output, "loss", output).sum().backward()
+    (found,) = fxoffload.plans()
+    return found
+
+
+def assert_same(found: Plan, expected: Plan) -> None:
+    assert found.decisions == expected.decisions
+    assert found.predicted == expected.predicted
+    assert found.baseline == expected.baseline
+    assert found.smallest_budget_bytes == expected.smallest_budget_bytes
+    assert found.boundaries == expected.boundaries
+
+
+# -- the three forms ---------------------------------------------------------------------------------------------------
+
+
+def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
+    real = qwen3()
+    with torch.device("meta"):
+        meta = qwen3()
+    with FakeTensorMode():
+        fake, fake_batch = qwen3(), tokens()
+    plans = [
+        plan(meta, tokens(device="meta"), **SMALL, **LONG),
+        plan(fake, fake_batch, **SMALL, **LONG),
+        plan(real, tokens(), **SMALL, **LONG),
+    ]
+    first = plans[0]
+    assert plans[1] == plans[2] == first
+    assert first.label == "Qwen3ForCausalLM"
+    assert first.shape == f"input_ids {BATCH}x{SEQUENCE}, labels {BATCH}x{SEQUENCE}"
+    assert first.device == "NVIDIA H200"
+    assert "offload" in {d.action for d in first.decisions}
+    assert_same(first, compiled_plan(real, **tokens(), options=LONG))
+
+
+def test_a_budget_is_met_and_is_the_one_that_is_compiled() -> None:
+    model = qwen3()
+    loose = plan(model, tokens(), **SMALL, **LONG)
+    budget = (loose.smallest_budget_bytes + loose.baseline_peak_bytes) // 2
+    found = plan(model, tokens(), activation_budget=budget, max_slowdown=9.0, **SMALL)
+    assert found.predicted_peak_bytes <= budget == found.activation_budget
+    assert found.max_slowdown == 9.0
+    assert_same(
+        found, compiled_plan(model, **tokens(), options={"activation_budget": budget, "max_slowdown": 9.0})
+    )
+
+
+def test_a_slowdown_is_kept() -> None:
+    model, batch = Tower(4), (example_input(),)
+    found = plan(model, example_args=batch, max_slowdown=0.5, **SMALL)
+    assert found.predicted_peak_bytes < found.baseline_peak_bytes
+    assert found.predicted_step_ms <= 1.5 * found.baseline_step_ms
+    assert plan(model, example_args=batch, **SMALL).max_slowdown == 0.02
+
+
+@pytest.mark.inductor
+def test_the_segments_of_inductor_have_the_same_plan() -> None:
+    model = Tower(3)
+    found = plan(model, example_args=(example_input(),), min_bytes=1, **LONG)
+    assert_same(found, compiled_plan(model, example_input(), options={**LONG, "inner": "inductor"}))
+
+
+# -- nothing changes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_real_model_stays_as_it_is_and_trains() -> None:
+    model, batch = qwen3(), tokens()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    values = {name: (p.detach().clone(), p._version) for name, p in before.items()}
+    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
+    plan(model, batch, **SMALL, **LONG)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(after[n] is p for n, p in before.items())
+    assert all(b is buffers[n] for n, b in model.named_buffers())
+    assert all(p.grad is None and p._version == values[n][1] for n, p in after.items())
+    assert all(torch.equal(p, values[n][0]) for n, p in after.items())
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == attributes
+    assert all(not isinstance(t, FakeTensor) and not t.is_meta for t in (*after.values(), *batch.values()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**batch).loss.backward()
+    optimizer.step()
+    assert any(not torch.equal(p, values[n][0]) for n, p in after.items())
+
+
+def test_nothing_of_full_size_is_allocated() -> None:
+    """2 TiB of weights, and 32 TiB of activations."""
+    with torch.device("meta"):
+        layers = nn.ModuleList(nn.Linear(1 << 18, 1 << 18, bias=False) for _ in range(8))
+        rows = torch.empty(1 << 22, 1 << 18)
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.sin(layer(x))
+            return x.sum()
+
+    found = plan(Chain(), example_args=(rows,), recompute="default", **LONG)
+    assert found.baseline_peak_bytes > 8 * 4 << 40
+    assert found.shape == f"x {1 << 22}x{1 << 18}"
+
+
+def test_plans_lists_no_plan_ahead_and_nothing_stays() -> None:
+    seen: list[weakref.ref[Any]] = []
+    twins = plan_ahead._twins
+
+    def watched(*args: Any) -> Any:
+        found = twins(*args)
+        seen.append(weakref.ref(found[0]))
+        return found
+
+    with mock.patch.object(plan_ahead, "_twins", watched):
+        found = plan(Tower(3), example_args=(example_input(),), **SMALL, **LONG)
+    assert found.simulation is not None
+    assert fxoffload.plans() == [] and fxoffload.graphs() == []
+    gc.collect()
+    assert [ref() for ref in seen] == [None]
+
+
+def test_code_that_is_compiled_stays_compiled_and_static() -> None:
+    shapes: list[list[tuple[Any, ...]]] = []
+
+    def watch(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, Tensor)])
+        assert all(isinstance(n, int) for shape in shapes[-1] for n in shape)
+        assert not any(isinstance(x, torch.SymInt) for x in inputs)
+        return gm.forward
+
+    model = Tower(3)
+    run = torch.compile(model, backend=watch)
+    run(example_input(4))
+    plan(model, example_args=(example_input(5),), **SMALL, **LONG)
+    run(example_input(4))
+    assert len(shapes) == 1
+    torch.compiler.reset()
+    # A size that was planned with is not a first size: the next one is no reason for dynamic shapes.
+    plan(model, example_args=(example_input(5),), **SMALL, **LONG)
+    torch.compile(model, backend=watch)(example_input(6))
+    assert len(shapes) == 2
+
+
+def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
+    from torch._dynamo import config
+
+    model = Tower(3)
+    with config.patch(suppress_errors=True, recompile_limit=1):
+        run = torch.compile(model, backend="eager", dynamic=False)
+        run(example_input(4))
+        found = plan(model, example_args=(example_input(5),), **SMALL, **LONG)
+        assert found.predicted_peak_bytes > 0
+        assert (config.suppress_errors, config.recompile_limit) == (True, 1)
+
+
+# -- what is planned for -----------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:
+    model, batch = Tower(3), (example_input(),)
+    h200 = load_profile("h200")
+    slower = replace(h200, device_name="half an H200", memory_gb_per_s=h200.memory_gb_per_s / 2)
+    file = tmp_path / "half.json"
+    file.write_text(slower.to_json())
+    by_name, by_file, by_profile = (
+        plan(model, example_args=batch, device=d, **SMALL, **LONG) for d in ("h200", file, slower)
+    )
+    assert by_file == by_profile
+    assert (by_name.device, by_file.device) == ("NVIDIA H200", "half an H200")
+    assert by_file.baseline_step_ms > by_name.baseline_step_ms
+
+
+def test_this_machine_s_host_memory_is_no_bound_but_a_host_budget_is() -> None:
+    model, batch = Tower(4), (example_input(),)
+    asked: dict[str, Any] = {**SMALL, **LONG, "recompute": "default"}
+    with mock.patch("fxoffload.runtime.engine.default_host_budget_bytes", return_value=1):
+        free = plan(model, example_args=batch, **asked)
+        assert free == plan(model, example_args=batch, **asked, host_budget="1TiB")
+        bound = plan(model, example_args=batch, **asked, host_budget=4096)
+    assert free.predicted.bytes_offloaded > 4096 >= bound.predicted.bytes_offloaded
+
+
+def test_autocast_is_seen() -> None:
+    model, batch = Tower(3), (example_input(),)
+    wide = plan(model, example_args=batch, recompute="default", **SMALL, **LONG)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = plan(model, example_args=batch, recompute="default", **SMALL, **LONG)
+    # Without a GPU torch.autocast("cuda") stays off.
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        assert plan(model, example_args=batch, recompute="default", **SMALL, **LONG) == narrow
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert max(d.nbytes for d in narrow.decisions) < max(d.nbytes for d in wide.decisions)
+
+
+def test_a_tensor_that_is_no_buffer_is_faked_too() -> None:
+    class Scaled(Tower):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.scale = torch.full((16,), 2.0)
+            self.tables = {"shift": [torch.ones(16)]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale + self.tables["shift"][0])
+
+    model = Scaled()
+    scale = model.scale
+    found = plan(model, example_args=(example_input(),), **SMALL, **LONG)
+    assert model.scale is scale and not isinstance(scale, FakeTensor)
+    assert found.label == "Scaled"
+
+
+def test_a_plan_within_a_fake_mode_of_the_caller() -> None:
+    expected = plan(Tower(3), example_args=(example_input(),), **SMALL, **LONG)
+    with FakeTensorMode():
+        found = plan(Tower(3), example_args=(torch.empty(4, 8, 16),), **SMALL, **LONG)
+    assert found == expected
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_cannot_be_met_says_the_smallest() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan(Tower(3), example_args=(example_input(),), activation_budget=1, **SMALL)
+    assert caught.value.smallest_bytes > 1
+    assert fxoffload.plans() == []
+
+
+def test_unknown_devices_and_options() -> None:
+    asked: dict[str, Any] = {"example_args": (example_input(),)}
+    with pytest.raises(OptionsError, match=r"'h20'.*did you mean 'h200'"):
+        plan(Tower(3), **asked, device="h20")
+    with pytest.raises(OptionsError, match="unknown option 'polcy'"):
+        plan(Tower(3), **asked, polcy="auto")
+    with pytest.raises(OptionsError, match="plans nothing"):
+        plan(Tower(3), **asked, policy="offload_all")
+    with pytest.raises(OptionsError, match="device='h200'"):
+        plan(Tower(3), **asked, profile="h200")
+    with pytest.raises(OptionsError, match="segments disabled"):
+        plan(Tower(3), **asked, disable=("segments",))
+
+
+def test_planning_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOFFLOAD_DISABLE", "planner")
+    with pytest.raises(OptionsError, match="planner disabled"):
+        plan(Tower(3), example_args=(example_input(),))
+
+
+def test_nothing_to_plan() -> None:
+    x = example_input()
+    with pytest.raises(UnsupportedError, match="parameters that require grad, found none"):
+        plan(Tower(3).requires_grad_(False), example_args=(x,))
+    with pytest.raises(UnsupportedError, match="none that may move"):
+        plan(Tower(3), example_args=(x,), min_bytes="1GiB")
+    with pytest.raises(UnsupportedError, match="two or more layers"):
+        plan(nn.Linear(16, 16), example_args=(x,), **SMALL)
+
+    class Detached(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    with pytest.raises(UnsupportedError, match="an output that requires grad"):
+        plan(Detached(3), example_args=(x,), **SMALL)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnsupportedError, match="switched off"):
+        plan(Tower(3), example_args=(x,), **SMALL)
+
+
+def test_a_graph_break_says_where() -> None:
+    class Breaks(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedError, match=r"(?s)Breaks that is traced in one graph.*graph_break.*plan the part"):
+        plan(Breaks(3), example_args=(example_input(),), **SMALL)
+
+
+def test_a_model_that_makes_tensors_elsewhere() -> None:
+    class Elsewhere(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.ones(16, device="meta"))
+
+    with pytest.raises(UnsupportedError, match="on the device of its inputs"):
+        plan(Elsewhere(3), example_args=(example_input(),), **SMALL)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = Tower(3)
+    model.lines = (line for line in "ab")  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="copy.deepcopy"):
+        plan(model, example_args=(example_input(),), **SMALL)
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match="lazy"):
+        plan(lazy, example_args=(example_input(),), **SMALL)
