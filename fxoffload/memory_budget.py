@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxoffload._torch_compat import FakeTensor
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.devices import memory_bytes, resolve
 from fxoffload.machine.profile import MachineProfile
@@ -55,7 +56,7 @@ class _Target:
     is_here: bool = True
 
     def holds(self, tensor: Tensor) -> bool:
-        return self.is_here and tensor.device == self.device
+        return self.is_here and tensor.device == self.device and not isinstance(tensor, FakeTensor)
 
     def nbytes(self, tensor: Tensor, itemsize: int | None = None) -> int:
         """What the tensor takes there."""
@@ -230,15 +231,19 @@ def _missing_state_bytes(optimizer: torch.optim.Optimizer, missing: list[nn.Para
 
     kind = type(optimizer).__name__
     parameters = {id(p): p for g in optimizer.param_groups for p in g["params"]}
+    # A learning rate, for example.
+    others = _tensors([v for name, v in vars(optimizer).items() if name != "state"])
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _AnyNumber():
-            fakes = {at: _fake_parameter(p, target.device) for at, p in parameters.items()}
-            trial = _trial(optimizer, fakes)
+        with mode:
+            fakes: dict[int, Tensor] = {id(t): _fake(t, t.device) for t in others}
+            fakes |= {at: nn.Parameter(_fake(p, target.device), p.requires_grad) for at, p in parameters.items()}
+        trial = _trial(optimizer, fakes)
+        with mode, _AnyNumber():
             for parameter in missing:
                 fake = fakes[id(parameter)]
                 fake.grad = torch.empty_like(fake)
-            with torch.no_grad():
-                type(optimizer).step(trial)
+            type(optimizer).step(trial)
     except Exception as error:
         raise UnsupportedError(
             f"expected a {kind} that can step on fake parameters, found {type(error).__name__}: {error}. Call "
@@ -249,14 +254,13 @@ def _missing_state_bytes(optimizer: torch.optim.Optimizer, missing: list[nn.Para
     return sum(target.nbytes(t) for t in made.values())
 
 
-def _fake_parameter(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    part = _local(parameter)
-    fake = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)
-    return nn.Parameter(fake, parameter.requires_grad)
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    part = _local(tensor)
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)
 
 
-def _trial(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, without state and hooks. Its constructor might take other arguments
+def _trial(optimizer: torch.optim.Optimizer, fakes: Mapping[int, Tensor]) -> torch.optim.Optimizer:
+    """The same optimizer over other tensors, without state and hooks. Its constructor might take other arguments
     than what it made of them."""
     trial = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): trial, id(optimizer.state): defaultdict(dict), **fakes}

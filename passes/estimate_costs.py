@@ -12,15 +12,16 @@ would, and only moves memory:
 1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter, and each pointwise result
    that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: who
    reads it computes it again from what it reads (up to Inductor's limits: 8 values, or 4 where it has several readers).
-2. *Kernels* are what Inductor's scheduler makes of what is written: every two that read the same, or of which one reads
-   what the other writes, become one where their loops fit (as many elements, or, around a reduction, as many as go
-   into it or come out of it; reductions over the same dimension) and no third one has to run between them. First come
-   those of one form, then those that share most bytes, then the nearest in the graph. Far ones stay apart, and those
-   that share little beside what each could have written its results over.
+2. *Kernels* are what Inductor's scheduler makes of what is written: two that read the same, or of which one reads what
+   the other writes, become one where their loops fit and no third one has to run between them. First come those of one
+   form, then those that share most bytes, then the nearest in the graph. Those far apart do not join, nor those that
+   share little beside what each could be written over. Loops fit that go over as many elements, or, around a reduction,
+   over as many as come out of it or, of whole rows, go into it; reductions, over the same dimension.
 3. A kernel reads each value once (of a view, its part; of an expanded one, its different elements; of what it indexes,
    as many elements as it takes), and writes what somebody outside it reads. What its own ops hand each other is free.
 
-Not modelled: templates with fused epilogues, reductions split in two, caches, kernels that run side by side.
+Not modelled: templates with fused epilogues, reductions split in two, rows and columns reduced in one kernel, caches,
+kernels that run side by side.
 """
 
 from __future__ import annotations
@@ -504,6 +505,7 @@ def _fit(loops: set[_Loop]) -> bool:
     if not reductions:
         return len(plain) == 1
     (reduction, *others) = reductions
+    # Inductor goes over columns in another order than over what they are made of, and often in pieces.
     around = {reduction.kept} if reduction.dims == "outer" else {reduction.kept, reduction.kept * reduction.reduced}
     return not others and plain <= around
 

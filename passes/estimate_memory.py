@@ -17,9 +17,8 @@ it, and so are results that nobody reads. On top come:
    are made of the same values, one. Of the inputs, this holds for donated ones only.
 3. *Hidden memory* that an operator allocates and frees itself: ``_HIDDEN``.
 
-Not modelled: what ``estimate_costs`` does not (reductions over two dimensions in one kernel; kernels far apart that
-read the same and become one, so that what they read lives longer); results of one op that Inductor takes out of their
-tuple late; workspaces of cuDNN; rounding to the allocator's blocks.
+Not modelled: what ``estimate_costs`` does not (so their workspaces too); results of one op that Inductor takes out of
+their tuple late; workspaces of cuDNN; rounding to the allocator's blocks.
 """
 
 from __future__ import annotations

@@ -92,6 +92,9 @@ class TagRecompute:
     def __call__(self, gm: fx.GraphModule) -> TagReport:
         if not isinstance(self.recompute, str):
             return _tag_points(gm.graph, self.recompute)
+        for node in gm.graph.nodes:
+            if node.meta.get("recompute") in OFFLOADED:  # which says nothing to the partitioner
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return TagReport() if self.recompute == "default" else _tag_cheap(gm.graph)
 
 

@@ -25,7 +25,7 @@ from fxoffload.machine.profile import MachineProfile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
 
-# Host memory of the machine that is planned for, where the user names none: more than any has, so that it binds nothing.
+# Host memory of the machine that is planned for, where the user names none: more than any has, it binds nothing.
 _NO_HOST_BOUND = 1 << 50
 # Fixed here: what is traced lies on the CPU, and nothing is compiled or run.
 _FIXED = {"device_types": ("cpu",), "on_error": "raise"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.problem import Problem
@@ -16,7 +17,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.planner.windows import least_peak_bytes, windows_for
+from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
 from fxoffload.runtime.windows import Windows
 
 # How often the solver's budget is lowered by what the simulator found it to exceed.
@@ -97,6 +98,8 @@ class Scheduler:
     def least_time(self, limit_bytes: int) -> Schedule | None:
         """The fastest schedule within ``limit_bytes``; None where there is none."""
         found = [s for d in self._proposals(limit_bytes) if (s := self._settle(d, limit_bytes)) is not None]
+        if not found and self._least[0] <= limit_bytes:
+            return self._settle(self._least[1], limit_bytes)
         return min(found, key=lambda s: s.key, default=None)
 
     def least_peak(self, max_ms: float) -> Schedule | None:
@@ -123,13 +126,7 @@ class Scheduler:
 
     def smallest(self) -> Schedule:
         """The schedule with the least peak, whatever its time."""
-        proposals = [
-            self._named(smallest_peak(self.problem, deadline_s=_SOLVER_S).offloaded),
-            self._extreme(True),
-            self._extreme(False),
-        ]
-        peak, offload = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
-        found = self._settle(offload, peak)
+        found = self._settle(self._least[1], self._least[0])
         assert found is not None
         return self.least_time(found.simulation.peak_bytes) or found
 
@@ -151,6 +148,16 @@ class Scheduler:
                 return
             budget -= excess
 
+    @cached_property
+    def _least(self) -> tuple[int, tuple[bool, ...]]:
+        """The least peak of all proposals, with nothing under way, and the proposal."""
+        proposals = [
+            self._named(smallest_peak(self.problem, deadline_s=_SOLVER_S).offloaded),
+            self._extreme(True),
+            self._extreme(False),
+        ]
+        return min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
+
     def _extreme(self, offload: bool) -> tuple[bool, ...]:
         return tuple(self.fixed.get(n, offload) for n in self.names)
 
@@ -167,11 +174,11 @@ class Scheduler:
         windows = windows_for(self.step, offload, limit_bytes)
         if windows is None:
             return None
-        windows = self._bounded(windows)
-        simulation = simulate(self.step, offload, copies=self.rates, windows=windows)
-        if simulation.peak_bytes > limit_bytes:
-            return None
-        return Schedule(offload, windows, simulation)
+        for bounded in (self._bounded(windows), no_windows(self.step)):
+            simulation = simulate(self.step, offload, copies=self.rates, windows=bounded)
+            if simulation.peak_bytes <= limit_bytes:
+                return Schedule(offload, bounded, simulation)
+        return None
 
     def _bounded(self, windows: Windows) -> Windows:
         down, up = self.bounds

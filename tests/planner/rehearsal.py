@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -93,10 +93,17 @@ class Rehearsal:
         call: the compiled model -> what its caller gets.
         loss: of that -> the loss; what it is of is held while the backward runs.
         default_windows: whether to run without budgets; whether the turn stays is decided when the model is compiled.
+        options: other options of the rehearsal.
     """
 
     def __init__(
-        self, model: nn.Module, call: Callable[[Any], Any], loss: Callable[[Any], Tensor], *, default_windows: bool
+        self,
+        model: nn.Module,
+        call: Callable[[Any], Any],
+        loss: Callable[[Any], Tensor],
+        *,
+        default_windows: bool,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.watch = Watch()
         self.call, self.loss = call, loss
@@ -106,9 +113,9 @@ class Rehearsal:
         self.programs: list[executor.OuterProgram] = []
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
-        options = rehearsal_options(**({} if default_windows else {"in_flight_budget": 1}))
+        chosen = options if options is not None else {} if default_windows else {"in_flight_budget": 1}
         with self._building(), self.watching():
-            self.compiled = torch.compile(model, backend="fxoffload", options=options)
+            self.compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**chosen))
             for _ in range(2):  # transformers sets flags in the first call on which the second one is compiled again
                 model.zero_grad()
                 self.loss(self.call(self.compiled)).backward()

@@ -127,7 +127,7 @@ def test_a_chain() -> None:
         10: ((0, 0, 0, 0, 10), (10, 0, 0, 0, 0), 15.0),
         # One under way while the next is made. Two are taken back, the last one when its copy has ended.
         20: ((0, 10, 10, 10, 20), (20, 10, 10, 10, 10), 9.0),
-        40: ((0, 30, 20, 10, 40), (40, 30, 30, 30, 30), 9.0),
+        40: ((0, 30, 30, 30, 40), (40, 30, 30, 30, 30), 9.0),
     }
     for limit, (in_flight, ahead, ms) in expected.items():
         windows = windows_for(step, all_move, limit)
