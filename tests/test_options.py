@@ -17,6 +17,10 @@ ROOT = Path(__file__).parents[1]
 def test_defaults_are_normalised() -> None:
     options = Options()
     assert options.policy == "auto"
+    assert options.activation_budget is None
+    assert options.max_slowdown is None
+    assert options.profile is None
+    assert options.recompute == "auto"
     assert options.on_error == "raise"
     assert options.min_bytes == 2**20
     assert options.host_budget is None
@@ -29,7 +33,10 @@ def test_defaults_are_normalised() -> None:
 
 
 def test_sizes_become_bytes() -> None:
-    options = Options(min_bytes=0, host_budget="64GiB", in_flight_budget="1GB", prefetch_budget=7)
+    options = Options(
+        min_bytes=0, host_budget="64GiB", in_flight_budget="1GB", prefetch_budget=7, activation_budget="12 GiB"
+    )
+    assert options.activation_budget == 12 * 2**30
     assert options.min_bytes == 0
     assert options.host_budget == 64 * 2**30
     assert options.in_flight_budget == 10**9
@@ -47,6 +54,18 @@ def test_sizes_become_bytes() -> None:
         ("host_budget", 0, "host_budget is 0"),
         ("in_flight_budget", "1 gigabyte", "in_flight_budget is '1 gigabyte'"),
         ("prefetch_budget", True, "prefetch_budget is True"),
+        ("activation_budget", "12 gigs", "activation_budget is '12 gigs'"),
+        ("activation_budget", 0, "activation_budget is 0"),
+        ("max_slowdown", -0.1, r"max_slowdown is -0.1; expected a fraction .* such as 0.02"),
+        ("max_slowdown", float("nan"), "max_slowdown is nan"),
+        ("max_slowdown", float("inf"), "max_slowdown is inf"),
+        ("max_slowdown", "2%", "max_slowdown is '2%'"),
+        ("max_slowdown", True, "max_slowdown is True"),
+        ("profile", "h300", "did you mean 'h200'"),
+        ("profile", "", "profile is ''"),
+        ("profile", 7, "profile is 7; expected a shipped profile's name"),
+        ("profile", "/no/such/file.json", "shipped are h200"),
+        ("recompute", "all", "recompute is 'all'.*auto, default, cheap"),
         ("device_types", ("cuda", "xpu"), "device_types is .*cuda, cpu"),
         ("device_types", (), "one or more of"),
         ("device_types", "cpu", r"expected a tuple of names, for example \('cuda',\)"),
@@ -61,6 +80,24 @@ def test_sizes_become_bytes() -> None:
 def test_a_bad_value_says_what_is_accepted(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options.from_torch_compile(None, {field: value})
+
+
+@pytest.mark.parametrize("field", ["activation_budget", "max_slowdown"])
+@pytest.mark.parametrize("policy", ["keep_all", "offload_all"])
+def test_a_goal_needs_a_plan(field: str, policy: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is set and policy is '{policy}', which plans nothing"):
+        Options.from_torch_compile(None, {field: 1, "policy": policy})
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    shipped = ROOT / "fxoffload" / "machine" / "shipped" / "h200.json"
+    mine = tmp_path / "mine.json"
+    mine.write_text(shipped.read_text())
+    assert Options(profile=mine).profile == str(mine)  # type: ignore[arg-type]
+    assert Options(max_slowdown=0).max_slowdown == 0.0
+    mine.write_text("{}")
+    with pytest.raises(ValueError, match="mine.json"):
+        Options(profile=str(mine))
 
 
 def test_an_unknown_option_lists_the_valid_ones() -> None:

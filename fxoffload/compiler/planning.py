@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 # What libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It is in
 # the first step's peak, which has to meet the budget too; a plan made again from measured steps has it back.
 LIBRARY_BYTES = 64 << 20
+# What tuning Triton's kernels takes in the first step (copies of what they write, a buffer to empty the cache with).
+TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.02
 # How often the recompute choice is made again because its draft missed the goal.
@@ -49,6 +51,7 @@ class Planned:
         draft: what to compile.
         schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
         scheduler: to schedule the same step again, when its times are known better.
+        first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
     """
 
@@ -56,6 +59,7 @@ class Planned:
     schedule: Schedule | None
     scheduler: Scheduler | None
     plan: Plan
+    first: Schedule | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Planning:
             return None
         first = self._scheduler(base)
         baseline = first.keep_all()
-        if self.limit_bytes is not None and baseline.peak_bytes <= self.limit_bytes:
+        if self.limit_bytes is not None and baseline.peak_bytes <= self.limit_bytes and not first.fixed:
             summary = (
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within the budget of "
                 f"{format_bytes(self.limit_bytes + self.library_bytes)}: nothing is done"
@@ -318,7 +322,13 @@ class Planning:
             smallest_budget_bytes=smallest + self.library_bytes,
             frontier=frontier,
         )
-        return Planned(best.draft, best.schedule, best.scheduler, plan)
+        return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best))
+
+    def _first(self, best: _Try) -> Schedule | None:
+        """A schedule for the step in which kernels are tuned: compute waits more, and the budget is met then too."""
+        if self.limit_bytes is None or self.settings.device.type != "cuda":
+            return None
+        return best.scheduler.least_time(self.limit_bytes - TUNING_BYTES) or best.scheduler.smallest()
 
 
 __all__ = ["Planned", "Planning", "Prediction"]

@@ -40,6 +40,7 @@ from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
+from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
@@ -121,6 +122,7 @@ class CompileSession:
         self._plan_box: PlanBox | None = None
         self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
         self._replan: Replan | None = None
+        self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
@@ -154,6 +156,7 @@ class CompileSession:
                 self._planned = self._plan(gm, lambda g: base(g, joint_inputs, **kwargs))
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
+                counters.add("num_plain_graphs", int(self._plain))
                 return self._planned.draft.forward, self._planned.draft.backward
             run_steps(_JOINT[1:], state, "joint")
         except BudgetError:
@@ -259,6 +262,9 @@ class CompileSession:
             forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
         )
         graph.planned, graph.plan_box = planned, self._plan_box
+        first = None if self._planned is None else self._planned.first
+        if first is not None and planned is not None:
+            graph.planned, self._settled = self._choice(state, first), planned
         register(graph)
         self._forward = _CompiledForward(state, movables, donatable, graph)
         log.info(
@@ -287,14 +293,32 @@ class CompileSession:
         planned = self._planned
         if planned is None or planned.schedule is None:
             return None
-        assert planned.draft.step is not None
-        offload = {c.name: go for c, go in zip(planned.draft.step.candidates, planned.schedule.offload, strict=True)}
+        return self._choice(state, planned.schedule)
+
+    def _choice(self, state: ForwardState, schedule: Schedule) -> Choice:
+        planned = self._planned
+        assert planned is not None and planned.draft.step is not None
+        offload = {c.name: go for c, go in zip(planned.draft.step.candidates, schedule.offload, strict=True)}
         found = {c.name for c in state.saved.candidates}
         if found != offload.keys():
             raise PassError(
                 f"expected the candidates of the plan, found others: {sorted(found ^ offload.keys())[:5]}", "plan"
             )
-        return Choice(tuple(offload[c.name] for c in state.saved.candidates), planned.schedule.windows)
+        return Choice(tuple(offload[c.name] for c in state.saved.candidates), schedule.windows)
+
+    def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """``run``, a backward, behind whose first call the plan takes over from the first step's schedule."""
+        graph = self._forward.graph if self._forward is not None else None
+        if graph is None or self._settled is None:
+            return run
+
+        def backward(args: list[Any]) -> Any:
+            results = run(args)
+            if self._settled is not None:
+                graph.planned, self._settled = self._settled, None
+            return results
+
+        return boxed(backward)
 
     def _count_skipped(self, state: ForwardState) -> None:
         for item in state.saved.skipped:
@@ -341,7 +365,9 @@ class CompileSession:
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
         replan = self._replan
-        return backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
+        return self._settling(
+            backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
+        )
 
     # -- shared --------------------------------------------------------------------------------------------------------
 

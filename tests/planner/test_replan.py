@@ -1,0 +1,295 @@
+"""Planning again with measured times: once, within the budget, and only where it is better."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fxoffload
+from fxoffload.compiler import replan, session
+from fxoffload.compiler.planning import Planned
+from fxoffload.compiler.replan import Replan, measured_step, scale, shared
+from fxoffload.planner import TrainingStep
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Plan, Prediction
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.shown import PlanBox
+from fxoffload.runtime.segment_clock import SegmentClock, host_events
+from tests.capture import example_input
+from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
+from tests.planner.test_schedule import rates
+from tests.planner.test_windows import chain
+
+MIB = 1 << 20
+
+
+class FakeClock:
+    """Says what it was told, once it is ready."""
+
+    def __init__(self, ms: dict[str, dict[str, float]], temp: dict[str, dict[str, int | None]] | None = None) -> None:
+        self.ms, self.temp = ms, temp or {"forward": {}, "backward": {}}
+        self.is_ready = True
+        self.measuring = False
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def segment_ms(self) -> dict[str, dict[str, float]]:
+        return self.ms
+
+    def temp_bytes(self) -> dict[str, dict[str, int | None]]:
+        return self.temp
+
+    def step_ms(self) -> dict[str, float]:
+        return {phase: sum(found.values()) + 0.5 for phase, found in self.ms.items()}
+
+    def measured_peak_bytes(self) -> int:
+        return 123
+
+
+def times(step: TrainingStep, factor: float = 1.0) -> dict[str, dict[str, float]]:
+    return {
+        "forward": {s.name: s.ms * factor for s in step.forward},
+        "backward": {s.name: s.ms * factor for s in step.backward},
+    }
+
+
+class Followed:
+    """A planned chain, as a compiled graph would be followed."""
+
+    def __init__(self, goal: PlanGoal, clocks: list[FakeClock], step: TrainingStep | None = None) -> None:
+        self.step = chain(8, 8 * MIB) if step is None else step
+        self.scheduler = Scheduler(self.step, rates())
+        keep = self.scheduler.keep_all()
+        found = (
+            self.scheduler.least_time(goal.budget_bytes)
+            if goal.budget_bytes is not None
+            else self.scheduler.least_peak(keep.step_ms * (1 + (goal.max_slowdown or 0)))
+        )
+        assert found is not None
+        self.schedule: Schedule = found
+        plan = Plan(
+            graph=-1,
+            device="h200",
+            summary="",
+            predicted=Prediction.of(found.simulation),
+            baseline=Prediction.of(keep),
+            smallest_budget_bytes=0,
+            activation_budget=goal.budget_bytes,
+            max_slowdown=goal.max_slowdown,
+            simulation=found.simulation,
+        )
+        self.box = PlanBox(plan)
+        self.graph = SimpleNamespace(planned="the first")
+        self.made = 0
+        self.order = list(range(len(found.offload)))[::-1]
+
+        def make_clock() -> Any:
+            self.made += 1
+            return clocks[self.made - 1]
+
+        self.replan = Replan(
+            self.graph,  # type: ignore[arg-type]
+            Planned(None, found, self.scheduler, plan),  # type: ignore[arg-type]
+            self.box,
+            goal,
+            self.order,
+            {"forward": {}, "backward": {}},
+            make_clock=make_clock,
+            in_background=False,
+        )
+
+
+def test_times_that_make_the_plan_too_slow() -> None:
+    """Segments are ten times faster than was thought: what hid behind them does not any more."""
+    step = chain(8, 8 * MIB)
+    fast = times(step, 0.1)
+    goal = PlanGoal(None, 0.02)
+    followed = Followed(goal, [FakeClock(fast), FakeClock(fast)], step)
+    assert any(followed.schedule.offload)
+    followed.replan.poll()
+    planned = followed.graph.planned
+    assert planned != "the first"
+    measured = followed.scheduler.with_step(measured_step(step, fast))  # type: ignore[arg-type]
+    in_order = [False] * len(planned.offload)
+    for at, go in zip(followed.order, planned.offload, strict=True):
+        in_order[at] = go
+    from fxoffload.planner import simulate
+
+    now = simulate(measured.step, in_order, copies=rates(), windows=planned.windows)
+    before = simulate(measured.step, followed.schedule.offload, copies=rates(), windows=followed.schedule.windows)
+    assert before.step_ms > measured.keep_all().step_ms * 1.02
+    assert now.step_ms <= measured.keep_all().step_ms * 1.02
+    plan = followed.box.plan
+    assert plan.calibrated == Prediction.of(now)
+    assert plan.calibrated_baseline is not None
+    assert plan.calibrated_baseline.step_ms == pytest.approx(plan.baseline.step_ms * 0.1)
+    assert plan.predicted.step_ms == pytest.approx(followed.schedule.simulation.step_ms)
+
+
+def test_the_budget_is_kept() -> None:
+    step = chain(8, 8 * MIB)
+    budget = 40 * MIB
+    slow_forward = {"forward": times(step, 3.0)["forward"], "backward": times(step, 0.2)["backward"]}
+    temp: dict[str, dict[str, int | None]] = {"forward": {"f7": 6 * MIB}, "backward": {"b7": 12 * MIB, "b0": None}}
+    followed = Followed(PlanGoal(budget), [FakeClock(slow_forward, temp), FakeClock(slow_forward)], step)
+    with mock.patch.object(replan, "shared", lambda sizes, alike: sizes):
+        followed.replan.poll()
+    plan = followed.box.plan
+    assert plan.calibrated is not None
+    assert plan.calibrated.peak_bytes <= budget
+    assert followed.graph.planned != "the first"  # whose peak has grown
+
+
+def test_equal_measurements_change_nothing() -> None:
+    for goal in (PlanGoal(None, 0.02), PlanGoal(40 * MIB)):
+        step = chain(8, 8 * MIB)
+        followed = Followed(goal, [FakeClock(times(step)), FakeClock(times(step))], step)
+        followed.replan.poll()
+        assert followed.graph.planned == "the first"
+        assert followed.box.plan.calibrated == followed.box.plan.predicted
+        assert followed.box.plan.calibrated_baseline == followed.box.plan.baseline
+
+
+def test_only_once_and_then_it_is_measured() -> None:
+    step = chain(8, 8 * MIB)
+    first, second = FakeClock(times(step, 0.1)), FakeClock(times(step, 0.3))
+    first.is_ready = second.is_ready = False
+    followed = Followed(PlanGoal(None, 0.02), [first, second], step)
+    assert followed.replan.poll() is first  # type: ignore[comparison-overlap]
+    assert followed.box.plan.calibrated is None
+    first.is_ready = True
+    with mock.patch.object(followed.replan, "_plan_again", wraps=followed.replan._plan_again) as again:
+        assert followed.replan.poll() is second  # type: ignore[comparison-overlap]
+        planned, calibrated = followed.graph.planned, followed.box.plan.calibrated
+        assert followed.box.plan.measured_step_ms is None
+        second.is_ready = True
+        for _ in range(3):
+            assert followed.replan.poll() is None
+        assert again.call_count == 1
+    assert followed.made == 2
+    plan = followed.box.plan
+    assert (followed.graph.planned, plan.calibrated) == (planned, calibrated)
+    assert plan.measured_step_ms == pytest.approx(16 * 0.3 + 1.0)
+    assert plan.measured_exposed_ms == pytest.approx(1.0)
+    assert plan.measured_peak_bytes == 123
+
+
+def test_a_mistake_is_one_warning() -> None:
+    step = chain(4, 8 * MIB)
+    broken = FakeClock(times(step))
+    broken.temp_bytes = mock.Mock(side_effect=RuntimeError("lost an event"))  # type: ignore[method-assign]
+    followed = Followed(PlanGoal(None, 0.02), [broken, FakeClock(times(step))], step)
+    with pytest.warns(UserWarning, match="goes on with its first plan: lost an event") as caught:
+        followed.replan.poll()
+    assert len(caught) == 1
+    assert followed.graph.planned == "the first"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        followed.replan.poll()
+        assert followed.replan.poll() is None
+    assert followed.box.plan.measured_step_ms is not None
+    assert followed.box.plan.calibrated is None
+
+
+def test_several_threads_plan_once() -> None:
+    step = chain(4, 8 * MIB)
+    followed = Followed(PlanGoal(None, 0.02), [FakeClock(times(step, 0.1)), FakeClock(times(step))], step)
+    calls = []
+    followed.replan._calibrate = calls.append  # type: ignore[method-assign]
+    start = threading.Barrier(8)
+
+    def poll() -> None:
+        start.wait()
+        followed.replan.poll()
+
+    threads = [threading.Thread(target=poll) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def test_what_is_measured_and_what_is_not() -> None:
+    step = replace(chain(2), forward=tuple(replace(s, temp_bytes=5) for s in chain(2).forward))
+    found = measured_step(step, {"forward": {"f0": 7.0}}, {"forward": {"f0": -3, "f1": None}, "backward": {"b1": 9}})
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(7.0, 0), (1.0, 5)]
+    assert [(s.ms, s.temp_bytes) for s in found.backward] == [(1.0, 9), (1.0, 0)]
+    assert found.storages == step.storages
+
+
+def test_segments_of_one_code_share_what_was_measured() -> None:
+    sizes: dict[Any, Any] = {"forward": {"a": 3, "b": 5, "c": None, "d": 8, "unknown": 1}}
+    alike: dict[Any, Any] = {"forward": {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}, "backward": {"x": 1}}
+    assert shared(sizes, alike) == {
+        "forward": {"a": 5, "b": 5, "c": 5, "d": 8, "e": None},
+        "backward": {"x": None},
+    }
+
+
+def test_scale() -> None:
+    keep = Prediction.of(Scheduler(chain(2), rates()).keep_all())
+    assert scale(keep, 2.0).step_ms == 2 * keep.step_ms
+    assert scale(keep, 2.0).peak_bytes == keep.peak_bytes
+
+
+def test_a_compiled_graph_is_followed() -> None:
+    """From the events to the plan: every reading of the clock is one millisecond behind the last."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    budget = middle(recompute="default")
+    now = itertools.count()
+    followers: list[Replan] = []
+
+    def follow(graph: Any, planned: Planned, box: PlanBox, goal: PlanGoal, alike: Any, device: torch.device) -> Replan:
+        assert planned.draft.step is not None
+        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        order = [place[c.name] for c in graph.saved.candidates]
+        follower = Replan(
+            graph,
+            planned,
+            box,
+            goal,
+            order,
+            alike,
+            make_clock=lambda: SegmentClock(skip=1, count=2, events=host_events(lambda: float(next(now)))),
+            in_background=False,
+        )
+        followers.append(follower)
+        return follower
+
+    before = set(map(id, fxoffload.graphs()))
+    model = tower()
+    with mock.patch.object(session, "replan_for", follow):
+        call = compiled(model, activation_budget=budget, recompute="default")
+        gradients = []
+        for _ in range(9):
+            model.zero_grad()
+            call(example_input()).square().mean().backward()
+            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    torch.set_num_threads(threads)
+    assert len(followers) == 1
+    (graph,) = [g for g in new_graphs() if id(g) not in before]
+    plan = plan_of(graph)
+    assert plan.calibrated is not None and plan.simulation is not None
+    assert plan.calibrated.peak_bytes <= budget
+    # One millisecond for each segment, whatever was estimated.
+    assert plan.calibrated.step_ms == pytest.approx(len(plan.simulation.boundaries) + plan.calibrated.exposed_ms)
+    assert plan.measured_step_ms is not None and plan.measured_exposed_ms is not None
+    assert plan.predicted.step_ms < 1.0
+    assert all(torch.equal(found[n], gradients[0][n]) for found in gradients for n in found)
+    assert followers[0].clock is None
+
+
+def test_the_cpu_is_not_followed() -> None:
+    device = torch.device("cpu")
+    assert replan.replan_for(None, None, None, None, {}, device) is None  # type: ignore[arg-type]
