@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fxoffload._register import register_backend as _register_backend
 from fxoffload.environment import PIECES as PIECES
 from fxoffload.errors import BudgetError as BudgetError
@@ -28,5 +31,19 @@ from fxoffload.report import stats as stats
 from fxoffload.stats import Stats as Stats
 
 __version__ = "0.1.0"
+
+# What needs Inductor, which takes seconds to import, is imported when it is asked for.
+_LATE = {"plan": "fxoffload.compiler.plan_ahead", "activation_budget": "fxoffload.memory_budget"}
+
+if TYPE_CHECKING:
+    from fxoffload.compiler.plan_ahead import plan as plan
+    from fxoffload.memory_budget import activation_budget as activation_budget
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _register_backend()

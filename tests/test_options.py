@@ -96,7 +96,7 @@ def test_a_profile_from_a_file(tmp_path: Path) -> None:
     assert Options(profile=mine).profile == str(mine)  # type: ignore[arg-type]
     assert Options(max_slowdown=0).max_slowdown == 0.0
     mine.write_text("{}")
-    with pytest.raises(ValueError, match="mine.json"):
+    with pytest.raises(ValueError, match=r"mine\.json"):
         Options(profile=str(mine))
 
 

@@ -33,7 +33,7 @@ LIBRARY_BYTES = 64 << 20
 # What tuning Triton's kernels takes in the first step (copies of what they write, a buffer to empty the cache with).
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
-_WORTH = 0.02
+_WORTH = 0.05
 # How often the recompute choice is made again because its draft missed the goal.
 _MAX_ROUNDS = 3
 # A draft that is this close to what the choice promised is taken.

@@ -179,22 +179,13 @@ class Recorded:
 
 @functools.cache
 def recorded(name: str) -> Recorded:
-    if name == "qwen3":
-        pytest.importorskip("transformers")
-        from tests.models.zoo import build
-
-        built = build("qwen3", layers=2)
-        return Recorded(built.model, built.loss)
+    assert name == "tower"
     return Recorded(tower(), lambda call: call(example_input()).square().mean())
 
 
-MODELS = pytest.mark.parametrize("name", ["tower", "qwen3"])
-
-
-@MODELS
-def test_budgets(name: str) -> None:
+def test_budgets() -> None:
     """Every budget from the smallest to what plain Inductor takes is kept, and a larger one is never slower."""
-    found = recorded(name)
+    found = recorded("tower")
     error = found.smallest()
     smallest = found.plan(error.smallest_bytes)
     # Other choices, which the error has not looked at, may be a little better.
@@ -203,7 +194,7 @@ def test_budgets(name: str) -> None:
     assert error.segment and error.segment in str(error)
     before = float("inf")
     budgets = [error.smallest_bytes, (error.smallest_bytes + baseline.peak_bytes) // 2, baseline.peak_bytes - 1]
-    for budget in budgets[: 3 if name == "tower" else 1]:
+    for budget in budgets:
         planned = found.plan(budget)
         assert planned.schedule is not None
         assert planned.plan.predicted_peak_bytes <= budget
@@ -274,9 +265,8 @@ def test_a_small_host() -> None:
     assert other.plan.predicted.bytes_offloaded <= 9000
 
 
-@MODELS
-def test_the_decisions_explain_every_candidate(name: str) -> None:
-    found = recorded(name)
+def test_the_decisions_explain_every_candidate() -> None:
+    found = recorded("tower")
     error = found.smallest()
     planned = found.plan(error.smallest_bytes)
     saved = planned.draft.forward_state.saved
@@ -313,8 +303,7 @@ def middle(**changes: Any) -> int:
     return (found.smallest(**changes).smallest_bytes + found.plan(1 << 60).plan.baseline_peak_bytes) // 2
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6])
-@pytest.mark.parametrize("recompute", ["auto", "default"])
+@pytest.mark.parametrize(("share", "recompute"), [(0.0, "auto"), (0.6, "auto"), (0.0, "default")])
 def test_the_runtime_does_what_is_planned(share: float, recompute: str) -> None:
     known = recorded("tower")
     smallest = known.smallest(recompute=recompute).smallest_bytes
@@ -336,13 +325,12 @@ def test_a_language_model() -> None:
     from tests.models.zoo import build
 
     built = build("qwen3", layers=2)
-    budget = recorded("qwen3").smallest().smallest_bytes
-    call = compiled(built.model, activation_budget=budget)
-    built.loss(call).backward()  # transformers sets flags in the first call on which the second one is compiled again
+    call = compiled(built.model, activation_budget=180 << 10)
+    built.loss().backward()  # transformers sets flags in the first call on which a second one is compiled again
     torch.compiler.reset()
     _BEFORE.extend(new_graphs())
     plan = check_plan(train_step(built.model, lambda: built.loss(call)))
-    assert plan.predicted_peak_bytes <= budget
+    assert plan.predicted_peak_bytes <= 180 << 10 < plan.baseline_peak_bytes
 
 
 @pytest.mark.parametrize("recompute", ["default", "auto"])
@@ -460,8 +448,7 @@ def test_a_graph_without_layers_has_nothing_to_choose_from() -> None:
     assert graph.decide() == graph.actions["auto"]
 
 
-@pytest.mark.parametrize("where", ["run", "_finish"])
-def test_planning_that_fails(where: str) -> None:
+def test_planning_that_fails() -> None:
     model = tower()
     expected = scenario(model, compiled(model, policy="keep_all", recompute="default"))()
     torch.compiler.reset()
@@ -470,7 +457,7 @@ def test_planning_that_fails(where: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no plan today")
 
-    with mock.patch.object(planning.Planning, where, fail):
+    with mock.patch.object(planning.Planning, "run", fail):
         run = scenario(model, compiled(model, activation_budget=middle_of_tower, on_error="fallback"))
         with pytest.warns(UserWarning, match="no plan today"):
             assert_equal(run(), expected)

@@ -17,7 +17,7 @@ from fxoffload.planner.windows import least_peak_bytes, windows_for
 from tests.planner.chains import MB, decided_steps, training_steps
 from tests.planner.test_windows import chain, unbounded
 
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @functools.cache
