@@ -66,11 +66,18 @@ def describe_plan(
         predicted=Prediction.of(simulation),
         baseline=Prediction.of(baseline),
         smallest_budget_bytes=smallest_budget_bytes,
-        decisions=tuple(_grouped(_rows(draft, schedule, base, simulation))),
+        decisions=decisions_of(draft, schedule, base, simulation),
         floors=tuple(floors_of(draft.step, simulation)),
         frontier=tuple(frontier),
         simulation=simulation,
     )
+
+
+def decisions_of(
+    draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation
+) -> tuple[Decision, ...]:
+    """What happens to each value; arguments as for ``describe_plan``."""
+    return tuple(_grouped(_rows(draft, schedule, base, simulation)))
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

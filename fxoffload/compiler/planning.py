@@ -51,6 +51,7 @@ class Planned:
         draft: what to compile.
         schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
         scheduler: to schedule the same step again, when its times are known better.
+        base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
     """
@@ -60,6 +61,7 @@ class Planned:
     scheduler: Scheduler | None
     plan: Plan
     first: Schedule | None = None
+    base: Draft | None = None
 
 
 @dataclass(frozen=True)
@@ -322,7 +324,7 @@ class Planning:
             smallest_budget_bytes=smallest + self.library_bytes,
             frontier=frontier,
         )
-        return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best))
+        return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best), base)
 
     def _first(self, best: _Try) -> Schedule | None:
         """A schedule for the step in which kernels are tuned: compute waits more, and the budget is met then too."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
@@ -25,6 +26,7 @@ from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.segment_clock import Phase, SegmentClock, clock_for
 from fxoffload.runtime.windows import Choice
+from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,16 @@ class Replan:
             )
             now = found
             self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
+        budget = self._goal.budget_bytes
+        if budget is not None and now.simulation.peak_bytes > budget:
+            warnings.warn(
+                f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes)}, more than the "
+                f"activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it",
+                stacklevel=2,
+            )
         self._schedule, self._scheduler = now, scheduler
+        if self._planned.base is not None:
+            self._box.update(decisions=decisions_of(self._planned.draft, now, self._planned.base, now.simulation))
         self._box.update(
             calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
         )

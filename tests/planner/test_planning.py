@@ -320,6 +320,30 @@ def test_the_runtime_does_what_is_planned(share: float, recompute: str) -> None:
     assert_equal(found, plain())
 
 
+def test_the_first_step_follows_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it tunes kernels, and the budget has to hold that too."""
+    first: list[Any] = []
+
+    def tighter(self: planning.Planning, best: Any) -> Any:
+        first.append(best.scheduler.smallest())
+        return first[-1]
+
+    monkeypatch.setattr(planning.Planning, "_first", tighter)
+    model = tower()
+    run = scenario(model, compiled(model, activation_budget=middle(recompute="default"), recompute="default"))
+    found = [run()]
+    plan = plan_of(only_graph())
+    moved = [fxoffload.stats().bytes_offloaded]
+    for _ in range(2):
+        fxoffload.reset_stats()
+        found.append(run())
+        moved.append(fxoffload.stats().bytes_offloaded)
+    assert first[0].simulation.bytes_offloaded != plan.predicted.bytes_offloaded
+    assert moved == [first[0].simulation.bytes_offloaded] + 2 * [plan.predicted.bytes_offloaded]
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
 def test_a_language_model() -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import build
