@@ -1,0 +1,33 @@
+"""The examples in docs/examples run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxoffload import Plan
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_example(name: str, *arguments: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "docs" / "examples" / name), *arguments]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_plan_ahead(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = run_example("plan_ahead.py", str(tmp_path))
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert "NVIDIA H200" in text and "offload" in text
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+    assert plan.predicted_step_ms <= 1.02 * plan.baseline_step_ms
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
