@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -227,12 +228,24 @@ def test_grad_scaler_trains_to_the_same_weights() -> None:
     assert_close(flip.observed, train(model), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("policy", ["offload_all", "auto"])
-def test_dropout_is_that_of_eager(policy: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{"policy": "offload_all"}, {"policy": "auto", "recompute": "default", "max_slowdown": 99.0}]
+)
+def test_dropout_is_that_of_eager(options: dict[str, Any]) -> None:
     model = Stack(dropout=0.5)
-    module = compiled(model, policy=policy)
+    module = compiled(model, **options)
     flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
     assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
+
+
+def test_dropout_is_that_of_eager_where_a_plan_recomputes() -> None:
+    model = Stack(dropout=0.5)
+    alive = len(fxoffload.plans())
+    module = compiled(model, policy="auto", recompute="cheap", max_slowdown=99.0)
+    found = train_step(model, lambda: (module(batch()) ** 2).sum())()
+    (plan,) = fxoffload.plans()[alive:]
+    assert any(d.action == "recompute" for d in plan.decisions)
+    assert_close(found, train_step(model, lambda: (model(batch()) ** 2).sum())())
 
 
 @pytest.mark.inductor
