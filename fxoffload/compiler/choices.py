@@ -62,11 +62,6 @@ class Choices:
         # A frontier's first point computes what plain Inductor does, so its times are those of the draft.
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
-    @property
-    def must_offload(self) -> frozenset[str]:
-        """Names of values that a user's policy wants on the host."""
-        return frozenset(c.name_at(label, p) for c in self.classes for label in c.layers for p in c.must_offload)
-
     def recompute(self, alternatives: Sequence[int]) -> Mapping[str, RecomputePoint]:
         """Layer -> point, for the solver's answer."""
         pairs = zip(self._labels, self._points, alternatives, strict=False)

@@ -37,7 +37,6 @@ class DraftSettings:
     static_inputs: frozenset[int]
     device: torch.device
     min_bytes: int
-    whole: bool
     rates: Rates
     donates: bool = True
 
@@ -86,7 +85,6 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
         static_inputs=settings.static_inputs,
         device=settings.device,
         min_bytes=settings.min_bytes,
-        whole=settings.whole,
     )
     run_steps(FIND, down, "draft forward")
     if not down.saved.candidates:
@@ -101,7 +99,6 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
         copies=frozenset(n.name for c in down.saved.candidates for n in c.nodes),
         donatable=frozenset(n for n in copied.graph.find_nodes(op="placeholder") if n.name in own),
         device=settings.device,
-        whole=settings.whole,
     )
     skipped = [s.name for s in BACKWARD if s.name in PROOFS]
     run_steps(without(BACKWARD, *skipped), up, "draft backward")

@@ -19,7 +19,7 @@ from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.passes.values import Storages
 from fxoffload.planner import solve
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import FrontierPoint, Plan
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
@@ -331,6 +331,3 @@ class Planning:
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return best.scheduler.least_time(self.limit_bytes - TUNING_BYTES) or best.scheduler.smallest()
-
-
-__all__ = ["Planned", "Planning", "Prediction"]

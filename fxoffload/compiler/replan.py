@@ -110,14 +110,15 @@ class Replan:
     def _plan_again(self, clock: SegmentClock) -> None:
         sizes = shared(clock.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, clock.segment_ms(), sizes)
-        scheduler = self._scheduler.with_step(step)
-        ratio = _compute_ms(step) / max(_compute_ms(self._scheduler.step), 1e-9)
+        rates, budget = self._scheduler.rates, self._goal.budget_bytes
+        ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         baseline = scale(self._box.plan.baseline, ratio)
-        now = Schedule(
-            self._schedule.offload,
-            self._schedule.windows,
-            simulate(step, self._schedule.offload, copies=scheduler.rates, windows=self._schedule.windows),
-        )
+        offload, windows = self._schedule.offload, self._schedule.windows
+        now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
+        # No more than is pinned already, or a later step would wait for pinning; but the budget comes first.
+        exceeds = budget is not None and now.simulation.peak_bytes > budget
+        host_bytes = self._scheduler.host_bytes if exceeds else now.simulation.bytes_offloaded
+        scheduler = self._scheduler.with_step(step, host_bytes)
         found = self._aim(scheduler, baseline)
         if found is not None and self._is_better(found, now, baseline):
             log.info(
@@ -125,7 +126,6 @@ class Replan:
             )
             now = found
             self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
-        budget = self._goal.budget_bytes
         if budget is not None and now.simulation.peak_bytes > budget:
             warnings.warn(
                 f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes)}, more than the "
@@ -214,10 +214,6 @@ def scale(prediction: Prediction, ratio: float) -> Prediction:
         backward_ms=prediction.backward_ms * ratio,
         exposed_ms=prediction.exposed_ms * ratio,
     )
-
-
-def _compute_ms(step: TrainingStep) -> float:
-    return step.compute_ms
 
 
 def replan_for(

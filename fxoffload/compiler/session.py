@@ -180,7 +180,6 @@ class CompileSession:
             static_inputs=self._static_inputs,
             device=self.device,
             min_bytes=options.min_bytes,
-            whole=False,
             rates=rates,
             donates=options.inner == "inductor" and "donation" not in self.disabled,
         )
@@ -249,10 +248,14 @@ class CompileSession:
         flags = state.actions[policy] if planned is None else planned.offload
         chosen = [c for c, go in zip(state.saved.candidates, flags, strict=True) if go]
         moved = sum(c.nbytes or 0 for c in chosen)
+        first = None if self._planned is None else self._planned.first
         keeps_turn = self._runtime.keeps_turn and planned is None
         stays = [c for c in chosen if keeps_turn and c.name in state.turn.names]
         # Pinned behind the rest of the compilation.
-        engine.reserve(moved - sum(c.nbytes or 0 for c in stays), self._runtime.budgets)
+        reserved = moved - sum(c.nbytes or 0 for c in stays)
+        if first is not None:
+            reserved = max(reserved, first.simulation.bytes_offloaded)
+        engine.reserve(reserved, self._runtime.budgets)
         self._compile_segments(state, kwargs)
 
         ordered, movables = movables_of(state)
@@ -262,7 +265,6 @@ class CompileSession:
             forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
         )
         graph.planned, graph.plan_box = planned, self._plan_box
-        first = None if self._planned is None else self._planned.first
         if first is not None and planned is not None:
             graph.planned, self._settled = self._choice(state, first), planned
         register(graph)
@@ -308,14 +310,15 @@ class CompileSession:
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """``run``, a backward, behind whose first call the plan takes over from the first step's schedule."""
-        graph = self._forward.graph if self._forward is not None else None
-        if graph is None or self._settled is None:
+        assert self._forward is not None
+        graph, waiting = self._forward.graph, [self._settled]
+        if self._settled is None:
             return run
 
         def backward(args: list[Any]) -> Any:
             results = run(args)
-            if self._settled is not None:
-                graph.planned, self._settled = self._settled, None
+            if waiting:
+                graph.planned = waiting.pop()
             return results
 
         return boxed(backward)

@@ -114,7 +114,9 @@ class Plan:
         calibrated: the same with measured segment times; None before.
         baseline: the step of plain Inductor, which keeps everything, before anything ran.
         calibrated_baseline: the same with measured segment times; None before.
-        smallest_budget_bytes: the smallest ``activation_budget`` that can be met.
+        smallest_budget_bytes: the smallest ``activation_budget``, as far as the solver can tell without another draft:
+            a few percent too low at times (a BudgetError names one that can be met). Where nothing is done: what plain
+            Inductor takes.
         decisions: what happens to what the forward saves.
         floors: what sets the peak whatever is planned, with its bytes and what would help.
         summary: why this plan.

@@ -185,7 +185,7 @@ def _slowdown(step_ms: float, base: Prediction | None) -> str:
 def _limits(plan: Plan) -> list[str]:
     newest, unit = plan.calibrated or plan.predicted, Unit.of(plan)
     where = [f"the peak is in {newest.peak_phase} segment {newest.peak_segment}"] if newest.peak_segment else []
-    return [*where, f"the smallest budget that can be met is {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
+    return [*where, f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
 
 
 def _decisions(plan: Plan) -> str:

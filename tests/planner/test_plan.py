@@ -167,7 +167,7 @@ exposed copy ms                          0.0         12.3                  0.0  
 offloaded GiB                           0.00         5.62                 0.00          5.62           -
 
 the peak is in backward segment layers_3
-the smallest budget that can be met is 8.00 GiB
+the smallest budget is about 8.00 GiB
 
 layers                  candidate    producer                  GiB each    GiB  decision    reason
 ----------------------  -----------  ----------------------  ----------  -----  ----------  ---------------------------
@@ -204,7 +204,7 @@ exposed copy ms                          0.0          0.0
 offloaded GiB                           0.00         0.00
 
 the peak is in backward segment layers_3
-the smallest budget that can be met is 8.00 GiB
+the smallest budget is about 8.00 GiB
 
 the forward saves nothing""",
         )

@@ -118,7 +118,8 @@ def test_times_that_make_the_plan_too_slow() -> None:
     followed.replan.poll()
     planned = followed.graph.planned
     assert planned != "the first"
-    measured = followed.scheduler.with_step(measured_step(step, fast))  # type: ignore[arg-type]
+    faster = measured_step(step, fast)  # type: ignore[arg-type]
+    measured = followed.scheduler.with_step(faster, followed.scheduler.host_bytes)
     in_order = [False] * len(planned.offload)
     for at, go in zip(followed.order, planned.offload, strict=True):
         in_order[at] = go

@@ -80,7 +80,7 @@ def test_fixed_decisions(decided: tuple[TrainingStep, tuple[bool, ...]], share: 
         check(found, on)
         chosen = {c.name: go for c, go in zip(step.candidates, found.offload, strict=True)}
         assert {n: chosen[n] for n in fixed} == fixed
-    assert on.with_step(step).fixed == fixed
+    assert on.with_step(step, on.host_bytes).fixed == fixed
 
 
 @many
@@ -144,7 +144,7 @@ def test_the_host(step: TrainingStep, host: int) -> None:
             continue
         check(found, on)
         assert found.simulation.bytes_offloaded <= host * MB
-    assert on.with_step(step).host_bytes == host * MB
+    assert on.with_step(step, on.host_bytes).host_bytes == host * MB
 
 
 def test_a_step_without_candidates() -> None:
