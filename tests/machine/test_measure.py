@@ -45,13 +45,11 @@ def test_copies_of_a_rehearsal_take_turns(cpu_profile: MachineProfile) -> None:
 
 
 def test_the_public_entry_measures_the_cpu() -> None:
-    began = time.perf_counter()
+    """Measured again, rates would differ in their last digits."""
+    began = time.process_time()
     first = fxoffload.profile("cpu")
-    measuring = time.perf_counter() - began
-    began = time.perf_counter()
+    assert time.process_time() - began < 40  # about one second on each core
     assert fxoffload.profile("cpu") == first
-    assert time.perf_counter() - began < measuring
-    assert measuring < 20  # about one second; a machine that is shared may stall
 
 
 def test_the_caller_s_settings_neither_count_nor_change() -> None:
