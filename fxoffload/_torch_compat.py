@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
 import torch
 import torch.fx as fx
 from torch._C import _autograd  # type: ignore[attr-defined]
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile as AsyncCompile
 from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
@@ -26,6 +27,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch._inductor.triton_bundler import TritonBundler as TritonBundler
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
@@ -53,17 +55,89 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
+class _OtherSizes:
+    """Values of size symbols that stand for their hints, and what expressions are with them."""
+
+    def __init__(self, values: Mapping[Any, int]) -> None:
+        self._values = dict(values)
+        self._known: dict[Any, int | None] = {}
+
+    def of(self, node: Any) -> int | None:
+        """The value of a SymInt's node."""
+        expression = node._expr  # as it was made: ``expr`` looks for simpler forms each time
+        if expression not in self._known:
+            values = {
+                s: self._values[s] if s in self._values else symbol_hint(s, node.shape_env)
+                for s in node.expr.free_symbols
+            }
+            self._known[expression] = None if None in values.values() else int(node.expr.xreplace(values))
+        return self._known[expression]
+
+
+_OTHER_SIZES: ContextVar[_OtherSizes | None] = ContextVar("fxoffload_other_sizes", default=None)
+
+
+@contextlib.contextmanager
+def hints_at(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """Within it ``hint`` tells sizes as they would be with these values of the symbols; other symbols keep their
+    hints."""
+    token = _OTHER_SIZES.set(_OtherSizes(sizes))
+    try:
+        yield
+    finally:
+        _OTHER_SIZES.reset(token)
+
+
 def hint(value: Any) -> int | None:
     """The size hint of an int or SymInt, without adding a guard; None where there is none (unbacked)."""
     if isinstance(value, int):
         return value
     if isinstance(value, torch.SymInt):
         node = value.node
+        others = _OTHER_SIZES.get()
+        if others is not None and hasattr(node, "_expr"):
+            return others.of(node)
         known = getattr(node, "_hint", None)
         if known is None and node.has_hint():
             known = node.hint
         return int(known) if known is not None else None
     return None
+
+
+def symbol_hint(symbol: Any, shape_env: Any) -> int | None:
+    """The value of a size symbol in the call that is compiled for; None for a symbol without one."""
+    value = shape_env.backed_var_to_val.get(symbol)
+    return None if value is None else int(value)
+
+
+def size_bounds(value: Any) -> tuple[int, int | None]:
+    """The least and the largest value that a SymInt may have; None for no largest."""
+    found = value.node.shape_env.bound_sympy(value.node.expr)
+    upper = found.upper
+    return int(found.lower), int(upper) if getattr(upper, "is_Integer", False) else None
+
+
+def bounds_sizes() -> bool:
+    """Whether the caller bounds some size (``mark_dynamic`` with ``min`` or ``max``). Dynamo then refuses guards that
+    narrow it further."""
+    return any(isinstance(c, StrictMinMaxConstraint) for c in _size_constraints())
+
+
+def marks_sizes() -> bool:
+    """Whether the caller wants some size to vary (``mark_dynamic``). Dynamo then refuses guards that fix it."""
+    return any(c is not None for c in _size_constraints())
+
+
+def _size_constraints() -> Iterator[Any]:
+    context = TracingContext.try_get()
+    for symbolic in context.tensor_to_context.values() if context is not None else ():
+        yield from getattr(symbolic, "constraint_sizes", None) or ()
+
+
+def frame_id() -> int | None:
+    """Which code object Dynamo compiles at the moment; the same for all its recompilations. None outside Dynamo."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
 
 
 def _expression(value: Any) -> Any:

@@ -92,3 +92,13 @@ def _say_cpu_once() -> None:
         "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
         'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
     )
+
+
+def _reset() -> None:
+    """Called by ``torch.compiler.reset``: what was compiled is gone."""
+    from fxoffload.compiler.variants import VARIANTS
+
+    VARIANTS.forget()
+
+
+fxoffload.reset = _reset  # type: ignore[attr-defined]

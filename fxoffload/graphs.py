@@ -54,13 +54,14 @@ class CompiledGraph:
         """Layer labels in order of execution."""
         return self.layers.layers
 
-    def choose(self) -> Choice:
-        """What the forward call that begins now does. ``decisions`` (by name) override the policy."""
+    def choose(self, sized: Choice | None = None) -> Choice:
+        """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``sized``: what
+        takes the place of ``planned``, for a call of another size."""
         if self.keeps_everything:
             return Choice((False,) * len(self.saved.candidates))
         policy = _override.policy or self.policy
         _check_policy(policy)
-        planned = self.planned if policy == "auto" else None
+        planned = (sized or self.planned) if policy == "auto" else None
         chosen = planned or Choice(self.actions[policy])
         if not self.decisions:
             return chosen

@@ -7,13 +7,14 @@ one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_compat import hints_at
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.movables import movables_of, rank_movables
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
@@ -24,6 +25,7 @@ from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs
 from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
+from fxoffload.runtime.executor import Movable
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -51,6 +53,7 @@ class Draft:
         forward_state: of the passes on a copy of ``forward``.
         backward_state: of the passes on a copy of ``backward``; None where the forward saves nothing that may move.
         step: None likewise.
+        movables: what the executor would be told, in the order of the outer graph's offload ops.
     """
 
     forward: fx.GraphModule
@@ -58,6 +61,18 @@ class Draft:
     forward_state: ForwardState
     backward_state: BackwardState | None
     step: TrainingStep | None
+    movables: tuple[Movable, ...] = ()
+
+    def step_at(self, sizes: Mapping[Any, int], settings: DraftSettings) -> TrainingStep:
+        """The step as it is with other sizes. ``sizes``: size symbol -> value.
+
+        Raises:
+            ValueError: the draft has no step.
+        """
+        if self.backward_state is None:
+            raise ValueError("expected a draft whose forward saves something that may move")
+        with hints_at(sizes):
+            return _step_of(self.forward_state, self.backward_state, self.movables, settings)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -105,7 +120,14 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     assert down.outer is not None and up.outer is not None
     _, movables = movables_of(down)
     rank_movables(movables, down.saved.candidates, up)
-    step = from_graphs(
+    return Draft(forward, backward, down, up, _step_of(down, up, movables, settings), tuple(movables))
+
+
+def _step_of(
+    down: ForwardState, up: BackwardState, movables: Sequence[Movable], settings: DraftSettings
+) -> TrainingStep:
+    assert down.outer is not None and up.outer is not None
+    return from_graphs(
         down.outer,
         up.outer,
         movables,
@@ -117,7 +139,6 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
         min_bytes=max(settings.min_bytes, 1),
         device=settings.device,
     )
-    return Draft(forward, backward, down, up, step)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:

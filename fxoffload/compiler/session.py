@@ -31,7 +31,9 @@ from fxoffload.compiler.movables import movables_of, rank_movables
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.replan import Replan, replan_for
+from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.compiler.variants import plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
@@ -52,7 +54,7 @@ from fxoffload.runtime.executor import (
     no_clock,
 )
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.segment_clock import Phase
+from fxoffload.runtime.segment_clock import Phase, SegmentClock
 from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
@@ -119,6 +121,7 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._planned: Planned | None = None
+        self._sized: SizedPlan | None = None  # where sizes vary
         self._plan_box: PlanBox | None = None
         self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
         self._replan: Replan | None = None
@@ -191,7 +194,7 @@ class CompileSession:
         planning = Planning(
             gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
         )
-        planned = planning.run()
+        planned, self._sized = plan_for_sizes(planning)
         if planned is not None:
             self._plan_box = PlanBox(planned.plan)
             log.info("%s", planned.plan.summary)
@@ -280,15 +283,29 @@ class CompileSession:
         )
         order = [place[c.name] for c in ordered]
 
-        def decide() -> Choice:
-            chosen = graph.choose()
+        by_size = self._by_size(state)
+
+        def decide(args: list[Any]) -> Choice:
+            chosen = graph.choose(None if by_size is None else by_size.choice(args))
             return Choice([chosen.offload[i] for i in order], chosen.windows)
+
+        def clock(args: list[Any]) -> SegmentClock | None:
+            """What is measured is the step that was planned."""
+            replan = self._replan
+            return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
             self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
             self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
-        poll = self._replan.poll if self._replan is not None else no_clock
-        return _when_ready(forward_callable(program, decide, self._hooks, poll), self._compiler.pending)
+        return _when_ready(forward_callable(program, decide, self._hooks, clock), self._compiler.pending)
+
+    def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
+        """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
+        sized, planned = self._sized, self._planned
+        if sized is None or planned is None or planned.draft.step is None:
+            return None
+        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        return ScheduleBySize(sized, [place[c.name] for c in state.saved.candidates])
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
         """What the plan says, in the order of the candidates."""
@@ -367,9 +384,10 @@ class CompileSession:
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
-        replan = self._replan
+        # Where sizes vary, the forward says which calls are measured.
+        replan = self._replan if self._sized is None else None
         return self._settling(
-            backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
+            backward_callable(program, self._hooks, no_clock if replan is None else lambda _: replan.clock)
         )
 
     # -- shared --------------------------------------------------------------------------------------------------------

@@ -385,7 +385,7 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
             call.transfers[i] = transfer
 
 
-def no_clock() -> SegmentClock | None:
+def no_clock(_args: list[Any]) -> SegmentClock | None:
     """Nothing measures."""
     return None
 
@@ -397,12 +397,12 @@ def _sizes(args: list[Any]) -> tuple[int, ...]:
 
 def forward_callable(
     program: OuterProgram,
-    decide: Callable[[], Choice],
+    decide: Callable[[list[Any]], Choice],
     hooks: HookWatch | None = None,
-    clock: Callable[[], SegmentClock | None] = no_clock,
+    clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins. ``hooks``: shared with
-    its backward. ``clock``: what measures, at the moment."""
+    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
+    arguments. ``hooks``: shared with its backward. ``clock``: what measures the call with these arguments."""
     hooks = hooks or HookWatch()
     turn = TurnWatch()
     has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
@@ -410,7 +410,7 @@ def forward_callable(
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
-        choice = decide()
+        choice = decide(args)
         decisions = choice.offload
         if any(decisions):
             reason = reason_to_keep()
@@ -422,7 +422,7 @@ def forward_callable(
         call = _Call(engine, program.options, group, decisions, keeps_turn=keeps_turn, windows=choice.windows)
         if keeps_turn:
             call.group.kept_turn_of = turn
-        measured = clock()
+        measured = clock(args)
         if measured is not None and measured.measuring and choice.windows is not None:
             group.clock = measured
             call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
@@ -437,7 +437,9 @@ def forward_callable(
 
 
 def backward_callable(
-    program: OuterProgram, hooks: HookWatch | None = None, clock: Callable[[], SegmentClock | None] = no_clock
+    program: OuterProgram,
+    hooks: HookWatch | None = None,
+    clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
 ) -> Callable[[list[Any]], list[Any]]:
     """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``: as its forward."""
     hooks = hooks or HookWatch()
@@ -458,7 +460,7 @@ def backward_callable(
                     args[i] = _clone(args[i])
         group = slots[0].group if slots else Group()
         call = _Call(engine, program.options, group, windows=group.windows)
-        measured = group.clock or clock()
+        measured = group.clock or clock(args)
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
         del slots, group

@@ -58,9 +58,9 @@ def new_plans() -> list[fxoffload.Plan]:
     return [p for p in fxoffload.plans() if p.graph not in _PLANS_BEFORE]
 
 
-def compiled(model: nn.Module, **changes: Any) -> Any:
+def compiled(model: nn.Module, dynamic: bool | None = None, **changes: Any) -> Any:
     options = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, **changes}
-    return torch.compile(model, backend="fxoffload", options=options)
+    return torch.compile(model, backend="fxoffload", dynamic=dynamic, options=options)
 
 
 def tower(make: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> nn.Module:

@@ -80,7 +80,7 @@ def plus_one(args: list[Any]) -> list[Any]:
 
 
 def run(program: OuterProgram, *args: Any, decisions: Sequence[bool] = ()) -> list[Any]:
-    return forward_callable(program, lambda: Choice(decisions))(list(args))
+    return forward_callable(program, lambda _: Choice(decisions))(list(args))
 
 
 def program(outer: fx.GraphModule, **changes: Any) -> OuterProgram:
@@ -106,7 +106,7 @@ def test_a_segment_is_given_the_only_reference_to_what_it_is_the_last_to_read() 
     (a,) = outer.segment(look, x, y)
     (b,) = outer.segment(look, a, y)
     (c,) = outer.segment(look, b, a)
-    forward_callable(program(outer.module(c)), lambda: Choice(()))([torch.ones(3), torch.ones(3)])
+    forward_callable(program(outer.module(c)), lambda _: Choice(()))([torch.ones(3), torch.ones(3)])
     # x goes with the first segment, y with the second, a and b with the third.
     assert seen == [[False, True], [True, False], [False, False]]
 
@@ -133,7 +133,7 @@ def test_the_callers_list_is_emptied() -> None:
     outer = Outer()
     x = outer.input("x")
     args = [torch.ones(3)]
-    forward_callable(program(outer.module(*outer.segment(plus_one, x))), lambda: Choice(()))(args)
+    forward_callable(program(outer.module(*outer.segment(plus_one, x))), lambda _: Choice(()))(args)
     assert args == []
 
 
@@ -490,7 +490,7 @@ def test_the_steps_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_directions_follow_the_boxed_convention() -> None:
-    for make in (lambda made: forward_callable(made, lambda: Choice(())), backward_callable):
+    for make in (lambda made: forward_callable(made, lambda _: Choice(())), backward_callable):
         outer = Outer()
         fn = make(program(outer.module(outer.input("x"))))
         assert fn._boxed_call is True  # type: ignore[attr-defined]

@@ -1,0 +1,175 @@
+"""Variants of a graph whose sizes vary: each has its own recompute choice, and serves a range of sizes.
+
+A plan is made for the sizes of the call that is compiled. With its recompute choice it serves other sizes up to where
+the budget is not met any more, or recomputing more would be clearly faster. There a guard ends its range: a larger call
+makes Dynamo compile the same code again, with another plan, and from then on each call takes the variant of its size.
+
+Where the caller bounds the sizes (``mark_dynamic`` with ``max``), one plan is made for the largest, and serves all.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from fxoffload._torch_compat import bounds_sizes, frame_id, hints_at, marks_sizes
+from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes, Sizes
+from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.schedule_by_size import SizedPlan
+from fxoffload.errors import BudgetError, PassError
+
+log = logging.getLogger(__name__)
+
+# For one code object.
+MAX_VARIANTS = 3
+# How much larger the calls are that a plan is asked for.
+_FACTORS = (1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
+# The last variant is planned for this part of the largest calls that fit by the plan's smallest budget.
+_SPARING = 0.95
+# A range that is narrower is not told apart from the one below it.
+_NARROW = 1.1
+
+
+class Variants:
+    """The ranges of all graphs that were compiled for varying sizes: their upper ends, in bytes of ``GraphBytes``."""
+
+    def __init__(self) -> None:
+        self._ends: defaultdict[Hashable, list[int]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def begin(self, key: Hashable, size: int) -> int | None:
+        """The end of the range below ``size``; None where there is none."""
+        with self._lock:
+            return max((e for e in self._ends[key] if e < size), default=None)
+
+    def may_end(self, key: Hashable) -> bool:
+        """Whether one more variant may follow behind the one that is being compiled."""
+        with self._lock:
+            return len(self._ends[key]) < MAX_VARIANTS - 1
+
+    def end(self, key: Hashable, size: int) -> None:
+        """A variant serves calls up to ``size``."""
+        with self._lock:
+            self._ends[key].append(size)
+
+    def forget(self) -> None:
+        """All code was dropped (``torch.compiler.reset``)."""
+        with self._lock:
+            self._ends.clear()
+
+
+VARIANTS = Variants()
+
+
+def largest_served(
+    sizes: BatchSizes, graph_bytes: GraphBytes, serves: Callable[[Sizes], bool], *, may_be_fixed: bool = True
+) -> int | None:
+    """The largest call that a plan serves, in bytes of ``graph_bytes``; None without an end.
+
+    Each size is varied alone; the least end counts.
+
+    Args:
+        sizes: those that were planned for are served.
+        graph_bytes: the measure.
+        serves: whether the plan serves calls of some sizes; if not, then none that are larger.
+        may_be_fixed: whether the range may hold the planned sizes alone.
+    """
+    ends = []
+    for index in range(len(sizes.symbols)):
+        tried = [s for f in _FACTORS if (s := sizes.scaled(f, index)) is not None]
+        served = bisect.bisect_left(tried, True, key=lambda s: not serves(s))
+        if served == len(tried):
+            continue
+        last = tried[served - 1] if served else sizes.hints
+        if last == sizes.hints and not may_be_fixed:
+            last = sizes.one_more(index)
+        ends.append(graph_bytes.at(sizes.named(last)))
+    return min(ends, default=None)
+
+
+def plan_for_sizes(planning: Planning) -> tuple[Planned | None, SizedPlan | None]:
+    """The plan, with a guard where its range of sizes ends; and what asks it for other sizes, where sizes vary.
+
+    Raises:
+        BudgetError: see ``Planning.run``.
+    """
+    sizes = BatchSizes.of(planning.joint)
+    if sizes is None:
+        return planning.run(), None
+    bounded = bounds_sizes()
+    if bounded:
+        sizes = sizes.at_upper()
+    sized = _planned_at(planning, sizes)
+    if sized is None:
+        return None, None
+    if not bounded:
+        sized = _with_range(planning, sized)
+    return sized.planned, sized if sized.planned.schedule is not None else None
+
+
+def _planned_at(planning: Planning, sizes: BatchSizes) -> SizedPlan | None:
+    with hints_at(sizes.named(sizes.hints)):
+        planned = planning.run()
+    if planned is None:
+        return None
+    return SizedPlan(sizes, planned, planning.settings, planning.goal, planning.limit_bytes)
+
+
+def _with_range(planning: Planning, sized: SizedPlan) -> SizedPlan:
+    frame, graph_bytes = frame_id(), GraphBytes.of(planning.joint)
+    is_plain = sized.planned.schedule is None
+    if frame is None or graph_bytes is None or not (is_plain or planning.recompute == "auto"):
+        return sized
+    key = (frame, len(planning.joint.graph.nodes))
+    sizes, end = sized.sizes, None
+    if VARIANTS.may_end(key):
+        began = time.perf_counter()
+        end = largest_served(sizes, graph_bytes, sized.serves, may_be_fixed=not marks_sizes())
+        log.info("found the range of sizes in %.1f s", time.perf_counter() - began)
+    else:
+        sized = _last(planning, sized)
+    guard_range(key, graph_bytes, graph_bytes.at(sizes.named(sizes.hints)), end)
+    return sized
+
+
+def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:
+    """The plan of the last variant, behind which none follows: for about the largest calls that fit at all."""
+    if planning.limit_bytes is None or sized.planned.schedule is None:
+        return sized
+    index = max(range(len(sized.sizes.hints)), key=lambda i: sized.sizes.hints[i])
+    larger = sized.sizes.scaled(_SPARING * planning.limit_bytes / sized.planned.plan.smallest_budget_bytes, index)
+    if larger is None or larger <= sized.sizes.hints:
+        return sized
+    try:
+        return _planned_at(planning, replace(sized.sizes, hints=larger)) or sized
+    except BudgetError:
+        return sized
+
+
+def guard_range(key: Hashable, graph_bytes: GraphBytes, hint_bytes: int, end: int | None) -> None:
+    """Let Dynamo check the range of the variant that is being compiled at every call.
+
+    Args:
+        key: of the code, the same for all its variants.
+        graph_bytes: of the joint graph.
+        hint_bytes: the size that is compiled for.
+        end: of the range; None: it serves all larger calls.
+
+    Raises:
+        PassError: the size that is compiled for lies outside the range.
+    """
+    begin = VARIANTS.begin(key, hint_bytes)
+    if begin is not None and end is not None and end < _NARROW * begin:
+        begin = None
+    # The truth value of a symbolic comparison becomes a guard.
+    inside = (begin is None or bool(graph_bytes.total > begin)) and (end is None or bool(graph_bytes.total <= end))
+    if not inside:
+        raise PassError(f"expected {hint_bytes} bytes to lie between {begin} and {end}", "variants")
+    if end is not None:
+        VARIANTS.end(key, end)
+    log.debug("variant for calls of more than %s and at most %s bytes in all values", begin, end)
