@@ -125,7 +125,7 @@ def _with_range(planning: Planning, sized: SizedPlan) -> SizedPlan:
     is_plain = sized.planned.schedule is None
     if frame is None or graph_bytes is None or not (is_plain or planning.recompute == "auto"):
         return sized
-    key = (frame, len(planning.joint.graph.nodes))
+    key = (frame, len(planning.joint.graph.nodes), planning.goal, planning.recompute)
     sizes, end = sized.sizes, None
     if VARIANTS.may_end(key):
         began = time.perf_counter()

@@ -386,6 +386,16 @@ def test_bounded_sizes_are_planned_for_the_largest(made: list[ScheduleBySize]) -
     assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes
 
 
+def test_another_goal_for_the_same_code_has_its_own_variants() -> None:
+    model = tower()
+    check_bits(model, dynamic(model, activation_budget=kept_peak(4)), 6)
+    other = dynamic(model, activation_budget=kept_peak(4) + 64)
+    before = num_dynamo_graphs()
+    for batch in (6, 3):  # no range begins where one of the first goal's ends
+        check_bits(model, other, batch)
+    assert num_dynamo_graphs() - before == 1
+
+
 def test_sizes_found_out_by_dynamo() -> None:
     """The first call is compiled for its sizes alone; from the second on they vary."""
     budget = kept_peak(7)
@@ -409,3 +419,15 @@ def test_a_level_that_the_user_chose_has_no_variants() -> None:
             warnings.simplefilter("ignore", UserWarning)
             check_bits(model, call, batch)
     assert num_dynamo_graphs() - before == 1
+
+
+def test_variants_of_what_inductor_compiles() -> None:
+    """Generated kernels take other sizes than those they were compiled for, and the wrapper's guards hold with ours."""
+    budget = kept_peak(7)
+    model = tower()
+    before = num_dynamo_graphs()
+    call = dynamic(model, activation_budget=budget, inner="inductor")
+    for batch in (12, 6, 11, 5, 13):
+        stats = check_bits(model, call, batch)
+        assert (stats.bytes_offloaded > 0) == (batch > 7)
+    assert num_dynamo_graphs() - before <= 2
