@@ -387,9 +387,10 @@ def test_bounded_sizes_are_planned_for_the_largest(made: list[ScheduleBySize]) -
 
 
 def test_another_goal_for_the_same_code_has_its_own_variants() -> None:
+    tight, wide = kept_peak(4), kept_peak(7)
     model = tower()
-    check_bits(model, dynamic(model, activation_budget=kept_peak(4)), 6)
-    other = dynamic(model, activation_budget=kept_peak(7))
+    check_bits(model, dynamic(model, activation_budget=tight), 6)
+    other = dynamic(model, activation_budget=wide)
     before = num_dynamo_graphs()
     for batch in (12, 3):  # no range begins where one of the first goal's ends
         check_bits(model, other, batch)
