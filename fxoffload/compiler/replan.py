@@ -24,7 +24,8 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.segment_clock import Phase, SegmentClock, clock_for
+from fxoffload.runtime.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
@@ -108,8 +109,9 @@ class Replan:
         self.clock = self._make_clock()
 
     def _plan_again(self, clock: SegmentClock) -> None:
-        sizes = shared(clock.temp_bytes(), self._alike)
-        step = measured_step(self._scheduler.step, clock.segment_ms(), sizes)
+        readings = clock.readings()
+        sizes = shared(readings.temp_bytes(), self._alike)
+        step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         rates, budget = self._scheduler.rates, self._goal.budget_bytes
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         baseline = scale(self._box.plan.baseline, ratio)
@@ -158,12 +160,12 @@ class Replan:
 
     def _check(self, clock: SegmentClock) -> None:
         """What the steps behind the calibration took."""
-        step_ms = clock.step_ms()
-        segments = clock.segment_ms()
-        total = sum(step_ms.values())
+        readings = clock.readings()
+        segments = readings.segment_ms()
+        total = sum(readings.step_ms().values())
         self._box.update(
             measured_step_ms=total,
-            measured_peak_bytes=clock.measured_peak_bytes(),
+            measured_peak_bytes=readings.peak_bytes(),
             measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
         )
 

@@ -54,7 +54,8 @@ from fxoffload.runtime.executor import (
     no_clock,
 )
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.segment_clock import Phase, SegmentClock
+from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 

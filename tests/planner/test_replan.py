@@ -22,7 +22,8 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Plan, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
-from fxoffload.runtime.segment_clock import SegmentClock, host_events
+from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.stream_events import host_events
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates
@@ -42,6 +43,9 @@ class FakeClock:
     def ready(self) -> bool:
         return self.is_ready
 
+    def readings(self) -> FakeClock:
+        return self
+
     def segment_ms(self) -> dict[str, dict[str, float]]:
         return self.ms
 
@@ -51,7 +55,7 @@ class FakeClock:
     def step_ms(self) -> dict[str, float]:
         return {phase: sum(found.values()) + 0.5 for phase, found in self.ms.items()}
 
-    def measured_peak_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         return 123
 
 
