@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload.compiler import session
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.passes import estimate_memory
+from fxoffload.passes import segment_kernels
 from fxoffload.passes.cut_segments import CutSegments, Segment
 from fxoffload.passes.estimate_costs import kernel_accesses
-from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes, hidden_bytes
+from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
+from fxoffload.passes.hidden_memory import hidden_bytes
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
 
@@ -318,7 +319,7 @@ def temp_bytes(captured: Captured) -> dict[tuple[str, str], tuple[int, frozenset
     """Segment -> estimate (without what GPU kernels hide), and what dies in it."""
     found = {}
     handed_over = {n.name for n in captured.backward.donatable}
-    with mock.patch.object(estimate_memory, "hidden_bytes", lambda node: 0):
+    with mock.patch.object(segment_kernels, "hidden_bytes", lambda node: 0):
         for what, state, handed in (("forward", captured.forward, ()), ("backward", captured.backward, handed_over)):
             dying = dying_inputs(state.gm, state.segmentation, handed)
             donations = captured.backward.donations if what == "backward" else None
