@@ -19,7 +19,7 @@ from fxoffload.compiler.planning import Planned
 from fxoffload.compiler.replan import Replan, measured_step, scale, shared
 from fxoffload.planner import TrainingStep
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.segment_clock import SegmentClock
@@ -81,7 +81,7 @@ class Followed:
         assert found is not None
         self.schedule: Schedule = found
         plan = Plan(
-            graph=-1,
+            graph=NO_GRAPH,
             device="h200",
             summary="",
             predicted=Prediction.of(found.simulation),
