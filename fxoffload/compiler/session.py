@@ -205,6 +205,8 @@ class CompileSession:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Any]:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
+        if kwargs.get("is_backward"):
+            self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         if kwargs.get("is_inference") or self._plain:
             return self._compile_plain(gm, example_inputs, kwargs)
         if not kwargs.get("is_backward"):
