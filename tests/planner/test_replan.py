@@ -256,14 +256,6 @@ def test_scale() -> None:
 # -- compiled graphs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @contextmanager
 def following(watch: Callable[[Planned], object] = lambda planned: None) -> Iterator[list[Replan]]:
     """Graphs that are compiled meanwhile are followed, as on a GPU. Every reading of their clocks is one millisecond
