@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -53,6 +54,22 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def without_learnt_sizes() -> Iterator[None]:
+    """Compile as if Dynamo had compiled nothing before, and as if nothing had been compiled afterwards.
+
+    Stands for ``torch._dynamo.pgo._CODE_STATE``: for the whole process, the sizes that each piece of code was compiled
+    with. A second size makes the next compilation one for dynamic sizes.
+    """
+    from torch._dynamo import pgo
+
+    learnt, pgo._CODE_STATE = pgo._CODE_STATE, defaultdict(pgo.CodeState)
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = learnt
 
 
 class _OtherSizes:

@@ -13,7 +13,7 @@ from fxoffload.compiler.draft import Draft
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.find_candidates import Candidate
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Action, Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Plan, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.steps import StorageInfo, TrainingStep
@@ -57,7 +57,7 @@ def describe_plan(
     """
     assert draft.step is not None
     return Plan(
-        graph=-1,
+        graph=NO_GRAPH,
         device=device,
         activation_budget=goal.budget_bytes,
         max_slowdown=goal.max_slowdown,

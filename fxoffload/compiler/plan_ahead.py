@@ -7,7 +7,6 @@ import contextvars
 import copy
 import inspect
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fxoffload._torch_compat import without_learnt_sizes
 from fxoffload.backend import _gc_paused
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
@@ -263,7 +263,7 @@ def _plan_of(request: _Request) -> Plan:
 def _dynamo_of_its_own() -> Iterator[None]:
     """What Dynamo learns of sizes is forgotten, or the next compilation of the same code would be for dynamic ones. Its
     limits, and that it may run on from errors, are for what the process compiles."""
-    from torch._dynamo import config, pgo
+    from torch._dynamo import config
 
     settings = {
         "suppress_errors": False,
@@ -272,12 +272,8 @@ def _dynamo_of_its_own() -> Iterator[None]:
         "automatic_dynamic_local_pgo": False,
         "automatic_dynamic_remote_pgo": False,
     }
-    learnt, pgo._CODE_STATE = pgo._CODE_STATE, defaultdict(pgo.CodeState)
-    try:
-        with config.patch(settings):
-            yield
-    finally:
-        pgo._CODE_STATE = learnt
+    with without_learnt_sizes(), config.patch(settings):
+        yield
 
 
 def _autocast() -> contextlib.AbstractContextManager[Any]:

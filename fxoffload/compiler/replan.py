@@ -24,7 +24,8 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.segment_clock import Phase, SegmentClock, clock_for
+from fxoffload.runtime.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
@@ -39,42 +40,28 @@ Phases = Mapping[Phase, Mapping[str, float]]
 class Replan:
     """Follows one planned graph through its first steps.
 
+    The drafts of the plan, whose graphs are as large as what was compiled, are held until the calibration has ended.
+
     Args:
-        graph: the compiled graph.
-        planned: its plan.
+        calibration: what plans again.
         box: where the plan is shown.
-        goal: of the plan.
-        order: positions in the step's candidates of the graph's candidates.
-        alike: phase -> segment -> its code: segments of the same code have the same working set.
         make_clock: makes the clock of the next measurement.
         in_background: whether to plan on a thread of its own.
     """
 
     def __init__(
         self,
-        graph: CompiledGraph,
-        planned: Planned,
+        calibration: Calibration,
         box: PlanBox,
-        goal: PlanGoal,
-        order: list[int],
-        alike: Mapping[Phase, Mapping[str, object]],
         *,
         make_clock: Callable[[], SegmentClock],
         in_background: bool = True,
     ) -> None:
-        assert planned.schedule is not None and planned.scheduler is not None
-        self._graph = graph
-        self._planned = planned
-        self._schedule: Schedule = planned.schedule
-        self._scheduler: Scheduler = planned.scheduler
+        self._calibration: Calibration | None = calibration
         self._box = box
-        self._goal = goal
-        self._order = order
-        self._alike = alike
         self._make_clock = make_clock
         self._in_background = in_background
         self._lock = threading.Lock()
-        self._is_checking = False
         self.clock: SegmentClock | None = make_clock()
 
     def poll(self) -> SegmentClock | None:
@@ -86,30 +73,74 @@ class Replan:
             if self.clock is not clock:
                 return self.clock
             self.clock = None
-        if self._is_checking:
+            calibration, self._calibration = self._calibration, None
+        if calibration is None:
             self._check(clock)
         elif self._in_background:
-            threading.Thread(target=self._calibrate, args=(clock,), name="fxoffload-replan", daemon=True).start()
+            threading.Thread(
+                target=self._calibrate, args=(calibration, clock), name="fxoffload-replan", daemon=True
+            ).start()
         else:
-            self._calibrate(clock)
+            self._calibrate(calibration, clock)
         return self.clock
 
-    # -- calibration ---------------------------------------------------------------------------------------------------
-
-    def _calibrate(self, clock: SegmentClock) -> None:
+    def _calibrate(self, calibration: Calibration, clock: SegmentClock) -> None:
         try:
-            self._plan_again(clock)
+            calibration.plan_again(clock.readings())
         except Exception as error:
             warnings.warn(
                 f"fxoffload could not plan again with measured times and goes on with its first plan: {error}",
                 stacklevel=2,
             )
-        self._is_checking = True
         self.clock = self._make_clock()
 
-    def _plan_again(self, clock: SegmentClock) -> None:
-        sizes = shared(clock.temp_bytes(), self._alike)
-        step = measured_step(self._scheduler.step, clock.segment_ms(), sizes)
+    def _check(self, clock: SegmentClock) -> None:
+        """What the steps behind the calibration took."""
+        readings = clock.readings()
+        segments = readings.segment_ms()
+        total = sum(readings.step_ms().values())
+        self._box.update(
+            measured_step_ms=total,
+            measured_peak_bytes=readings.peak_bytes(),
+            measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
+        )
+
+
+class Calibration:
+    """Plans one graph again, once, with what was measured of it.
+
+    Args:
+        graph: the compiled graph.
+        planned: its plan.
+        box: where the plan is shown.
+        goal: of the plan.
+        order: positions in the step's candidates of the graph's candidates.
+        alike: phase -> segment -> its code: segments of the same code have the same working set.
+    """
+
+    def __init__(
+        self,
+        graph: CompiledGraph,
+        planned: Planned,
+        box: PlanBox,
+        goal: PlanGoal,
+        order: list[int],
+        alike: Mapping[Phase, Mapping[str, object]],
+    ) -> None:
+        assert planned.schedule is not None and planned.scheduler is not None
+        self._graph = graph
+        self._planned = planned
+        self._schedule: Schedule = planned.schedule
+        self._scheduler: Scheduler = planned.scheduler
+        self._box = box
+        self._goal = goal
+        self._order = order
+        self._alike = alike
+
+    def plan_again(self, readings: Readings) -> None:
+        """From the next forward on the graph follows the new schedule, where that is better."""
+        sizes = shared(readings.temp_bytes(), self._alike)
+        step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         rates, budget = self._scheduler.rates, self._goal.budget_bytes
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         baseline = scale(self._box.plan.baseline, ratio)
@@ -132,7 +163,6 @@ class Replan:
                 f"activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it",
                 stacklevel=2,
             )
-        self._schedule, self._scheduler = now, scheduler
         if self._planned.base is not None:
             self._box.update(decisions=decisions_of(self._planned.draft, now, self._planned.base, now.simulation))
         self._box.update(
@@ -153,19 +183,6 @@ class Replan:
         assert slowdown is not None
         too_slow = mine.step_ms > baseline.step_ms * (1 + slowdown + _BETTER)
         return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
-
-    # -- afterwards ----------------------------------------------------------------------------------------------------
-
-    def _check(self, clock: SegmentClock) -> None:
-        """What the steps behind the calibration took."""
-        step_ms = clock.step_ms()
-        segments = clock.segment_ms()
-        total = sum(step_ms.values())
-        self._box.update(
-            measured_step_ms=total,
-            measured_peak_bytes=clock.measured_peak_bytes(),
-            measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
-        )
 
 
 def measured_step(
@@ -229,4 +246,5 @@ def replan_for(
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    return Replan(graph, planned, box, goal, order, alike, make_clock=lambda: clock_for(device))
+    calibration = Calibration(graph, planned, box, goal, order, alike)
+    return Replan(calibration, box, make_clock=lambda: clock_for(device))

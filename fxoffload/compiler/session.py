@@ -54,7 +54,8 @@ from fxoffload.runtime.executor import (
     no_clock,
 )
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.segment_clock import Phase, SegmentClock
+from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
@@ -204,6 +205,8 @@ class CompileSession:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Any]:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
+        if kwargs.get("is_backward"):
+            self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         if kwargs.get("is_inference") or self._plain:
             return self._compile_plain(gm, example_inputs, kwargs)
         if not kwargs.get("is_backward"):

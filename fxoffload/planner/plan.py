@@ -13,6 +13,9 @@ from fxoffload.planner.timeline import to_chrome_trace
 
 Action = Literal["keep", "offload", "recompute", "stay"]
 
+# ``Plan.graph`` of a plan of no compiled graph.
+NO_GRAPH = -1
+
 # Not in the JSON form, which keeps the boundaries of a simulation only.
 _NOT_IN_JSON = ("simulation",)
 
@@ -103,7 +106,7 @@ class Plan:
     ``dataclasses.replace``. Bytes are those above what was allocated when the step began.
 
     Attributes:
-        graph: index of the compiled graph (``CompiledGraph.index``).
+        graph: place among the plans of compiled graphs; -1 (``NO_GRAPH``) in a plan made ahead.
         label: what was compiled, in words, or "".
         device: name of the device that was planned for, from its profile.
         shape: what the step was planned for, for example "1 x 16384 tokens", or "".

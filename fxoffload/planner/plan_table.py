@@ -108,7 +108,8 @@ def _family(labels: Sequence[list[str]]) -> list[str]:
 
 
 def _title(plan: Plan) -> str:
-    name = f"plan of graph {plan.graph}" + (f" ({plan.label})" if plan.label else "")
+    name = "plan ahead" if plan.graph < 0 else f"plan of graph {plan.graph}"
+    name += f" ({plan.label})" if plan.label else ""
     return ", ".join(text for text in (name, plan.shape, plan.device) if text)
 
 

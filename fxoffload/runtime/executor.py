@@ -28,9 +28,10 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
 )
 from fxoffload.ops import is_op
+from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
-from fxoffload.runtime.segment_clock import Recorder, SegmentClock
+from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
 from fxoffload.runtime.windows import Choice, Windows

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fxoffload._torch_compat import (
     mutated_args,
     saved_tensor_hooks_active,
     symbols_of,
+    without_learnt_sizes,
 )
 from tests.capture import Sketch
 
@@ -86,6 +88,30 @@ def test_aot_config_is_patched_and_put_back() -> None:
             assert {name: getattr(config, name) for name in AOT_CONFIG} == AOT_CONFIG
             raise ValueError("inside")
     assert {name: getattr(config, name) for name in AOT_CONFIG} == before
+
+
+def test_sizes_that_dynamo_learns_are_forgotten_and_what_it_knew_is_back() -> None:
+    dynamic: list[bool] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def watch(gm: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        dynamic.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return gm.forward
+
+    def compile_for(size: int) -> None:
+        torch.compile(double, backend=watch)(torch.ones(size))
+
+    with pytest.raises(ValueError, match="inside"), without_learnt_sizes():
+        compile_for(4)
+        raise ValueError("inside")
+    compile_for(5)
+    with without_learnt_sizes():
+        compile_for(6)
+    assert dynamic == [False, False, False]
+    compile_for(7)  # behind 5
+    assert dynamic[3:] == [True]
 
 
 def test_saved_tensor_hooks_are_seen() -> None:

@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.segment_clock import (
-    PHASES,
-    Phase,
-    PooledEvents,
-    Recorder,
-    SegmentClock,
-    cuda_events,
-    cuda_memory,
-)
+from fxoffload.runtime.allocator_trace import cuda_memory
+from fxoffload.runtime.call_recorder import Recorder
+from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.segment_readings import PHASES, Phase
+from fxoffload.runtime.stream_events import PooledEvents, cuda_events
 from tests.gpu.gpu_support import MIB, sleep
 
 pytestmark = pytest.mark.gpu
@@ -105,8 +101,8 @@ def test_it_agrees_with_events_around_the_same_loop(device: torch.device, matmul
         _step(clock, timed)
         torch.cuda.synchronize()
     assert clock.ready()
-    expected, step_ms = timed.ms(), clock.step_ms()
-    for phase, measured in clock.segment_ms().items():
+    expected, step_ms = timed.ms(), clock.readings().step_ms()
+    for phase, measured in clock.readings().segment_ms().items():
         assert measured == pytest.approx(expected[phase], rel=0.03), phase
         assert measured["b"] / measured["a"] == pytest.approx(COUNTS["b"] / COUNTS["a"], rel=0.15), phase
         assert step_ms[phase] == pytest.approx(sum(measured.values()), rel=0.05), phase
@@ -126,10 +122,10 @@ def test_waits_for_another_stream_are_in_the_phase_only(device: torch.device, ma
     _step(clock, timed, wait)
     torch.cuda.synchronize()
     expected = timed.ms()
-    for phase, measured in clock.segment_ms().items():
+    for phase, measured in clock.readings().segment_ms().items():
         assert measured == pytest.approx(expected[phase], rel=0.03), phase
         # Two sleeps, on a device whose clock may be faster than CYCLES_PER_MS says.
-        assert clock.step_ms()[phase] > sum(measured.values()) + 2 * 10.0, phase
+        assert clock.readings().step_ms()[phase] > sum(measured.values()) + 2 * 10.0, phase
 
 
 def test_it_never_waits_for_the_device(device: torch.device, matmuls: Callable[[int], None]) -> None:
@@ -142,7 +138,7 @@ def test_it_never_waits_for_the_device(device: torch.device, matmuls: Callable[[
             _step(clock, lambda name: matmuls(1))
         assert not clock.measuring
         assert not clock.ready(), "the device is asleep still"
-        assert clock.step_ms() == {}
+        assert clock.readings().step_ms() == {}
     finally:
         torch.cuda.set_sync_debug_mode("default")
     made = events.num_made
@@ -150,7 +146,7 @@ def test_it_never_waits_for_the_device(device: torch.device, matmuls: Callable[[
     torch.cuda.set_sync_debug_mode("error")
     try:
         assert clock.ready()
-        assert clock.segment_ms()["backward"]["b"] > 0
+        assert clock.readings().segment_ms()["backward"]["b"] > 0
         _step(clock, lambda name: matmuls(1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -197,10 +193,11 @@ def test_bytes_are_what_the_algebra_says(device: torch.device) -> None:
     _call(clock.begin("backward", forward=forward), backward_work)
     torch.cuda.synchronize()
     assert clock.ready()
-    assert clock.live_before() == {"forward": {"a": 0, "b": 16 * MIB}, "backward": {"a": 48 * MIB, "b": 48 * MIB}}
-    assert clock.live_after() == {"forward": {"a": 16 * MIB, "b": 48 * MIB}, "backward": {"a": 48 * MIB, "b": 0}}
-    assert clock.segment_peaks() == {"forward": {"a": 80 * MIB, "b": None}, "backward": {"a": 148 * MIB, "b": None}}
-    assert clock.temp_bytes()["backward"]["a"] == 100 * MIB
-    assert clock.measured_peak_bytes() == 148 * MIB
+    found = clock.readings()
+    assert found.live_before() == {"forward": {"a": 0, "b": 16 * MIB}, "backward": {"a": 48 * MIB, "b": 48 * MIB}}
+    assert found.live_after() == {"forward": {"a": 16 * MIB, "b": 48 * MIB}, "backward": {"a": 48 * MIB, "b": 0}}
+    assert found.segment_peaks() == {"forward": {"a": 80 * MIB, "b": None}, "backward": {"a": 148 * MIB, "b": None}}
+    assert found.temp_bytes()["backward"]["a"] == 100 * MIB
+    assert found.peak_bytes() == 148 * MIB
     # The user's counter is as it would be without the clock.
     assert torch.cuda.max_memory_allocated(device) - base == 148 * MIB

@@ -26,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload.compiler import session
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.passes import estimate_memory
+from fxoffload.passes import segment_kernels
 from fxoffload.passes.cut_segments import CutSegments, Segment
 from fxoffload.passes.estimate_costs import kernel_accesses
-from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes, hidden_bytes
+from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
+from fxoffload.passes.hidden_memory import hidden_bytes
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
 
@@ -318,7 +319,7 @@ def temp_bytes(captured: Captured) -> dict[tuple[str, str], tuple[int, frozenset
     """Segment -> estimate (without what GPU kernels hide), and what dies in it."""
     found = {}
     handed_over = {n.name for n in captured.backward.donatable}
-    with mock.patch.object(estimate_memory, "hidden_bytes", lambda node: 0):
+    with mock.patch.object(segment_kernels, "hidden_bytes", lambda node: 0):
         for what, state, handed in (("forward", captured.forward, ()), ("backward", captured.backward, handed_over)):
             dying = dying_inputs(state.gm, state.segmentation, handed)
             donations = captured.backward.donations if what == "backward" else None
@@ -354,15 +355,18 @@ def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, d
         found = compare(job.module, *job.inputs)
     assert len(found) >= 8 + 4 * (pieces - 1)
     for segment, (seen, estimated) in found.items():
-        if segment in _OTHER_KERNELS:
-            continue
+        least = 0.8 if (name, pieces, dtype, *segment) in _OTHER_KERNELS else 0.98
         # 2 KB: a float32 for each row. More for halves of layers, where Inductor reduces over two dimensions at once.
-        assert 0.98 * seen - 4 * KB <= estimated <= (1.1 if pieces == 1 else 1.25) * seen + 4 * KB, (segment, found)
+        assert least * seen - 4 * KB <= estimated <= (1.1 if pieces == 1 else 1.25) * seen + 4 * KB, (segment, found)
 
 
 # Inductor makes one kernel of what is two here, and so frees later: of the columns of both norms that read the model's
 # input (far apart), and, on CPUs, of the embedding's gradient and its conversion.
-_OTHER_KERNELS = {("backward", "decoder_layers_0_1"), ("backward", "segment_1")}
+_OTHER_KERNELS = {
+    ("stack", 2, "float32", "backward", "decoder_layers_0_1"),
+    ("stack", 2, "bfloat16", "backward", "decoder_layers_0_1"),
+    ("causal_lm", 1, "bfloat16", "backward", "segment_1"),
+}
 
 
 # -- against an H200 ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,14 @@ from fxoffload.runtime.windows import Choice, Windows
 from tests.capture import rehearsal_options
 
 CPU = torch.device("cpu")
+# What a simulation and the counters both have.
+_MOVED = (
+    "bytes_offloaded",
+    "bytes_reloaded",
+    "bytes_reclaimed",
+    "bytes_kept_for_backward",
+    "num_prefetch_misses",
+)
 Decisions: TypeAlias = dict[str, bool] | str  # by name, or a policy
 
 
@@ -248,6 +256,24 @@ class Rehearsal:
             for b in simulation.boundaries
         ]
         return seen, simulation
+
+    def agree(
+        self,
+        decisions: Decisions,
+        in_flight_budget: int | None,
+        prefetch_budget: int | None,
+        windows: Windows | None = None,
+    ) -> Simulation:
+        """The step on paper, which has the bytes of the one that runs: at every segment, and of every kind of copy."""
+        asked = (decisions, in_flight_budget, prefetch_budget, windows)
+        seen, stats = self.run(*asked)
+        expected, simulation = self.simulate(*asked)
+        different = [(a, b) for a, b in zip(expected, seen, strict=True) if a != b]
+        assert not different, f"{different[0]} (simulated, seen) and {len(different) - 1} more: {asked}"
+        for name in _MOVED:
+            found = (getattr(simulation, name), getattr(stats, name))
+            assert found[0] == found[1], f"{name}: {found} (simulated, counted): {asked}"
+        return simulation
 
     def chosen(self, decisions: Decisions) -> tuple[bool, ...]:
         """The same decisions for ``simulate``."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.compare import compare_plans
-from fxoffload.planner.plan import Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Decision, FrontierPoint, Plan, Prediction
 from fxoffload.planner.plan_table import gib, layer_ranges, number_ranges
 
 GIB = 1 << 30
@@ -122,6 +122,13 @@ def test_the_names_that_the_documentation_promises() -> None:
         "<plan of graph 0 (Qwen3Model), 1 x 16384 tokens, NVIDIA H200: "
         "plain Inductor 34.95 GiB in 720.0 ms, predicted 9.25 GiB in 742.5 ms, measured 9.75 GiB in 750.3 ms>"
     )
+
+
+def test_a_plan_made_ahead_has_no_number() -> None:
+    for found in (replace(plan(), graph=NO_GRAPH), Plan.from_json(replace(plan(), graph=NO_GRAPH).to_json())):
+        assert str(found).splitlines()[0] == "plan ahead (Qwen3Model), 1 x 16384 tokens, NVIDIA H200"
+        assert repr(found).startswith("<plan ahead (Qwen3Model), 1 x 16384 tokens, NVIDIA H200: plain Inductor ")
+    assert repr(replace(bare_plan(), graph=NO_GRAPH)).startswith("<plan ahead, NVIDIA H200: ")
 
 
 def test_a_prediction_is_read_from_a_simulation() -> None:

@@ -25,16 +25,10 @@ from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
 from tests.support import Observed, assert_close, assert_equal, assert_nothing_held, train_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 aten = torch.ops.aten
 LAYERS = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 _BEFORE: list[CompiledGraph] = []

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +16,20 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import replan, session
-from fxoffload.compiler.planning import Planned
-from fxoffload.compiler.replan import Replan, measured_step, scale, shared
+from fxoffload.compiler.draft import Draft
+from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.replan import Calibration, Replan, measured_step, scale, shared
 from fxoffload.planner import TrainingStep
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
-from fxoffload.runtime.segment_clock import SegmentClock, host_events
+from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.stream_events import host_events
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates
@@ -42,6 +49,9 @@ class FakeClock:
     def ready(self) -> bool:
         return self.is_ready
 
+    def readings(self) -> FakeClock:
+        return self
+
     def segment_ms(self) -> dict[str, dict[str, float]]:
         return self.ms
 
@@ -51,7 +61,7 @@ class FakeClock:
     def step_ms(self) -> dict[str, float]:
         return {phase: sum(found.values()) + 0.5 for phase, found in self.ms.items()}
 
-    def measured_peak_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         return 123
 
 
@@ -77,7 +87,7 @@ class Followed:
         assert found is not None
         self.schedule: Schedule = found
         plan = Plan(
-            graph=-1,
+            graph=NO_GRAPH,
             device="h200",
             summary="",
             predicted=Prediction.of(found.simulation),
@@ -96,16 +106,15 @@ class Followed:
             self.made += 1
             return clocks[self.made - 1]
 
-        self.replan = Replan(
+        calibration = Calibration(
             self.graph,  # type: ignore[arg-type]
             Planned(None, found, self.scheduler, plan),  # type: ignore[arg-type]
             self.box,
             goal,
             self.order,
             {"forward": {}, "backward": {}},
-            make_clock=make_clock,
-            in_background=False,
         )
+        self.replan = Replan(calibration, self.box, make_clock=make_clock, in_background=False)
 
 
 def test_times_that_make_the_plan_too_slow() -> None:
@@ -168,7 +177,8 @@ def test_only_once_and_then_it_is_measured() -> None:
     assert followed.replan.poll() is first  # type: ignore[comparison-overlap]
     assert followed.box.plan.calibrated is None
     first.is_ready = True
-    with mock.patch.object(followed.replan, "_plan_again", wraps=followed.replan._plan_again) as again:
+    plan_again = Calibration.plan_again
+    with mock.patch.object(Calibration, "plan_again", autospec=True, side_effect=plan_again) as again:
         assert followed.replan.poll() is second  # type: ignore[comparison-overlap]
         planned, calibrated = followed.graph.planned, followed.box.plan.calibrated
         assert followed.box.plan.measured_step_ms is None
@@ -205,7 +215,7 @@ def test_several_threads_plan_once() -> None:
     step = chain(4, 8 * MIB)
     followed = Followed(PlanGoal(None, 0.02), [FakeClock(times(step, 0.1)), FakeClock(times(step))], step)
     calls = []
-    followed.replan._calibrate = calls.append  # type: ignore[method-assign]
+    followed.replan._calibrate = lambda *args: calls.append(args)  # type: ignore[method-assign]
     start = threading.Barrier(8)
 
     def poll() -> None:
@@ -243,41 +253,49 @@ def test_scale() -> None:
     assert scale(keep, 2.0).peak_bytes == keep.peak_bytes
 
 
-def test_a_compiled_graph_is_followed() -> None:
-    """From the events to the plan: every reading of the clock is one millisecond behind the last."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    budget = middle(recompute="default")
+# -- compiled graphs ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def following(watch: Callable[[Planned], object] = lambda planned: None) -> Iterator[list[Replan]]:
+    """Graphs that are compiled meanwhile are followed, as on a GPU. Every reading of their clocks is one millisecond
+    behind the last. ``watch``: is shown each plan."""
     now = itertools.count()
     followers: list[Replan] = []
 
     def follow(graph: Any, planned: Planned, box: PlanBox, goal: PlanGoal, alike: Any, device: torch.device) -> Replan:
         assert planned.draft.step is not None
+        watch(planned)
         place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
         order = [place[c.name] for c in graph.saved.candidates]
         follower = Replan(
-            graph,
-            planned,
+            Calibration(graph, planned, box, goal, order, alike),
             box,
-            goal,
-            order,
-            alike,
             make_clock=lambda: SegmentClock(skip=1, count=2, events=host_events(lambda: float(next(now)))),
             in_background=False,
         )
         followers.append(follower)
         return follower
 
+    with mock.patch.object(session, "replan_for", follow):
+        yield followers
+
+
+def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
+    """A step; returns the gradients."""
+    model.zero_grad()
+    call(example_input()).square().mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_compiled_graph_is_followed(one_thread: None) -> None:
+    """From the events to the plan."""
+    budget = middle(recompute="default")
     before = set(map(id, fxoffload.graphs()))
     model = tower()
-    with mock.patch.object(session, "replan_for", follow):
+    with following() as followers:
         call = compiled(model, activation_budget=budget, recompute="default")
-        gradients = []
-        for _ in range(9):
-            model.zero_grad()
-            call(example_input()).square().mean().backward()
-            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    torch.set_num_threads(threads)
+        gradients = [train(model, call) for _ in range(9)]
     assert len(followers) == 1
     (graph,) = [g for g in new_graphs() if id(g) not in before]
     plan = plan_of(graph)
@@ -289,6 +307,62 @@ def test_a_compiled_graph_is_followed() -> None:
     assert plan.predicted.step_ms < 1.0
     assert all(torch.equal(found[n], gradients[0][n]) for found in gradients for n in found)
     assert followers[0].clock is None
+
+
+def alive(graphs: Iterable[weakref.ref[Any]]) -> int:
+    gc.collect()
+    return sum(ref() is not None for ref in graphs)
+
+
+class DraftGraphs:
+    """Weak references to the graphs of drafts: those that passes have made, and no code is made of."""
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[Any]] = []
+
+    def add(self, *drafts: Draft | None) -> None:
+        for draft in drafts:
+            for state in () if draft is None else (draft.forward_state, draft.backward_state):
+                assert state is not None and state.outer is not None
+                self.refs += [weakref.ref(x) for gm in (state.gm, state.outer) for x in (gm, gm.graph)]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "default"])
+def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, recompute: str) -> None:
+    budget = middle(recompute=recompute)
+    drafts = DraftGraphs()
+    model = tower()
+    with following(lambda planned: drafts.add(planned.draft, planned.base)) as followers:
+        call = compiled(model, activation_budget=budget, recompute=recompute)
+        train(model, call)
+        assert len(followers) == 1
+        assert alive(drafts.refs) == len(drafts.refs) > 0, "to plan again"
+        while followers[0]._calibration is not None:
+            train(model, call)
+    assert fxoffload.plans()[-1].calibrated is not None
+    assert alive(drafts.refs) == 0
+    assert followers[0].clock is not None, "it measures still"
+    train(model, call)
+
+
+def test_drafts_are_let_go_once_their_code_is_there_where_nothing_is_planned_again(one_thread: None) -> None:
+    drafts = DraftGraphs()
+    model = tower()
+    run = Planning.run
+
+    def watched(self: Planning) -> Planned | None:
+        planned = run(self)
+        assert planned is not None
+        drafts.add(planned.draft, planned.base)
+        return planned
+
+    budget = middle()
+    with mock.patch.object(Planning, "run", watched):
+        call = compiled(model, activation_budget=budget)
+        train(model, call)
+    assert drafts.refs
+    assert alive(drafts.refs) == 0
+    train(model, call)
 
 
 def test_the_cpu_is_not_followed() -> None:

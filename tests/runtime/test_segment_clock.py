@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from fxoffload.runtime import segment_clock
-from fxoffload.runtime.segment_clock import (
-    Memory,
-    Phase,
-    PooledEvents,
-    Recorder,
-    SegmentClock,
-    clock_for,
-    cuda_memory,
-    host_events,
-)
+from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.call_recorder import Recorder
+from fxoffload.runtime.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.segment_readings import PHASES, Phase
+from fxoffload.runtime.stream_events import PooledEvents
 from fxoffload.stats import counters
 
 NAMES = ("a", "b")
@@ -118,8 +113,8 @@ def test_a_segment_has_the_median_of_its_calls() -> None:
         assert not clock.ready()
         assert step(device, clock, ms) == (True, True)
     assert clock.ready()
-    assert clock.segment_ms() == {"forward": {"a": 2.0, "b": 4.0}, "backward": {"a": 8.0, "b": 6.0}}
-    assert clock.step_ms() == {"forward": 6.0, "backward": 14.0}
+    assert clock.readings().segment_ms() == {"forward": {"a": 2.0, "b": 4.0}, "backward": {"a": 8.0, "b": 6.0}}
+    assert clock.readings().step_ms() == {"forward": 6.0, "backward": 14.0}
 
 
 def test_waits_are_in_the_phase_but_not_in_the_segment() -> None:
@@ -127,8 +122,8 @@ def test_waits_are_in_the_phase_but_not_in_the_segment() -> None:
     clock = device.clock(count=1)
     run(device, clock, "forward", (1.0, 2.0), wait_ms=10.0)
     run(device, clock, "backward", (4.0, 3.0), wait_ms=20.0)
-    assert clock.segment_ms() == {"forward": {"a": 1.0, "b": 2.0}, "backward": {"a": 4.0, "b": 3.0}}
-    assert clock.step_ms() == {"forward": 23.0, "backward": 47.0}
+    assert clock.readings().segment_ms() == {"forward": {"a": 1.0, "b": 2.0}, "backward": {"a": 4.0, "b": 3.0}}
+    assert clock.readings().step_ms() == {"forward": 23.0, "backward": 47.0}
 
 
 @pytest.mark.parametrize(("skip", "count"), [(0, 1), (1, 3), (2, 2)])
@@ -143,7 +138,7 @@ def test_the_first_calls_are_skipped_and_nothing_is_recorded_after_enough(skip: 
     assert [step(device, clock) for _ in range(3)] == [(False, False)] * 3
     assert (device.num_reads, device.events.num_made) == (reads, made)
     assert clock.ready()
-    assert clock.segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
+    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
 
 
 @pytest.mark.parametrize(("skip", "count"), [(-1, 3), (1, 0)])
@@ -160,11 +155,11 @@ def test_nothing_is_read_before_the_device_has_passed_it() -> None:
         step(device, clock)
     assert not clock.measuring
     assert not clock.ready()
-    assert clock.segment_ms() == {"forward": {}, "backward": {}}
-    assert clock.step_ms() == {}
+    assert clock.readings().segment_ms() == {"forward": {}, "backward": {}}
+    assert clock.readings().step_ms() == {}
     device.passed_ms = 10.0  # the end of the first step
     assert not clock.ready()
-    assert clock.step_ms() == {"forward": 3.0, "backward": 7.0}
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 7.0}
     device.passed_ms = 20.0
     assert clock.ready()
 
@@ -199,8 +194,8 @@ def test_a_call_that_raised_is_dropped() -> None:
         run(device, clock, "forward", fail)
     assert clock.measuring
     step(device, clock)
-    assert clock.segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
-    assert clock.live_before()["backward"], "what raised waits for no backward: the pair is clear"
+    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
+    assert clock.readings().live_before()["backward"], "what raised waits for no backward: the pair is clear"
 
 
 def test_the_clock_does_not_hold_a_recorder_that_never_ended() -> None:
@@ -238,7 +233,7 @@ def test_a_call_in_which_something_was_compiled_is_dropped_with_its_backward() -
     forward = run(device, clock, "forward")
     compiled[0] += 1
     run(device, clock, "backward", forward=forward)
-    assert clock.step_ms() == {"forward": 3.0}
+    assert clock.readings().step_ms() == {"forward": 3.0}
     assert clock.measuring
     step(device, clock)
     assert clock.ready()
@@ -277,7 +272,7 @@ def test_forwards_under_hooks_or_in_a_recompute_are_left_out_with_their_backward
     assert step(device, clock) == (False, False)
     monkeypatch.undo()
     assert step(device, clock) == (True, True)
-    assert clock.step_ms() == {"forward": 3.0, "backward": 7.0}
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 7.0}
 
 
 def test_nothing_touches_events_while_a_graph_is_captured() -> None:
@@ -317,9 +312,9 @@ def test_a_forward_that_never_goes_backward_does_not_keep_it_recording() -> None
     for _ in range(2):
         assert run(device, clock, "backward") is not None
     assert clock.ready()
-    assert clock.step_ms()["backward"] == 3.0
-    assert clock.measured_peak_bytes() is None
-    assert clock.live_before()["backward"] == {}
+    assert clock.readings().step_ms()["backward"] == 3.0
+    assert clock.readings().peak_bytes() is None
+    assert clock.readings().live_before()["backward"] == {}
 
 
 # -- signatures --------------------------------------------------------------------------------------------------------
@@ -332,10 +327,10 @@ def test_calls_of_different_sizes_are_kept_apart() -> None:
         step(device, clock, float(size), signature=(size,))
     assert clock.ready()
     assert clock.signatures() == [(16,), (8,), (4,)]
-    assert clock.segment_ms()["forward"] == {"a": 16.0, "b": 32.0}
-    assert clock.segment_ms((8,))["backward"] == {"a": 32.0, "b": 24.0}
-    assert clock.step_ms((4,)) == {"forward": 12.0, "backward": 28.0}
-    assert clock.step_ms((5,)) == {}
+    assert clock.readings().segment_ms()["forward"] == {"a": 16.0, "b": 32.0}
+    assert clock.readings((8,)).segment_ms()["backward"] == {"a": 32.0, "b": 24.0}
+    assert clock.readings((4,)).step_ms() == {"forward": 12.0, "backward": 28.0}
+    assert clock.readings((5,)).step_ms() == {}
 
 
 def test_a_backward_has_the_signature_of_its_forward() -> None:
@@ -344,7 +339,7 @@ def test_a_backward_has_the_signature_of_its_forward() -> None:
     forward = run(device, clock, "forward", signature=(16, 2))
     run(device, clock, "backward", signature=(2,), forward=forward)  # it is given fewer sizes
     assert clock.signatures() == [(16, 2)]
-    assert clock.step_ms() == {"forward": 3.0, "backward": 3.0}
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
 
 
 def test_a_signature_with_both_phases_goes_before_a_more_frequent_one() -> None:
@@ -355,7 +350,7 @@ def test_a_signature_with_both_phases_goes_before_a_more_frequent_one() -> None:
     forward = run(device, clock, "forward", signature=1)
     run(device, clock, "backward", signature=1, forward=forward)
     assert clock.signatures() == [1, 9]
-    assert clock.step_ms() == {"forward": 3.0, "backward": 3.0}
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -389,13 +384,13 @@ def test_bytes_are_relative_to_the_beginning_of_the_forward() -> None:
     forward = run(device, clock, "forward", forward_work(device))
     run(device, clock, "backward", backward_work(device), forward=forward)
     assert device.allocated == 1000
-    assert clock.live_before() == {"forward": {"a": 0, "b": 10}, "backward": {"a": 30, "b": 30}}
-    assert clock.live_after() == {"forward": {"a": 10, "b": 30}, "backward": {"a": 30, "b": 0}}
+    assert clock.readings().live_before() == {"forward": {"a": 0, "b": 10}, "backward": {"a": 30, "b": 30}}
+    assert clock.readings().live_after() == {"forward": {"a": 10, "b": 30}, "backward": {"a": 30, "b": 0}}
     # b of the forward stays below a's peak, b of the backward below the other a's: not known.
-    assert clock.segment_peaks() == {"forward": {"a": 40, "b": None}, "backward": {"a": 130, "b": None}}
-    assert clock.temp_bytes() == {"forward": {"a": 40, "b": None}, "backward": {"a": 100, "b": None}}
-    assert clock.measured_peak_bytes() == 130
-    assert clock.peak_bounds_bytes() == (130, 130)
+    assert clock.readings().segment_peaks() == {"forward": {"a": 40, "b": None}, "backward": {"a": 130, "b": None}}
+    assert clock.readings().temp_bytes() == {"forward": {"a": 40, "b": None}, "backward": {"a": 100, "b": None}}
+    assert clock.readings().peak_bytes() == 130
+    assert clock.readings().peak_bounds_bytes() == (130, 130)
 
 
 def test_a_segment_that_ends_at_the_peak_has_it_though_it_did_not_rise() -> None:
@@ -409,9 +404,9 @@ def test_a_segment_that_ends_at_the_peak_has_it_though_it_did_not_rise() -> None
     forward = run(device, clock, "forward", work)
     run(device, clock, "backward", lambda name: device.allocate(-30), forward=forward)
     # The first of the backward begins with it.
-    assert clock.segment_peaks() == {"forward": {"a": None, "b": 60}, "backward": {"a": 60, "b": None}}
-    assert clock.temp_bytes()["backward"] == {"a": 0, "b": None}
-    assert clock.measured_peak_bytes() == 60
+    assert clock.readings().segment_peaks() == {"forward": {"a": None, "b": 60}, "backward": {"a": 60, "b": None}}
+    assert clock.readings().temp_bytes()["backward"] == {"a": 0, "b": None}
+    assert clock.readings().peak_bytes() == 60
 
 
 def test_below_an_older_peak_only_bounds_are_known() -> None:
@@ -420,9 +415,9 @@ def test_below_an_older_peak_only_bounds_are_known() -> None:
     clock = device.clock(count=1)
     forward = run(device, clock, "forward", forward_work(device))
     run(device, clock, "backward", backward_work(device), forward=forward)
-    assert clock.segment_peaks() == {"forward": {"a": None, "b": None}, "backward": {"a": None, "b": None}}
-    assert clock.measured_peak_bytes() is None
-    assert clock.peak_bounds_bytes() == (30, 4000)
+    assert clock.readings().segment_peaks() == {"forward": {"a": None, "b": None}, "backward": {"a": None, "b": None}}
+    assert clock.readings().peak_bytes() is None
+    assert clock.readings().peak_bounds_bytes() == (30, 4000)
 
 
 def test_one_step_in_which_the_peak_rose_is_enough() -> None:
@@ -432,8 +427,8 @@ def test_one_step_in_which_the_peak_rose_is_enough() -> None:
     for _ in range(3):
         forward = run(device, clock, "forward", forward_work(device))
         run(device, clock, "backward", backward_work(device), forward=forward)
-    assert clock.segment_peaks()["backward"] == {"a": 130, "b": None}
-    assert clock.measured_peak_bytes() == 130
+    assert clock.readings().segment_peaks()["backward"] == {"a": 130, "b": None}
+    assert clock.readings().peak_bytes() == 130
 
 
 def test_a_peak_that_was_reset_inside_the_step_is_not_believed() -> None:
@@ -442,9 +437,9 @@ def test_a_peak_that_was_reset_inside_the_step_is_not_believed() -> None:
     forward = run(device, clock, "forward", forward_work(device))
     device.peak = device.allocated  # torch.cuda.reset_peak_memory_stats()
     run(device, clock, "backward", backward_work(device), forward=forward)
-    assert clock.measured_peak_bytes() is None
-    assert clock.peak_bounds_bytes() is None
-    assert clock.segment_peaks()["backward"] == {"a": 130, "b": None}  # inside the segments it holds
+    assert clock.readings().peak_bytes() is None
+    assert clock.readings().peak_bounds_bytes() is None
+    assert clock.readings().segment_peaks()["backward"] == {"a": 130, "b": None}  # inside the segments it holds
 
 
 def test_what_runs_between_forward_and_backward_counts_for_the_step() -> None:
@@ -454,8 +449,8 @@ def test_what_runs_between_forward_and_backward_counts_for_the_step() -> None:
     device.allocate(700)
     device.allocate(-700)
     run(device, clock, "backward", backward_work(device), forward=forward)
-    assert clock.measured_peak_bytes() == 730
-    assert clock.segment_peaks()["backward"] == {"a": None, "b": None}
+    assert clock.readings().peak_bytes() == 730
+    assert clock.readings().segment_peaks()["backward"] == {"a": None, "b": None}
 
 
 def test_without_a_reader_there_are_times_only() -> None:
@@ -463,9 +458,11 @@ def test_without_a_reader_there_are_times_only() -> None:
     clock = device.clock(count=1, memory=False)
     step(device, clock)
     assert clock.ready()
-    assert clock.live_before() == clock.live_after() == clock.segment_peaks() == {"forward": {}, "backward": {}}
-    assert clock.measured_peak_bytes() is None
-    assert clock.peak_bounds_bytes() is None
+    readings = clock.readings()
+    nothing = {"forward": {}, "backward": {}}
+    assert readings.live_before() == readings.live_after() == readings.segment_peaks() == nothing
+    assert readings.peak_bytes() is None
+    assert readings.peak_bounds_bytes() is None
     assert device.num_reads == 0
 
 
@@ -480,7 +477,7 @@ def test_the_only_forward_that_waits_is_the_one() -> None:
         run(device, clock, "backward", backward_work(device))
     assert clock.ready()
     assert clock.signatures() == ["s"]
-    assert clock.measured_peak_bytes() == 130
+    assert clock.readings().peak_bytes() == 130
 
 
 def test_a_pair_that_was_named_leaves_the_next_one_clear() -> None:
@@ -491,7 +488,7 @@ def test_a_pair_that_was_named_leaves_the_next_one_clear() -> None:
     device.peak = 1000
     run(device, clock, "forward", forward_work(device))
     run(device, clock, "backward", backward_work(device))
-    assert clock.measured_peak_bytes() == 130
+    assert clock.readings().peak_bytes() == 130
 
 
 def test_a_forward_that_ends_after_enough_was_measured_is_let_go() -> None:
@@ -516,8 +513,8 @@ def test_interleaved_forwards_are_paired_by_recorder(order: tuple[int, int]) -> 
         run(device, clock, "backward", backward_work(device), signature="?", forward=forwards[i])
     assert set(clock.signatures()) == {0, 1}
     # The second forward began 30 bytes higher; 60 were live when the first of the backwards ran.
-    assert clock.live_before(0)["backward"]["a"] == (60 if order[0] == 0 else 30)
-    assert clock.live_before(1)["backward"]["a"] == (30 if order[0] == 1 else 0)
+    assert clock.readings(0).live_before()["backward"]["a"] == (60 if order[0] == 0 else 30)
+    assert clock.readings(1).live_before()["backward"]["a"] == (30 if order[0] == 1 else 0)
 
 
 def test_interleaved_forwards_are_not_guessed_at() -> None:
@@ -532,9 +529,9 @@ def test_interleaved_forwards_are_not_guessed_at() -> None:
     run(device, clock, "forward", forward_work(device))
     run(device, clock, "backward", backward_work(device))
     assert clock.ready()
-    assert clock.step_ms() == {"forward": 2.0, "backward": 2.0}
-    assert clock.live_before()["backward"] == {}
-    assert clock.measured_peak_bytes() is None
+    assert clock.readings().step_ms() == {"forward": 2.0, "backward": 2.0}
+    assert clock.readings().live_before()["backward"] == {}
+    assert clock.readings().peak_bytes() is None
 
 
 def test_a_backward_that_runs_twice_is_two_calls() -> None:
@@ -546,7 +543,7 @@ def test_a_backward_that_runs_twice_is_two_calls() -> None:
         for _ in range(2):
             run(device, clock, "backward", forward=forward)
     assert clock.ready()
-    assert clock.step_ms() == {"forward": 3.0, "backward": 3.0}
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
 
 
 def test_the_second_backward_does_not_change_what_the_first_one_saw() -> None:
@@ -558,7 +555,7 @@ def test_the_second_backward_does_not_change_what_the_first_one_saw() -> None:
     device.peak = device.allocated
     run(device, clock, "backward", backward_work(device), forward=forward)
     device.passed_ms = float("inf")
-    assert clock.measured_peak_bytes() == 130
+    assert clock.readings().peak_bytes() == 130
 
 
 def test_forward_and_backward_on_two_threads() -> None:
@@ -592,21 +589,13 @@ def test_forward_and_backward_on_two_threads() -> None:
     thread.join()
     assert not errors
     assert clock.ready()
-    assert {p: list(ms) for p, ms in clock.segment_ms().items()} == {"forward": ["a", "b"], "backward": ["a", "b"]}
-    assert [len(clock._samples[phase, ()]) for phase in segment_clock.PHASES] == [50, 50]
+    readings = clock.readings()
+    assert {p: list(ms) for p, ms in readings.segment_ms().items()} == {"forward": ["a", "b"], "backward": ["a", "b"]}
+    assert [len(clock._samples[phase, ()]) for phase in PHASES] == [50, 50]
     assert len(set(map(id, device.events._free))) == device.events.num_made
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
-
-
-def test_host_events_tell_the_time_in_milliseconds() -> None:
-    times = iter([5.0, 7.5])
-    events = host_events(lambda: next(times))
-    first, second = events.record(), events.record()
-    assert first.elapsed_ms(second) == 2.5
-    real = host_events()
-    assert 0 <= real.record().elapsed_ms(real.record()) < 1000
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_clock_of_a_cpu() -> None:
@@ -615,8 +604,8 @@ def test_the_clock_of_a_cpu() -> None:
         run(Device(), clock, "forward", lambda name: None)
         run(Device(), clock, "backward", lambda name: None)
     assert clock.ready()
-    assert all(ms >= 0 for of_phase in clock.segment_ms().values() for ms in of_phase.values())
-    assert clock.measured_peak_bytes() is None
+    assert all(ms >= 0 for of_phase in clock.readings().segment_ms().values() for ms in of_phase.values())
+    assert clock.readings().peak_bytes() is None
 
 
 @pytest.mark.parametrize("counter", ["num_segments_compiled", "num_segments_reused"])
@@ -626,20 +615,3 @@ def test_what_fxoffload_compiles_spoils_the_call(counter: str) -> None:
     assert clock.signatures() == []
     run(Device(), clock, "forward", lambda name: None)
     assert clock.signatures() == [()]
-
-
-def test_the_allocator_is_read_by_its_nested_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def statistics(device: object) -> dict[str, dict[str, dict[str, int]]]:
-        asked.append(device)
-        return {"allocated_bytes": {"all": {"current": 3, "peak": 7, "allocated": 9, "freed": 6}}}
-
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    read = cuda_memory(torch.device("cuda", 1))
-    assert read is not None
-    assert read() == Memory(allocated=3, peak=7)
-    assert asked == [1]
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
-    assert cuda_memory(torch.device("cuda", 1)) is None

@@ -1,0 +1,85 @@
+"""What the caching allocator says at points of a step, and the peak between two of them.
+
+[Note: What the bytes mean]
+Allocated bytes are read from the caching allocator, relative to what was allocated when the forward call began; a
+backward whose forward is not known (see ``SegmentClock.begin``) has none. The allocator keeps one peak for the whole
+process and device, which belongs to the user and is never reset here. If it rose between two reads, its new value is
+exactly the peak between them; if it equals what is allocated at one of the reads, likewise; otherwise the peak is not
+known, only that it is no higher. So a process that has been higher before (another phase, autotuning in the first call)
+shows no peaks at all until the user resets the counter. What other threads allocate at the same time counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# Allocators whose statistics hold a peak. A pluggable one raises.
+_ALLOCATORS = ("native", "cudaMallocAsync")
+
+
+class Memory(NamedTuple):
+    """What the allocator says. Bytes."""
+
+    allocated: int
+    peak: int
+
+
+def cuda_memory(device: torch.device) -> Callable[[], Memory] | None:
+    """Reads a device's allocator; None for an allocator that keeps no statistics."""
+    if torch.cuda.get_allocator_backend() not in _ALLOCATORS:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def read() -> Memory:
+        # ``memory_allocated()`` and its like flatten and sort all statistics on every call.
+        found = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
+        return Memory(found["current"], found["peak"])
+
+    return read
+
+
+@dataclass(slots=True)
+class AllocatorTrace:
+    """Reads of the allocator between two points.
+
+    Attributes:
+        first: the first read.
+        last: the latest read.
+        highest: most bytes allocated at a read.
+        was_reset: whether somebody reset the peak in between, so that it no longer covers everything.
+    """
+
+    first: Memory
+    last: Memory
+    highest: int
+    was_reset: bool = False
+
+    @staticmethod
+    def begin(memory: Memory) -> AllocatorTrace:
+        return AllocatorTrace(memory, memory, memory.allocated)
+
+    def go_on(self) -> AllocatorTrace:
+        """A trace from the same first read, to be continued apart from this one."""
+        return AllocatorTrace(self.first, self.last, self.highest, self.was_reset)
+
+    def add(self, memory: Memory) -> None:
+        self.was_reset = self.was_reset or memory.peak < self.last.peak
+        self.last = memory
+        self.highest = max(self.highest, memory.allocated)
+
+    def exact_peak(self) -> int | None:
+        """The peak where it is known (see [Note: What the bytes mean]). Absolute bytes, as the counter's."""
+        if self.was_reset:
+            return None
+        return self.last.peak if self.last.peak > self.first.peak or self.highest == self.last.peak else None
+
+    def bounds(self) -> tuple[int, int] | None:
+        """At least and at most, both the exact peak where it is known; None where there is no upper bound."""
+        if self.was_reset:
+            return None
+        exact = self.exact_peak()
+        return (self.highest if exact is None else exact, self.last.peak)

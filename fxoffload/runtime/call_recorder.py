@@ -1,0 +1,163 @@
+"""Records one call of a forward or backward graph: an event before and behind each segment, and what the allocator says
+there. Nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fxoffload.runtime.allocator_trace import AllocatorTrace, Memory
+from fxoffload.runtime.segment_readings import Phase, Sample
+from fxoffload.runtime.stream_events import Event, EventSource
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What recorders read.
+
+    Attributes:
+        events: of the compute stream.
+        memory: reads the allocator; None where there is nothing to read.
+        epoch: a value that changes when something is compiled.
+    """
+
+    events: EventSource
+    memory: Callable[[], Memory] | None
+    epoch: Callable[[], object]
+
+
+class _Bracket(NamedTuple):
+    """One call of a segment."""
+
+    segment: str
+    begin: Event
+    end: Event
+    memory: tuple[Memory, Memory] | None
+
+
+class Recorder:
+    """Records one call. Used by one thread; it counts only if ``end`` is called.
+
+    Args:
+        sources: what it reads.
+        phase: of the graph.
+        signature: what tells this call from others whose times differ.
+        forward: of a backward, the recorder of its forward where that is known; without it there are no bytes.
+        ended: called once, by ``end``, with this recorder and whether it can count: its segments were told in order,
+            and nothing was compiled since its forward began.
+
+    Attributes:
+        dropped: of a forward, whether it has ended and does not count; set by who made it.
+    """
+
+    __slots__ = (
+        "_begin",
+        "_brackets",
+        "_broken",
+        "_end",
+        "_ended",
+        "_epoch",
+        "_open",
+        "_sources",
+        "_trace",
+        "dropped",
+        "phase",
+        "signature",
+    )
+
+    def __init__(
+        self,
+        sources: Sources,
+        phase: Phase,
+        signature: Hashable,
+        forward: Recorder | None,
+        ended: Callable[[Recorder, bool], None],
+    ) -> None:
+        self.phase: Phase = phase
+        self.signature = signature
+        self.dropped = False
+        self._sources = sources
+        self._ended = ended
+        self._epoch = sources.epoch() if forward is None else forward._epoch
+        self._brackets: list[_Bracket] = []
+        self._open: tuple[str, Event, Memory | None] | None = None
+        self._broken = False
+        self._end: Event | None = None
+        self._trace: AllocatorTrace | None = None
+        if phase == "forward" and sources.memory is not None:
+            self._trace = AllocatorTrace.begin(sources.memory())
+        elif forward is not None and forward._trace is not None:
+            self._trace = forward._trace.go_on()
+            self._read_memory()
+        self._begin: Event = sources.events.record()
+
+    def before(self, segment: str) -> None:
+        """Right before a segment is called, behind all waits that were enqueued for it."""
+        self._broken = self._broken or self._open is not None
+        memory = self._read_memory()
+        self._open = (segment, self._sources.events.record(), memory)
+
+    def after(self, segment: str) -> None:
+        """Right after it has returned."""
+        event = self._sources.events.record()
+        memory = self._read_memory()
+        if self._open is None or self._open[0] != segment:
+            self._broken = True
+            self._sources.events.give_back([event])
+            return
+        name, begin, earlier = self._open
+        self._open = None
+        both = (earlier, memory) if earlier is not None and memory is not None else None
+        self._brackets.append(_Bracket(name, begin, event, both))
+
+    def end(self) -> None:
+        """The call has returned. Not to be called if it raised."""
+        if self._end is not None:
+            return
+        self._end = self._sources.events.record()
+        self._read_memory()
+        self._ended(self, not self._broken and self._open is None and self._epoch == self._sources.epoch())
+
+    def has_completed(self) -> bool:
+        """Whether the device has passed the end of the call. Never waits."""
+        # All events of a call are on one stream, this one behind the others.
+        return self._end is not None and self._end.query()
+
+    def sample(self) -> Sample:
+        """What was recorded. Only of a call that has completed, before ``release``."""
+        assert self._end is not None
+        sample = Sample(self._begin.elapsed_ms(self._end))
+        base = 0 if self._trace is None else self._trace.first.allocated
+        for segment, begin, end, memory in self._brackets:
+            sample.segment_ms[segment] = begin.elapsed_ms(end)
+            if memory is None:
+                continue
+            before, after = memory
+            trace = AllocatorTrace.begin(before)
+            trace.add(after)
+            peak = trace.exact_peak()
+            sample.live_before[segment] = before.allocated - base
+            sample.live_after[segment] = after.allocated - base
+            sample.peaks[segment] = None if peak is None else peak - base
+            sample.temp_bytes[segment] = None if peak is None else peak - before.allocated
+        if self._trace is not None:
+            peak, bounds = self._trace.exact_peak(), self._trace.bounds()
+            sample.peak = None if peak is None else peak - base
+            sample.bounds = None if bounds is None else (bounds[0] - base, bounds[1] - base)
+        return sample
+
+    def release(self) -> None:
+        """Give the events back."""
+        events = [self._begin, *(e for b in self._brackets for e in (b.begin, b.end))]
+        events += [] if self._open is None else [self._open[1]]
+        events += [] if self._end is None else [self._end]
+        self._brackets, self._open = [], None
+        self._sources.events.give_back(events)
+
+    def _read_memory(self) -> Memory | None:
+        if self._trace is None or self._sources.memory is None:
+            return None
+        memory = self._sources.memory()
+        self._trace.add(memory)
+        return memory

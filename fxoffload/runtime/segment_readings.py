@@ -1,0 +1,114 @@
+"""What was measured of a graph's segments: the calls that were read, and the numbers that stand for all of them.
+
+[Note: What the times mean]
+- A segment's bracket begins behind the waits for copies that were enqueued before it, and ends before what follows. So
+  it holds the segment's kernels and nothing else that this graph asks for, as they run *beside the copies of that
+  step*: where memory bandwidth is short, a segment beside a copy is slower than one alone.
+- Where the host launches more slowly than the device computes, the gaps between kernels are in the bracket, and the
+  work of the executor between segments is in the time of the phase. A sum of brackets far above the estimates tells so.
+- Only host time that the device notices is added: reading the allocator takes tens of microseconds, outside the
+  brackets; where the device is behind the host, it sees none of it.
+- The time of a phase runs from its begin to its end on the compute stream, waits included: the simulator's
+  ``forward_ms``. For the backward the simulator's ``backward_ms`` begins at the forward's end, this one where the
+  backward graph begins; what the user runs between them (a loss outside of the graph) is in neither.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(slots=True)
+class Sample:
+    """One call that was read. Bytes relative to the beginning of the forward; see ``Readings``.
+
+    Attributes:
+        phase_ms: the whole call.
+        segment_ms: by segment.
+        live_before: bytes allocated before each segment.
+        live_after: likewise.
+        peaks: most bytes allocated while each segment ran; None where that is not known.
+        temp_bytes: the same above what was live when the segment began.
+        peak: most bytes from the beginning of the forward to the end of this call, or None.
+        bounds: at least and at most the same, or None.
+    """
+
+    phase_ms: float
+    segment_ms: dict[str, float] = field(default_factory=dict)
+    live_before: dict[str, int] = field(default_factory=dict)
+    live_after: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int | None] = field(default_factory=dict)
+    temp_bytes: dict[str, int | None] = field(default_factory=dict)
+    peak: int | None = None
+    bounds: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Calls that were read, of one signature, by phase. A phase that was not measured has none."""
+
+    samples: Mapping[Phase, Sequence[Sample]]
+
+    def segment_ms(self) -> dict[Phase, dict[str, float]]:
+        """Milliseconds of each segment: medians. See [Note: What the times mean]."""
+        return {p: _medians(s.segment_ms for s in found) for p, found in self.samples.items()}
+
+    def step_ms(self) -> dict[Phase, float]:
+        """Milliseconds of each phase, waits between segments included: medians. A phase that was not measured is
+        missing."""
+        return {p: statistics.median(s.phase_ms for s in found) for p, found in self.samples.items() if found}
+
+    def live_before(self) -> dict[Phase, dict[str, int]]:
+        """Bytes allocated before each segment, above those at the beginning of the forward: medians."""
+        return {p: _median_bytes(s.live_before for s in found) for p, found in self.samples.items()}
+
+    def live_after(self) -> dict[Phase, dict[str, int]]:
+        """Bytes allocated after each segment, likewise."""
+        return {p: _median_bytes(s.live_after for s in found) for p, found in self.samples.items()}
+
+    def segment_peaks(self) -> dict[Phase, dict[str, int | None]]:
+        """Most bytes allocated while each segment ran, above those at the beginning of the forward: the largest of the
+        exact ones, None where none is known. See [Note: What the bytes mean] in ``allocator_trace``."""
+        return {p: _largest(s.peaks for s in found) for p, found in self.samples.items()}
+
+    def temp_bytes(self) -> dict[Phase, dict[str, int | None]]:
+        """The same above what was live when the segment began (the simulator's ``SegmentStep.temp_bytes``)."""
+        return {p: _largest(s.temp_bytes for s in found) for p, found in self.samples.items()}
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that
+        beginning: the largest of the exact ones, None where none is known. What runs between the two counts too."""
+        return max((s.peak for s in self.samples["backward"] if s.peak is not None), default=None)
+
+    def peak_bounds_bytes(self) -> tuple[int, int] | None:
+        """At least and at most: the same, where it need not be exact. Low: what was allocated at the edge of a segment.
+        High: the allocator's peak, which may be older than the step."""
+        found = [s.bounds for s in self.samples["backward"] if s.bounds is not None]
+        return (max(low for low, _ in found), max(high for _, high in found)) if found else None
+
+
+def _by_name(maps: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Name -> its values, in the order of the first map that has it."""
+    found: dict[str, list[Any]] = {}
+    for values in maps:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _medians(maps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in _by_name(maps).items()}
+
+
+def _median_bytes(maps: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return {name: statistics.median_high(values) for name, values in _by_name(maps).items()}
+
+
+def _largest(maps: Iterable[Mapping[str, int | None]]) -> dict[str, int | None]:
+    return {name: max((v for v in vs if v is not None), default=None) for name, vs in _by_name(maps).items()}
