@@ -188,6 +188,14 @@ def symbols_of(value: Any) -> set[Any]:
     return set()
 
 
+def told_all_symbols(inputs: Sequence[Any]) -> bool:
+    """Whether each symbol in the sizes among ``inputs`` is an input itself, as it always is in a whole graph. A product
+    of symbols alone tells none of them."""
+    expressions = [i.node.expr for i in inputs if isinstance(i, torch.SymInt)]
+    told = {e for e in expressions if e.is_Symbol}
+    return all(e.free_symbols <= told for e in expressions)
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether saved-tensor hooks (user's, non-reentrant checkpoint's, ``save_on_cpu``) would see what we save now."""
     return _autograd._top_saved_tensors_default_hooks(True) is not None

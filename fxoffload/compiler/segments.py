@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import boxed_eager, compile_fx_inner, mutated_args, segment_tracing_context
+from fxoffload._torch_compat import (
+    boxed_eager,
+    compile_fx_inner,
+    inductor_config,
+    mutated_args,
+    segment_tracing_context,
+    told_all_symbols,
+)
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.errors import SegmentCompileError
@@ -138,6 +145,10 @@ class SegmentCompiler:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(segment_tracing_context(call.donates))
+                if not told_all_symbols(example_inputs):
+                    # Inductor's cache would guard on sizes that the segment's inputs do not tell, and fail on that
+                    # guard when it finds the segment again.
+                    stack.enter_context(inductor_config.patch(fx_graph_cache=False))
                 if self._together:
                     stack.enter_context(self.pending.put_off(failure))
                 return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]

@@ -33,7 +33,7 @@ from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.compiler.variants import plan_for_sizes
+from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
@@ -123,6 +123,7 @@ class CompileSession:
         self._plain = False
         self._planned: Planned | None = None
         self._sized: SizedPlan | None = None  # where sizes vary
+        self._range: Range | None = None  # of them
         self._plan_box: PlanBox | None = None
         self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
         self._replan: Replan | None = None
@@ -195,18 +196,29 @@ class CompileSession:
         planning = Planning(
             gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
         )
-        planned, self._sized = plan_for_sizes(planning)
-        if planned is not None:
-            self._plan_box = PlanBox(planned.plan)
-            log.info("%s", planned.plan.summary)
-        return planned
+        found = plan_for_sizes(planning)
+        if found is None:
+            return None
+        self._sized, self._range = found.sized, found.range
+        self._plan_box = PlanBox(found.planned.plan)
+        log.info("%s", found.planned.plan.summary)
+        return found.planned
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Any]:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
-        if kwargs.get("is_backward"):
-            self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
+        if not kwargs.get("is_backward"):
+            return self._inner_compile(gm, example_inputs, kwargs)
+        self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
+        found = self._inner_compile(gm, example_inputs, kwargs)
+        if self._range is not None:
+            self._range.guard()
+        return found
+
+    def _inner_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
+    ) -> Callable[[list[Any]], Any]:
         if kwargs.get("is_inference") or self._plain:
             return self._compile_plain(gm, example_inputs, kwargs)
         if not kwargs.get("is_backward"):

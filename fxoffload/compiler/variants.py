@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fxoffload._torch_compat import bounds_sizes, frame_id, hints_at, marks_sizes
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes, Sizes
@@ -92,24 +92,75 @@ def largest_served(
     return min(ends, default=None)
 
 
-def plan_for_sizes(planning: Planning) -> tuple[Planned | None, SizedPlan | None]:
-    """The plan, with a guard where its range of sizes ends; and what asks it for other sizes, where sizes vary.
+@dataclass(frozen=True)
+class Range:
+    """The sizes that one variant serves.
+
+    Attributes:
+        key: of the code, the same for all its variants.
+        graph_bytes: of the joint graph.
+        planned_bytes: the size that is compiled for.
+        end: the largest size; None: it serves all larger calls.
+    """
+
+    key: Hashable
+    graph_bytes: GraphBytes
+    planned_bytes: int
+    end: int | None
+
+    def guard(self) -> None:
+        """Let Dynamo check at every call that it lies in this range, and in no other one. Called when the variant has
+        been compiled: Inductor's cache keeps a compiled segment under all guards that are known by then.
+
+        Raises:
+            PassError: the size that is compiled for lies outside the range.
+        """
+        begin, end, total = VARIANTS.begin(self.key, self.planned_bytes), self.end, self.graph_bytes.total
+        if begin is not None and end is not None and end < _NARROW * begin:
+            begin = None
+        # The truth value of a symbolic comparison becomes a guard.
+        if not ((begin is None or bool(total > begin)) and (end is None or bool(total <= end))):
+            raise PassError(f"expected {self.planned_bytes} bytes to lie between {begin} and {end}", "variants")
+        if end is not None:
+            VARIANTS.end(self.key, end)
+        log.debug("variant for calls of more than %s and at most %s bytes in all values", begin, end)
+
+
+@dataclass(frozen=True)
+class PlanForSizes:
+    """A plan, and what it is for calls of other sizes.
+
+    Attributes:
+        planned: for the sizes that are compiled for.
+        sized: what schedules calls of other sizes; None where sizes do not vary, and where nothing is done.
+        range: the sizes that it serves; None: all.
+    """
+
+    planned: Planned
+    sized: SizedPlan | None = None
+    range: Range | None = None
+
+
+def plan_for_sizes(planning: Planning) -> PlanForSizes | None:
+    """The plan; None where the forward saves nothing that may move.
 
     Raises:
         BudgetError: see ``Planning.run``.
     """
     sizes = BatchSizes.of(planning.joint)
     if sizes is None:
-        return planning.run(), None
+        planned = planning.run()
+        return None if planned is None else PlanForSizes(planned)
     bounded = bounds_sizes()
     if bounded:
         sizes = sizes.at_upper()
     sized = _planned_at(planning, sizes)
     if sized is None:
-        return None, None
+        return None
+    found = None
     if not bounded:
-        sized = _with_range(planning, sized)
-    return sized.planned, sized if sized.planned.schedule is not None else None
+        sized, found = _with_range(planning, sized)
+    return PlanForSizes(sized.planned, sized if sized.planned.schedule is not None else None, found)
 
 
 def _planned_at(planning: Planning, sizes: BatchSizes) -> SizedPlan | None:
@@ -120,11 +171,11 @@ def _planned_at(planning: Planning, sizes: BatchSizes) -> SizedPlan | None:
     return SizedPlan(sizes, planned, planning.settings, planning.goal, planning.limit_bytes)
 
 
-def _with_range(planning: Planning, sized: SizedPlan) -> SizedPlan:
+def _with_range(planning: Planning, sized: SizedPlan) -> tuple[SizedPlan, Range | None]:
     frame, graph_bytes = frame_id(), GraphBytes.of(planning.joint)
     is_plain = sized.planned.schedule is None
     if frame is None or graph_bytes is None or not (is_plain or planning.recompute == "auto"):
-        return sized
+        return sized, None
     key = (frame, len(planning.joint.graph.nodes), planning.goal, planning.recompute)
     sizes, end = sized.sizes, None
     if VARIANTS.may_end(key):
@@ -133,8 +184,7 @@ def _with_range(planning: Planning, sized: SizedPlan) -> SizedPlan:
         log.info("found the range of sizes in %.1f s", time.perf_counter() - began)
     else:
         sized = _last(planning, sized)
-    guard_range(key, graph_bytes, graph_bytes.at(sizes.named(sizes.hints)), end)
-    return sized
+    return sized, Range(key, graph_bytes, graph_bytes.at(sizes.named(sizes.hints)), end)
 
 
 def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:
@@ -149,27 +199,3 @@ def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:
         return _planned_at(planning, replace(sized.sizes, hints=larger)) or sized
     except BudgetError:
         return sized
-
-
-def guard_range(key: Hashable, graph_bytes: GraphBytes, hint_bytes: int, end: int | None) -> None:
-    """Let Dynamo check the range of the variant that is being compiled at every call.
-
-    Args:
-        key: of the code, the same for all its variants.
-        graph_bytes: of the joint graph.
-        hint_bytes: the size that is compiled for.
-        end: of the range; None: it serves all larger calls.
-
-    Raises:
-        PassError: the size that is compiled for lies outside the range.
-    """
-    begin = VARIANTS.begin(key, hint_bytes)
-    if begin is not None and end is not None and end < _NARROW * begin:
-        begin = None
-    # The truth value of a symbolic comparison becomes a guard.
-    inside = (begin is None or bool(graph_bytes.total > begin)) and (end is None or bool(graph_bytes.total <= end))
-    if not inside:
-        raise PassError(f"expected {hint_bytes} bytes to lie between {begin} and {end}", "variants")
-    if end is not None:
-        VARIANTS.end(key, end)
-    log.debug("variant for calls of more than %s and at most %s bytes in all values", begin, end)

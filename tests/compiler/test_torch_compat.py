@@ -17,10 +17,12 @@ from fxoffload._torch_compat import (
     boxed_eager,
     compiled_autograd_active,
     hint,
+    hints_at,
     in_backward,
     mutated_args,
     saved_tensor_hooks_active,
     symbols_of,
+    told_all_symbols,
     without_learnt_sizes,
 )
 from tests.capture import Sketch
@@ -56,6 +58,28 @@ def test_symbols() -> None:
     assert len(symbols_of(x.shape[0])) == 1
     assert symbols_of(torch.ones(3)) == set()
     assert symbols_of(7) == set()
+
+
+def test_symbols_that_inputs_tell() -> None:
+    _, x = symbolic(7, 5)
+    n, m = x.shape
+    assert told_all_symbols([x, 3])  # a tensor's sizes are read from the tensor
+    assert told_all_symbols([n, m, n * m])
+    assert told_all_symbols([n, n + 1])
+    assert not told_all_symbols([n * m])
+    assert not told_all_symbols([n, n * m])
+
+
+def test_sizes_other_than_those_that_are_compiled_for() -> None:
+    env, x = symbolic(7, 5)
+    rows, columns = x.shape
+    with hints_at({rows.node.expr: 3}):
+        assert (hint(rows), hint(columns), hint(rows * columns), hint(4)) == (3, 5, 15, 4)
+        assert hint(env.create_unbacked_symint()) is None
+        with hints_at({columns.node.expr: 2}):
+            assert hint(rows * columns) == 14
+    assert hint(rows * columns) == 35
+    assert not env.guards
 
 
 def test_what_a_result_may_share_memory_with() -> None:

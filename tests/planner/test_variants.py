@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache as fresh_inductor_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxoffload
-from fxoffload._torch_compat import hints_at
+from fxoffload._torch_compat import FxGraphCache, hints_at
 from fxoffload.compiler import schedule_by_size, session
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
@@ -432,3 +435,30 @@ def test_variants_of_what_inductor_compiles() -> None:
         stats = check_bits(model, call, batch)
         assert (stats.bytes_offloaded > 0) == (batch > 7)
     assert num_dynamo_graphs() - before <= 2
+
+
+def test_a_segment_in_inductor_s_cache_knows_no_range() -> None:
+    """Else a later compilation would find it together with the range of another plan."""
+    small, large = kept_peak(7), kept_peak(9)
+    model = tower()
+    with fresh_inductor_cache():
+        for budget, batches in ((small, (12, 6)), (large, (12, 6, 13, 9))):
+            torch.compiler.reset()
+            before = num_dynamo_graphs()
+            call = dynamic(model, activation_budget=budget, inner="inductor")
+            for batch in batches:
+                check_bits(model, call, batch)
+            assert num_dynamo_graphs() - before == 1
+            (end,) = [e for ends in VARIANTS._ends.values() for e in ends]
+            guards = [g for cached in cached_guards() for g in cached.split(" and ")]
+            assert guards
+            assert not [g for g in guards if str(end) in g]
+
+
+def cached_guards() -> list[str]:
+    """Of all graphs in Inductor's cache."""
+    found = []
+    for path in Path(FxGraphCache._get_tmp_dir()).rglob("*"):
+        if path.is_file():
+            found.append(pickle.loads(path.read_bytes()).guards_expr)
+    return [g for g in found if g]

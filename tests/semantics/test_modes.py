@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache as fresh_inductor_cache
 from torch.utils.checkpoint import checkpoint
 
 import fxoffload
+from tests.capture import Tower, example_input
 from tests.support import (
     Block,
     Observed,
@@ -176,6 +178,22 @@ def test_dynamic_shapes_with_a_mask_whose_size_is_computed() -> None:
     for (ours, stats), (theirs, _) in zip(offloaded, kept, strict=True):
         assert_equal(ours, theirs)
         assert_offloaded(stats)
+
+
+def test_dynamic_shapes_from_inductor_s_cache() -> None:
+    """A segment may be given a product of sizes without its factors, which a whole graph never is."""
+    model = Tower(2)
+
+    def run(batches: tuple[int, ...]) -> list[Observed]:
+        module = compiled(model, dynamic=True, inner="inductor", recompute="default")
+        return [train_step(model, lambda n=n: module(example_input(n)).square().mean())() for n in batches]
+
+    with fresh_inductor_cache():
+        found = run((12, 7))
+        torch.compiler.reset()
+        again = run((9, 12, 7))
+    for one, other in zip(found, again[1:], strict=True):
+        assert_equal(one, other)
 
 
 def test_autocast() -> None:
