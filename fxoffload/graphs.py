@@ -54,13 +54,18 @@ class CompiledGraph:
         """Layer labels in order of execution."""
         return self.layers.layers
 
-    def choose(self) -> Choice:
-        """What the forward call that begins now does. ``decisions`` (by name) override the policy."""
+    def may_follow(self) -> bool:
+        """Whether the forward call that begins now does what a plan says, and nothing else."""
+        return not self.keeps_everything and not self.decisions and (_override.policy or self.policy) == "auto"
+
+    def choose(self, followed: Choice | None = None) -> Choice:
+        """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``followed``: what a
+        plan for the whole step says of this call; outweighs ``planned``."""
         if self.keeps_everything:
             return Choice((False,) * len(self.saved.candidates))
         policy = _override.policy or self.policy
         _check_policy(policy)
-        planned = self.planned if policy == "auto" else None
+        planned = (followed or self.planned) if policy == "auto" else None
         chosen = planned or Choice(self.actions[policy])
         if not self.decisions:
             return chosen

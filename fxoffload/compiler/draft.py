@@ -7,7 +7,7 @@ one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs
 from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
+from fxoffload.runtime.executor import Movable
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -102,22 +103,26 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     )
     skipped = [s.name for s in BACKWARD if s.name in PROOFS]
     run_steps(without(BACKWARD, *skipped), up, "draft backward")
-    assert down.outer is not None and up.outer is not None
     _, movables = movables_of(down)
     rank_movables(movables, down.saved.candidates, up)
-    step = from_graphs(
+    return Draft(forward, backward, down, up, step_of(down, up, movables, settings.rates))
+
+
+def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
+    """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked."""
+    assert down.outer is not None and up.outer is not None
+    return from_graphs(
         down.outer,
         up.outer,
         movables,
-        num_user_outputs=settings.num_user_outputs,
-        forward_ms=_segment_ms(down.segmentation, settings.rates),
-        backward_ms=_segment_ms(up.segmentation, settings.rates),
+        num_user_outputs=down.num_user_outputs,
+        forward_ms=_segment_ms(down.segmentation, rates),
+        backward_ms=_segment_ms(up.segmentation, rates),
         forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
         backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies, up.donations),
-        min_bytes=max(settings.min_bytes, 1),
-        device=settings.device,
+        min_bytes=max(down.min_bytes, 1),
+        device=down.device,
     )
-    return Draft(forward, backward, down, up, step)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:

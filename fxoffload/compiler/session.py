@@ -32,6 +32,7 @@ from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, Backwar
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.compiler.tape_plan import TapeGoal, describe_part, plan_tape
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
@@ -42,6 +43,7 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
     Movable,
@@ -126,6 +128,7 @@ class CompileSession:
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
+        self._site: Site | None = None  # of a graph that saves something
         # With a fallback at hand, a segment that fails has to say so at once.
         together = "kernel_overlap" not in disabled and options.on_error == "raise"
         self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
@@ -183,19 +186,35 @@ class CompileSession:
             rates=rates,
             donates=options.inner == "inductor" and "donation" not in self.disabled,
         )
-        scheduling = {
-            "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
-            "in_flight_budget": options.in_flight_budget,
-            "prefetch_budget": options.prefetch_budget,
-        }
         planning = Planning(
-            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
+            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=self._scheduling()
         )
         planned = planning.run()
         if planned is not None:
             self._plan_box = PlanBox(planned.plan)
             log.info("%s", planned.plan.summary)
         return planned
+
+    def _scheduling(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
+            "in_flight_budget": options.in_flight_budget,
+            "prefetch_budget": options.prefetch_budget,
+        }
+
+    def _describe_for_tape(self, backward: BackwardState) -> None:
+        """Let a graph without a plan of its own be part of one for the whole step."""
+        forward, site = self._forward, self._site
+        off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
+        if forward is None or site is None or off or self.options.policy != "auto" or self._planned is not None:
+            return
+        # Host memory: what the engine may take, not what it may take now, so that equal options give equal goals.
+        goal = TapeGoal(self._goal, self._scheduling(), self.options.profile, self.device)
+        found = describe_part(forward.graph, forward.state, backward, forward.movables, goal)
+        if found is not None:
+            site.part, site.edges = found
+            site.planner, site.may_follow = plan_tape, forward.graph.may_follow
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -280,15 +299,17 @@ class CompileSession:
         )
         order = [place[c.name] for c in ordered]
 
+        site = self._site = engine.calls.site()
+
         def decide() -> Choice:
-            chosen = graph.choose()
+            chosen = graph.choose(site.followed)
             return Choice([chosen.offload[i] for i in order], chosen.windows)
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
             self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
             self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
         poll = self._replan.poll if self._replan is not None else no_clock
-        return _when_ready(forward_callable(program, decide, self._hooks, poll), self._compiler.pending)
+        return _when_ready(forward_callable(program, decide, self._hooks, poll, site), self._compiler.pending)
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
         """What the plan says, in the order of the candidates."""
@@ -367,9 +388,10 @@ class CompileSession:
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
+        self._describe_for_tape(state)
         replan = self._replan
         return self._settling(
-            backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock)
+            backward_callable(program, self._hooks, no_clock if replan is None else lambda: replan.clock, self._site)
         )
 
     # -- shared --------------------------------------------------------------------------------------------------------

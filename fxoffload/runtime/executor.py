@@ -28,6 +28,7 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
 )
 from fxoffload.ops import is_op
+from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
 from fxoffload.runtime.segment_clock import Recorder, SegmentClock
@@ -400,9 +401,10 @@ def forward_callable(
     decide: Callable[[], Choice],
     hooks: HookWatch | None = None,
     clock: Callable[[], SegmentClock | None] = no_clock,
+    site: Site | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins. ``hooks``: shared with
-    its backward. ``clock``: what measures, at the moment."""
+    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins. ``hooks``, ``site``: shared
+    with its backward. ``clock``: what measures, at the moment."""
     hooks = hooks or HookWatch()
     turn = TurnWatch()
     has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
@@ -410,6 +412,8 @@ def forward_callable(
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
+        if site is not None:
+            site.forward_begins(args)
         choice = decide()
         decisions = choice.offload
         if any(decisions):
@@ -431,15 +435,20 @@ def forward_callable(
             call.recorder.end()
         if len(call.group):
             engine.tape.push(call.group)
+        if site is not None:
+            site.forward_ends(call.group, results)
         return results
 
     return boxed(forward)
 
 
 def backward_callable(
-    program: OuterProgram, hooks: HookWatch | None = None, clock: Callable[[], SegmentClock | None] = no_clock
+    program: OuterProgram,
+    hooks: HookWatch | None = None,
+    clock: Callable[[], SegmentClock | None] = no_clock,
+    site: Site | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``: as its forward."""
+    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``: as its forward."""
     hooks = hooks or HookWatch()
     copies = tuple((program.copies or {}).items())
 
@@ -457,12 +466,14 @@ def backward_callable(
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
         group = slots[0].group if slots else Group()
+        if site is not None:
+            group = site.backward_begins(group, args)
         call = _Call(engine, program.options, group, windows=group.windows)
         measured = group.clock or clock()
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
         del slots, group
-        if len(call.group):
+        if len(call.group) or call.windows is not None:
             call.window = call.group.prefetch_window_bytes()
             engine.request(
                 call.group,
@@ -473,6 +484,8 @@ def backward_callable(
         results = program.run(args, call)
         if call.recorder is not None:
             call.recorder.end()
+        if site is not None:
+            site.backward_ends(results)
         return results
 
     return boxed(backward)
