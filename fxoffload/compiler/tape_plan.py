@@ -177,8 +177,8 @@ class _TapePlanning:
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
             warnings.warn(
-                f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of {100 * slowdown:.1f} %, "
-                f"above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
+                f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
+                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
                 stacklevel=2,
             )
         return found
@@ -243,9 +243,7 @@ class _TapePlanning:
                 reason = "others hold it too: to move it would free nothing"
             else:
                 reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
-            yield Row(
-                label, c.name, producer_of(c), c.nbytes or 0, "offload" if go[c.name] else "keep", reason
-            )
+            yield Row(label, c.name, producer_of(c), c.nbytes or 0, "offload" if go[c.name] else "keep", reason)
         for item in part.graph.saved.skipped:
             if not item.reason.startswith("parameter"):
                 yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)

@@ -207,14 +207,29 @@ def edges_of(
     def given(value: object) -> str | None:
         return value.meta.get(STORAGE_KEY) if isinstance(value, fx.Node) else None
 
+    own = {m.name for m in movables if not m.is_input and not m.unread}
+    results = output_values(forward.graph)
     inputs = forward.graph.find_nodes(op="placeholder")
     tangents = backward.graph.find_nodes(op="placeholder")
     return Edges(
         inputs=tuple(known(down.place.get(n.name)) for n in inputs),
-        outputs=tuple(known(down.name(given(v))) for v in output_values(forward.graph)[:num_user_outputs]),
+        outputs=tuple(known(down.name(given(v))) for v in results[:num_user_outputs]),
         tangents=tuple(None if n.name in down.place else known(up.name(given(n))) for n in tangents),
         gradients=tuple(known(up.name(given(v))) for v in output_values(backward.graph)),
+        saved=tuple(
+            i
+            for i, v in enumerate(results)
+            if i >= num_user_outputs and isinstance(v, fx.Node) and _candidate(v, down) in own
+        ),
     )
+
+
+def _candidate(result: fx.Node, forward: _ForwardReader) -> str | None:
+    """The candidate that a copy among the forward's results is of."""
+    if result.target is operator.getitem and is_op(result.all_input_nodes[0], ops.offload):
+        packed, index = result.args
+        return forward.candidate_of.get(packed.args[0][index].name)  # type: ignore[union-attr,index]
+    return None
 
 
 def _steps(

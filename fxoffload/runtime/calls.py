@@ -33,8 +33,9 @@ Phase = Literal["forward", "backward"]
 
 # So many steps in a row that are not the chain that was planned, and it is recorded anew.
 _MOST_MISSES = 2
-# A chain that keeps changing is not worth planning again and again.
+# A chain that keeps changing is not worth planning, or looking at, again and again.
 _MOST_PLANS = 3
+_MOST_RECORDS = 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Edges:
         outputs: of the forward, those that the caller sees.
         tangents: what the backward is given; None where it is a saved value.
         gradients: what the backward returns.
+        saved: positions among the forward's results of what is made and saved for its backward alone.
     """
 
     inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     tangents: tuple[str | None, ...]
     gradients: tuple[str | None, ...]
+    saved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Site:
     plan: Following | None = None
     seen: _Record | None = None
     is_planning: bool = False
+    num_records: int = 0
     num_plans: int = 0
     num_misses: int = 0
 
@@ -149,7 +153,7 @@ class Site:
 
     def backward_ends(self, results: Sequence[Any]) -> None:
         """It returns ``results``."""
-        self.calls._backward_ends(results)
+        self.calls._backward_ends(self, results)
 
 
 @dataclass(frozen=True)
@@ -182,10 +186,18 @@ def _later(a: Moment | None, b: Moment | None) -> Moment | None:
 class _Call:
     """One forward call of a step, and its backward."""
 
-    site: Site
+    site: weakref.ref[Site]
     place: int
     group: weakref.ref[Group] | None = None  # None until the forward has returned
     empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
+    kept: StorageRef | None = None  # of such a call: something that waits for its backward
+
+    def waits(self) -> bool:
+        """Whether a backward of it may still come."""
+        group = self.group() if self.group is not None else None
+        if self.kept is not None:
+            return not self.kept.is_expired()
+        return self.empty is not None or (group is not None and len(group) > 0)
 
 
 @dataclass(eq=False)
@@ -210,15 +222,17 @@ class _Step:
     was_planned: bool = False
     records: bool = False
     regular: bool = True
+    missed: bool = False
     is_complete: bool = False
     record: _Record | None = None  # of a step that is complete
     now: Moment = Moment("forward", 0)
     watched: list[_Watched] = field(default_factory=list)
     by_key: dict[int, _Watched] = field(default_factory=dict)
 
-    def spoil(self) -> None:
-        """It is no chain that could be planned, or not the one that is."""
+    def spoil(self, *, missed: bool = False) -> None:
+        """It is no chain that could be planned. ``missed``: not the one that is."""
         self.regular = False
+        self.missed = self.missed or missed
         self.plan = None
         self.records = False
         self.watched.clear()
@@ -260,11 +274,13 @@ class StepCalls:
             place = len(step.calls)
             if place and step.calls[-1].group is None:
                 step.spoil()  # it raised, or another thread runs it
-            if step.plan is not None and not (step.plan.has(place, site) and site.may_follow()):
+            if step.plan is not None and not step.plan.has(place, site):
+                step.spoil(missed=True)
+            if step.plan is not None and not site.may_follow():
                 step.spoil()
             if step.records and not (site.part is not None and site.may_follow()):
                 step.spoil()
-            step.calls.append(_Call(site, place))
+            step.calls.append(_Call(weakref.ref(site), place))
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
             if step.records and site.edges is not None:
@@ -278,8 +294,8 @@ class StepCalls:
         if step.plan is not None and step.plan.has(len(step.calls), site):
             return False
         # A forward that goes through the same graphs again, when nothing waits for its backward any more.
-        again = bool(step.calls) and step.calls[0].site is site
-        return again and not any(len(g) for c in step.pending if (g := c.group and c.group()) is not None)
+        again = bool(step.calls) and step.calls[0].site() is site
+        return again and not any(c.waits() for c in step.pending)
 
     def _begin(self, site: Site) -> _Step:
         step = _Step()
@@ -287,15 +303,16 @@ class StepCalls:
             step.plan = site.plan
             step.was_planned = True
         else:
-            may_plan = site.planner is not None and not site.is_planning and site.num_plans < _MOST_PLANS
-            step.records = may_plan
+            tired = site.num_plans >= _MOST_PLANS or site.num_records >= _MOST_RECORDS
+            step.records = site.planner is not None and not site.is_planning and not tired
+            site.num_records += step.records
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any]) -> None:
         with self._lock:
             step = self._step
             call = step.calls[-1] if step is not None and step.calls else None
-            if step is None or call is None or call.site is not site or call.group is not None:
+            if step is None or call is None or call.site() is not site or call.group is not None:
                 if step is not None:
                     step.spoil()
                 return
@@ -305,6 +322,8 @@ class StepCalls:
                 group.takes_below = True
                 if not len(group):
                     call.empty = group
+                    saved = site.edges.saved if site.edges is not None else ()
+                    call.kept = StorageRef(results[saved[0]]) if saved else None
             if step.records and site.edges is not None:
                 self._look(step)
                 self._watch(step, "forward", call.place, site.edges.outputs, results)
@@ -317,13 +336,13 @@ class StepCalls:
             if step is None:
                 return group
             call = step.pending[-1] if step.pending else None
-            if call is None or call.site is not site or not _is_of(call, group):
+            if call is None or call.site() is not site or not _is_of(call, group):
                 step.spoil()
-                call = next((c for c in reversed(step.pending) if c.site is site and _is_of(c, group)), None)
+                call = next((c for c in reversed(step.pending) if c.site() is site and _is_of(c, group)), None)
                 if call is None:
                     return group
             if step.phase == "forward" and step.plan is not None and len(step.calls) != len(step.plan.sites):
-                step.spoil()
+                step.spoil(missed=True)
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
@@ -334,42 +353,44 @@ class StepCalls:
             empty, call.empty = call.empty, None
             return empty if empty is not None and not len(group) else group
 
-    def _backward_ends(self, results: Sequence[Any]) -> None:
+    def _backward_ends(self, site: Site, results: Sequence[Any]) -> None:
         with self._lock:
             step = self._step
             call = step.running if step is not None else None
-            if step is None or call is None:
+            if step is None or call is None or call.site() is not site:
                 return
             step.running = None
-            if step.records and call.site.edges is not None:
+            if step.records and site.edges is not None:
                 self._look(step)
-                self._watch(step, "backward", call.place, call.site.edges.gradients, results)
+                self._watch(step, "backward", call.place, site.edges.gradients, results)
             step.is_complete = not step.pending
-            if step.is_complete and step.records:
-                step.record = self._record(step)
+            if step.is_complete:
+                step.plan = None  # it is not kept alive any longer
+                if step.records:
+                    step.record = self._record(step)
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _look(self, step: _Step) -> None:
         """Which of what is watched is still held by others than the engine."""
         in_flight = self._in_flight()
-        for item in step.watched:
-            if item.until == step.now or not item.ref.is_alive(in_flight.get(item.ref.key, 0)):
-                continue
-            item.until = step.now
-        # What died does not come back; a new tensor may get its key only after the reference is gone.
-        for item in [w for w in step.by_key.values() if w.ref.is_expired()]:
-            del step.by_key[item.ref.key]
+        for key, item in list(step.by_key.items()):
+            if item.ref.is_alive(in_flight.get(key, 0)):
+                item.until = step.now
+            elif item.ref.is_expired():
+                # It does not come back; what gets its key next is something else.
+                del step.by_key[key]
 
-    def _watch(
-        self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]
-    ) -> None:
+    def _watch(self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
         for name, value in zip(names, values, strict=False):
             if name is None or not isinstance(value, Tensor) or value.layout is not torch.strided:
                 continue
             ref = StorageRef(value)
             known = step.by_key.get(ref.key)
-            if known is not None and known.phase == phase:
+            if known is not None:
+                if known.phase != phase:
+                    step.spoil()  # a forward's memory is a backward's gradient: no step says so
+                    return
                 known.until = step.now
                 if (place, name) not in known.members:
                     known.members.append((place, name))
@@ -386,7 +407,7 @@ class StepCalls:
         step.watched.clear()
         step.by_key.clear()
         step.records = False
-        return _Record(tuple(weakref.ref(c.site) for c in step.calls), held)
+        return _Record(tuple(c.site for c in step.calls), held)
 
     def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
         record = step.record if step.regular else None
@@ -399,7 +420,7 @@ class StepCalls:
         first.seen = None
         first.is_planning = True
         first.num_plans += 1
-        sites = [c.site for c in step.calls]
+        sites = [site for c in step.calls if (site := c.site()) is not None]
         if self._in_background:
             run = threading.Thread(target=self._plan, args=(sites, merged), name="fxoffload-tape-plan", daemon=True)
             run.start()
@@ -425,12 +446,14 @@ class StepCalls:
         step, self._step = self._step, None
         if step is None or not step.calls or step.phase == "forward":
             return
-        first = step.calls[0].site
+        first = step.calls[0].site()
+        if first is None:
+            return
         if not step.was_planned:
             self._plan_if_seen_twice(first, step)
         elif step.regular and step.is_complete:
             first.num_misses = 0
-        else:
+        elif step.missed:
             first.num_misses += 1
             if first.num_misses >= _MOST_MISSES:
                 log.info("steps are not what was planned any more: they are recorded again")
