@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 MIN_TORCH = (2, 11)
 

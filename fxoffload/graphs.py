@@ -73,8 +73,8 @@ class CompiledGraph:
         return Choice(tuple(self.decisions.get(c.name, offload) for c, offload in pairs), chosen.windows)
 
     def decide(self) -> tuple[bool, ...]:
-        """One bool per candidate: what ``choose`` says of the next forward call. (A plan over several graphs tells calls
-        of one graph apart; see ``fxoffload.plans``.)"""
+        """One bool per candidate: what ``choose`` says of the next forward call, where no plan over several graphs says
+        more (see ``fxoffload.plans``)."""
         return tuple(self.choose().offload)
 
 

@@ -177,15 +177,18 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 
-def floors_of(step: TrainingStep, simulation: Simulation) -> Iterable[str]:
-    """What is on the device at the peak whatever is planned."""
+_ONE_GRAPH = "A graph hands them over when it ends; compile each layer on its own to have them one layer at a time"
+
+
+def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str = _ONE_GRAPH) -> Iterable[str]:
+    """What is on the device at the peak whatever is planned. ``about_gradients``: what would make those fewer."""
     peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
     if peak is None:
         return
     if peak.gradient_bytes > _FLOOR * peak.peak_bytes:
         yield (
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
-            "A graph hands them over when it ends; compile each layer on its own to have them one layer at a time"
+            f"{about_gradients}"
         )
     outputs = sum(s.nbytes for s in step.storages if s.is_output)
     if outputs > _FLOOR * peak.peak_bytes:

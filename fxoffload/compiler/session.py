@@ -186,8 +186,13 @@ class CompileSession:
             rates=rates,
             donates=options.inner == "inductor" and "donation" not in self.disabled,
         )
+        scheduling = {
+            "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
+            "in_flight_budget": options.in_flight_budget,
+            "prefetch_budget": options.prefetch_budget,
+        }
         planning = Planning(
-            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=self._scheduling()
+            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
         )
         planned = planning.run()
         if planned is not None:
@@ -195,23 +200,18 @@ class CompileSession:
             log.info("%s", planned.plan.summary)
         return planned
 
-    def _scheduling(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
-            "in_flight_budget": options.in_flight_budget,
-            "prefetch_budget": options.prefetch_budget,
-        }
-
     def _describe_for_tape(self, backward: BackwardState) -> None:
         """Let a graph without a plan of its own be part of one for the whole step."""
         forward, site = self._forward, self._site
         off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
         if forward is None or site is None or off or self.options.policy != "auto" or self._planned is not None:
             return
-        # Host memory: what the engine may take, not what it may take now, so that equal options give equal goals.
-        goal = TapeGoal(self._goal, self._scheduling(), self.options.profile, self.device)
-        found = describe_part(forward.graph, forward.state, backward, forward.movables, goal)
+        goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device)
+        try:
+            found = describe_part(forward.graph, forward.state, backward, forward.movables, goal)
+        except Exception as error:
+            log.warning("a graph runs without a part in a plan over several graphs: %s", error)
+            return
         if found is not None:
             site.part, site.edges = found
             site.planner, site.may_follow = plan_tape, forward.graph.may_follow

@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,14 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import Simulation
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.calls import Edges, Following, Held, Site
+from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import Movable
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
+_GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
 # A plan that saves less than this part of the peak is not worth its copies.
 _WORTH = 0.05
 
@@ -48,13 +50,13 @@ class TapeGoal:
 
     Attributes:
         goal: of the plan.
-        scheduling: further keyword arguments of the ``Scheduler``.
+        budgets: of the options.
         profile: name of the profile, None for the device's.
         device: of the graphs.
     """
 
     goal: PlanGoal
-    scheduling: Mapping[str, Any]
+    budgets: Budgets
     profile: str | None
     device: torch.device
 
@@ -143,8 +145,14 @@ class _TapePlanning:
         self.parts = parts
         self.chain: Chain = concatenate([p.step for p in parts], held)
         goal = parts[0].goal
-        self.goal, self.rates = goal.goal, parts[0].rates
-        self.scheduler = Scheduler(self.chain.step, self.rates, **goal.scheduling)
+        self.goal, self.rates, budgets = goal.goal, parts[0].rates, goal.budgets
+        self.scheduler = Scheduler(
+            self.chain.step,
+            self.rates,
+            host_bytes=engine_for(goal.device).host_budget_bytes(budgets),
+            in_flight_budget=budgets.in_flight,
+            prefetch_budget=budgets.prefetch,
+        )
         self.baseline: Simulation = self.scheduler.keep_all()
         self.summary = ""
 
@@ -224,7 +232,7 @@ class _TapePlanning:
             baseline=Prediction.of(self.baseline),
             smallest_budget_bytes=self.scheduler.smallest().simulation.peak_bytes,
             decisions=self._decisions(schedule),
-            floors=tuple(floors_of(self.chain.step, schedule.simulation)),
+            floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
             simulation=schedule.simulation,
         )
 

@@ -23,7 +23,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef, compiled_autograd_active, in_backward, saved_tensor_hooks_active
+from fxoffload._torch_compat import (
+    StorageRef,
+    compiled_autograd_active,
+    in_backward,
+    is_traceable_wrapper_subclass,
+    saved_tensor_hooks_active,
+)
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 
@@ -383,8 +389,11 @@ class StepCalls:
 
     def _watch(self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
         for name, value in zip(names, values, strict=False):
-            if name is None or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            if name is None or not isinstance(value, Tensor):
                 continue
+            if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+                step.spoil()  # what it holds is not in one storage
+                return
             ref = StorageRef(value)
             known = step.by_key.get(ref.key)
             if known is not None:

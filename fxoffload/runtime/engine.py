@@ -177,7 +177,8 @@ class CopyEngine:
             wanted = group.in_need_order()
             mine = set(wanted)
             if across_graphs:
-                for below in self.tape.below(group):
+                # A group that holds nothing is not on the tape: its backward comes when those above it have run.
+                for below in self.tape.below(group) if len(group) else reversed(self.tape.live()):
                     # A target belongs to the compute stream that it was allocated on.
                     if below.stream == group.stream:
                         wanted.extend(below.in_need_order())

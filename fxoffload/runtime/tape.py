@@ -46,11 +46,8 @@ class Tape:
             self._groups.append(weakref.ref(group))
 
     def below(self, group: Group) -> list[Group]:
-        """The live groups saved before ``group``, the youngest first. One that holds nothing is not on the tape: its
-        backward comes when those above it have run."""
+        """The live groups saved before ``group``, the youngest first."""
         live = self.live()
-        if not len(group):
-            return live[::-1]
         for i in range(len(live) - 1, -1, -1):
             if live[i] is group:
                 return live[:i][::-1]

@@ -68,7 +68,7 @@ def test_bytes_are_neither_counted_twice_nor_missed() -> None:
 def test_offloaded_values_leave() -> None:
     chain = chain_of(3)
     moved = live(chain, "call 0/h", "call 0/y", "call 1/h")
-    # y of call 0 is x of call 1, whose caller holds it while that runs; behind it, only y of call 1 and h of call 2 stay
+    # y of call 0 is x of call 1, whose caller holds it while that runs; behind it y of call 1 and h of call 2 stay
     assert moved == {"f0": 0, "f1": 10, "f2": 10, "b2": 50, "b1": 11 + 40, "b0": 42}
 
 
@@ -170,9 +170,7 @@ def test_chains_hold_together(steps: list[TrainingStep], data: st.DataObject) ->
     assert chain.step.compute_ms == pytest.approx(sum(s.compute_ms for s in steps))
     windows = no_windows(chain.step)
     joined = simulate(chain.step, flags, copies=RATES, windows=windows)
-    alone = [
-        simulate(s, own, copies=RATES, windows=no_windows(s)) for s, own in zip(steps, decisions, strict=True)
-    ]
+    alone = [simulate(s, own, copies=RATES, windows=no_windows(s)) for s, own in zip(steps, decisions, strict=True)]
     assert joined.bytes_offloaded == sum(a.bytes_offloaded for a in alone)
     for k, step in enumerate(steps):
         mine = chain.windows_of(k, windows)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from fxoffload.compiler import tape_plan
+from fxoffload.compiler import session, tape_plan
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner.chain import Chain, concatenate
@@ -338,6 +342,49 @@ def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least() -> Non
     assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
 
 
+def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -> None:
+    """As on a GPU: nothing waits for it."""
+    release = threading.Event()
+
+    def planner(*args: Any) -> Any:
+        assert release.wait(60)
+        return tape_plan.plan_tape(*args)
+
+    calls = engine_for(CPU).calls
+    with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_tape", planner):
+        run = recorded(MODELS["stack"], activation_budget="1GiB")
+        everything = moved_by(run)
+        assert everything > 0
+        assert moved_by(run) == everything
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-tape-plan":
+                thread.join()
+        assert moved_by(run) == 0
+        assert len(new_plans()) == 1
+
+
+def test_a_plan_that_fails() -> None:
+    run = recorded(MODELS["stack"], activation_budget="1GiB")
+    with (
+        mock.patch.object(tape_plan, "Scheduler", _raise),
+        pytest.warns(UserWarning, match="goes on without a plan: on purpose"),
+    ):
+        moved = moved_by(run)
+    assert moved_by(run) == moved > 0
+    assert not new_plans()
+
+
+def test_graphs_of_different_options_are_not_planned() -> None:
+    model = Stack(4)
+    for i, layer in enumerate(model.layers):
+        layer.compile(backend="fxoffload", options=options(activation_budget="1GiB" if i else "2GiB"))
+    run = Run(model, batch(length=LENGTH))
+    run.steps(3)
+    assert moved_by(run) > 0
+    assert not new_plans()
+
+
 @pytest.mark.parametrize("piece", ["tape_plan", "planner", "prefetch", "cross_graph_prefetch"])
 def test_pieces_that_switch_it_off(piece: str) -> None:
     run = recorded(MODELS["stack"], activation_budget="1GiB", disable=(piece,))
@@ -558,3 +605,43 @@ def test_gradients_that_add_up() -> None:
     gradients = sum(p.numel() * 4 for layer in run.model.layers for p in layer.parameters())  # type: ignore[union-attr]
     assert plan.simulation is not None
     assert plan.simulation.boundaries[-1].gradient_bytes > gradients / 2
+
+
+# -- with FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fully_sharded_layers() -> None:
+    """Gradients are reduced and dropped layer by layer: the plan knows, and a budget that would not hold them all is
+    met."""
+
+    def sharded(**changes: Any) -> Run:
+        torch.compiler.reset()
+        model = per_layer(Stack(5), **changes)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return Run(model, batch(length=LENGTH))
+
+    def gradients(run: Run) -> dict[str, Tensor]:
+        run.step()
+        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+
+    plain = gradients(sharded(policy="keep_all"))
+    run = sharded(activation_budget=120_000)
+    for _ in range(4):
+        assert_equal(gradients(run), plain)
+    (plan,) = new_plans()
+    assert 0 < moved_by(run) == plan.predicted.bytes_offloaded
+    assert plan.predicted_peak_bytes <= 120_000
+    assert plan.predicted_peak_bytes == plan.predicted.peak_without_gradients_bytes
