@@ -219,7 +219,7 @@ class _TapePlanning:
     def describe(self, schedule: Schedule) -> Plan:
         """The plan to show."""
         graphs = len({id(p.graph) for p in self.parts})
-        over = f"over {len(self.parts)} calls of {graphs} graphs"
+        over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}"
         return Plan(
             graph=-1,
             label=f"a step {over}",

@@ -275,8 +275,11 @@ class StepCalls:
                     step.spoil()
                 return
             if step is None or self._is_over(step, site):
+                overlaps = step is not None and any(c.waits() for c in step.pending)
                 self._finish()
                 step = self._step = self._begin(site)
+                if overlaps:
+                    step.spoil(missed=True)  # the memory of another forward is still there
             place = len(step.calls)
             if place and step.calls[-1].group is None:
                 step.spoil()  # it raised, or another thread runs it
