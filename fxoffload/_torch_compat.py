@@ -7,6 +7,7 @@ checked by reading this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 MIN_TORCH = (2, 11)
 
@@ -309,6 +312,38 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark ``fn`` as following AOTAutograd's boxed convention (one list argument, cleared by the callee)."""
     fn._boxed_call = True  # type: ignore[attr-defined]
     return fn
+
+
+class StorageRef:
+    """A tensor's storage, not held.
+
+    Attributes:
+        key: tells it from all storages that live as long as this reference.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._weak = StorageWeakRef(storage)
+        self.key: int = storage._cdata
+
+    def is_expired(self) -> bool:
+        """Whether nobody holds it."""
+        return bool(self._weak.expired())
+
+    def is_alive(self, but_for: int) -> bool:
+        """Whether more than ``but_for`` tensors hold it."""
+        if self.is_expired():
+            return False
+        # The weak reference keeps the counter, whatever happens to the storage meanwhile.
+        return torch._C._storage_Use_Count(self.key) - _wrapper_holds() > but_for  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _wrapper_holds() -> int:
+    """How often a storage's Python object, once made, counts among those that hold it: 0 up to torch 2.11, then 1."""
+    tensor = torch.empty(1)
+    key = tensor.untyped_storage()._cdata
+    return torch._C._storage_Use_Count(key) - 1  # type: ignore[attr-defined]
 
 
 def is_rng_state(node: fx.Node) -> bool:

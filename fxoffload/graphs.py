@@ -54,14 +54,18 @@ class CompiledGraph:
         """Layer labels in order of execution."""
         return self.layers.layers
 
-    def choose(self, sized: Choice | None = None) -> Choice:
-        """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``sized``: what
-        takes the place of ``planned``, for a call of another size."""
+    def may_follow(self) -> bool:
+        """Whether the forward call that begins now does what a plan says, and nothing else."""
+        return not self.keeps_everything and not self.decisions and (_override.policy or self.policy) == "auto"
+
+    def choose(self, instead: Choice | None = None) -> Choice:
+        """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``instead``: what
+        takes the place of ``planned``: for a call of another size, or by this call's place in a plan for the step."""
         if self.keeps_everything:
             return Choice((False,) * len(self.saved.candidates))
         policy = _override.policy or self.policy
         _check_policy(policy)
-        planned = (sized or self.planned) if policy == "auto" else None
+        planned = (instead or self.planned) if policy == "auto" else None
         chosen = planned or Choice(self.actions[policy])
         if not self.decisions:
             return chosen
@@ -69,7 +73,8 @@ class CompiledGraph:
         return Choice(tuple(self.decisions.get(c.name, offload) for c, offload in pairs), chosen.windows)
 
     def decide(self) -> tuple[bool, ...]:
-        """One bool per candidate: what ``choose`` says of the next forward call."""
+        """One bool per candidate: what ``choose`` says of the next forward call, where no plan over several graphs says
+        more (see ``fxoffload.plans``)."""
         return tuple(self.choose().offload)
 
 

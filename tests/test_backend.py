@@ -303,6 +303,23 @@ class TestPieces:
         assert bool(asked) == (not disabled)
         assert_close(found, eager())
 
+    @pytest.mark.parametrize("disabled", [True, False])
+    def test_tape_plan(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every layer compiled on its own: the third step is planned, and everything fits."""
+        pieces = ("tape_plan",) if disabled else ()
+        if by == "environment":
+            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
+            pieces = ()
+        model = make_model(3)
+        for layer in model.layers:  # type: ignore[union-attr]
+            options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}
+            layer.compile(backend="fxoffload", options=rehearsal_options(**options))
+        for _ in range(3):
+            fxoffload.reset_stats()
+            assert_close(gradients(model, model), eager())
+            model.zero_grad()
+        assert (fxoffload.stats().bytes_offloaded > 0) == disabled
+
     def test_offload(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = disabled_run("offload", by, monkeypatch)
         stats = fxoffload.stats()

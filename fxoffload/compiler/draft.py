@@ -72,7 +72,7 @@ class Draft:
         if self.backward_state is None:
             raise ValueError("expected a draft whose forward saves something that may move")
         with hints_at(sizes):
-            return _step_of(self.forward_state, self.backward_state, self.movables, settings)
+            return step_of(self.forward_state, self.backward_state, self.movables, settings.rates)
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -117,27 +117,25 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     )
     skipped = [s.name for s in BACKWARD if s.name in PROOFS]
     run_steps(without(BACKWARD, *skipped), up, "draft backward")
-    assert down.outer is not None and up.outer is not None
     _, movables = movables_of(down)
     rank_movables(movables, down.saved.candidates, up)
-    return Draft(forward, backward, down, up, _step_of(down, up, movables, settings), tuple(movables))
+    return Draft(forward, backward, down, up, step_of(down, up, movables, settings.rates), tuple(movables))
 
 
-def _step_of(
-    down: ForwardState, up: BackwardState, movables: Sequence[Movable], settings: DraftSettings
-) -> TrainingStep:
+def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
+    """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked."""
     assert down.outer is not None and up.outer is not None
     return from_graphs(
         down.outer,
         up.outer,
         movables,
-        num_user_outputs=settings.num_user_outputs,
-        forward_ms=_segment_ms(down.segmentation, settings.rates),
-        backward_ms=_segment_ms(up.segmentation, settings.rates),
+        num_user_outputs=down.num_user_outputs,
+        forward_ms=_segment_ms(down.segmentation, rates),
+        backward_ms=_segment_ms(up.segmentation, rates),
         forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
         backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies, up.donations),
-        min_bytes=max(settings.min_bytes, 1),
-        device=settings.device,
+        min_bytes=max(down.min_bytes, 1),
+        device=down.device,
     )
 
 

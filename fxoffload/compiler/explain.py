@@ -24,7 +24,9 @@ _FLOOR = 0.05
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """What happens to one value of one layer; see ``Decision``."""
+
     layer: str
     name: str
     producer: str
@@ -77,13 +79,13 @@ def decisions_of(
     draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation
 ) -> tuple[Decision, ...]:
     """What happens to each value; arguments as for ``describe_plan``."""
-    return tuple(_grouped(_rows(draft, schedule, base, simulation)))
+    return tuple(grouped(_rows(draft, schedule, base, simulation)))
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation) -> Iterable[_Row]:
+def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation) -> Iterable[Row]:
     assert draft.step is not None
     state = draft.forward_state
     offload: dict[str, bool] = {}
@@ -93,13 +95,13 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
     for candidate in state.saved.candidates:
         info = by_name.get(candidate.name)
         go = offload.get(candidate.name, False)
-        yield _Row(
+        yield Row(
             _layer(candidate.nodes),
             candidate.name,
-            _producer(candidate),
+            producer_of(candidate),
             candidate.nbytes or 0,
             "offload" if go else "keep",
-            _reason(go, info, candidate, schedule, simulation),
+            "nothing is done" if schedule is None else reason_of(go, info, simulation, is_input=candidate.is_input),
         )
     nodes = {n.name: n for n in state.gm.graph.nodes}
     for item in state.saved.skipped:
@@ -108,22 +110,23 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         node = nodes.get(item.name)
         layer = "" if node is None else str(node.meta.get(LAYER_KEY) or "")
         producer = "" if node is None or node.op != "call_function" else str(node.target)
-        yield _Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
+        yield Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
     if base is not None and base is not draft:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
         for candidate in base.forward_state.saved.candidates:
             if not any(n.name in saved for n in candidate.nodes):
-                yield _Row(
+                yield Row(
                     _layer(candidate.nodes),
                     candidate.name,
-                    _producer(candidate),
+                    producer_of(candidate),
                     candidate.nbytes or 0,
                     "recompute",
                     "computed again in the backward from what is saved",
                 )
 
 
-def _producer(candidate: Candidate) -> str:
+def producer_of(candidate: Candidate) -> str:
+    """The op that computes a candidate."""
     last = candidate.nodes[-1]
     if last.target is operator.getitem:
         return str(last.all_input_nodes[0].target)
@@ -135,15 +138,12 @@ def _layer(nodes: Sequence[fx.Node]) -> str:
     return str(next((x for x in labels if x is not None), "") or "")
 
 
-def _reason(
-    go: bool, info: StorageInfo | None, candidate: Candidate, schedule: Schedule | None, simulation: Simulation
-) -> str:
-    if schedule is None:
-        return "nothing is done"
+def reason_of(go: bool, info: StorageInfo | None, simulation: Simulation, *, is_input: bool) -> str:
+    """Why a candidate is offloaded (``go``) or kept. ``is_input``: it is the caller's memory."""
     if not go:
         if info is not None and not info.moved_bytes:
             return "smaller than min_bytes"
-        if candidate.is_input:
+        if is_input:
             return "the caller's memory: to move it would free nothing"
         return "it fits: to move it would save no memory at the peak, or cost time"
     if simulation.exposed_ms > 0.01 * simulation.step_ms:
@@ -151,10 +151,10 @@ def _reason(
     return "its copies hide behind compute"
 
 
-def _grouped(rows: Iterable[_Row]) -> Iterable[Decision]:
+def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
     """One decision for the layers that do the same with the same."""
     count: dict[tuple[str, str, int], int] = defaultdict(int)
-    groups: dict[tuple[object, ...], list[_Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         # The how-manieth of its kind in its layer.
         kind = (row.layer, row.producer, row.nbytes)
@@ -177,15 +177,18 @@ def _grouped(rows: Iterable[_Row]) -> Iterable[Decision]:
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 
-def floors_of(step: TrainingStep, simulation: Simulation) -> Iterable[str]:
-    """What is on the device at the peak whatever is planned."""
+_ONE_GRAPH = "A graph hands them over when it ends; compile each layer on its own to have them one layer at a time"
+
+
+def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str = _ONE_GRAPH) -> Iterable[str]:
+    """What is on the device at the peak whatever is planned. ``about_gradients``: what would make those fewer."""
     peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
     if peak is None:
         return
     if peak.gradient_bytes > _FLOOR * peak.peak_bytes:
         yield (
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
-            "A graph hands them over when it ends; compile each layer on its own to have them one layer at a time"
+            f"{about_gradients}"
         )
     outputs = sum(s.nbytes for s in step.storages if s.is_output)
     if outputs > _FLOOR * peak.peak_bytes:

@@ -33,6 +33,7 @@ from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.compiler.tape_plan import TapeGoal, describe_part, plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
@@ -44,6 +45,7 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import (
     Movable,
@@ -131,6 +133,7 @@ class CompileSession:
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
+        self._site: Site | None = None  # of a graph that saves something
         # With a fallback at hand, a segment that fails has to say so at once.
         together = "kernel_overlap" not in disabled and options.on_error == "raise"
         self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
@@ -203,6 +206,22 @@ class CompileSession:
         self._plan_box = PlanBox(found.planned.plan)
         log.info("%s", found.planned.plan.summary)
         return found.planned
+
+    def _describe_for_tape(self, backward: BackwardState) -> None:
+        """Let a graph without a plan of its own be part of one for the whole step."""
+        forward, site = self._forward, self._site
+        off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
+        if forward is None or site is None or off or self.options.policy != "auto" or self._plan_box is not None:
+            return
+        goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device)
+        try:
+            found = describe_part(forward.graph, forward.state, backward, forward.movables, goal)
+        except Exception as error:
+            log.warning("a graph runs without a part in a plan over several graphs: %s", error)
+            return
+        if found is not None:
+            site.part, site.edges = found
+            site.planner, site.may_follow = plan_tape, forward.graph.may_follow
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -299,9 +318,10 @@ class CompileSession:
         order = [place[c.name] for c in ordered]
 
         by_size = self._by_size(state)
+        site = self._site = engine.calls.site()
 
         def decide(args: list[Any]) -> Choice:
-            chosen = graph.choose(None if by_size is None else by_size.choice(args))
+            chosen = graph.choose(site.followed if by_size is None else by_size.choice(args))
             return Choice([chosen.offload[i] for i in order], chosen.windows)
 
         def clock(args: list[Any]) -> SegmentClock | None:
@@ -312,7 +332,7 @@ class CompileSession:
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
             self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
             self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
-        return _when_ready(forward_callable(program, decide, self._hooks, clock), self._compiler.pending)
+        return _when_ready(forward_callable(program, decide, self._hooks, clock, site), self._compiler.pending)
 
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
         """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
@@ -399,10 +419,11 @@ class CompileSession:
         )
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
+        self._describe_for_tape(state)
         # Where sizes vary, the forward says which calls are measured.
         replan = self._replan if self._sized is None else None
         return self._settling(
-            backward_callable(program, self._hooks, no_clock if replan is None else lambda _: replan.clock)
+            backward_callable(program, self._hooks, no_clock if replan is None else lambda _: replan.clock, self._site)
         )
 
     # -- shared --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ class Decision:
     """What happens to one candidate of one layer class. Layers of the same structure and the same action share one.
 
     Attributes:
-        layers: labels of the layers that share it; () for what stands outside the layers.
+        layers: labels of the layers that share it; () for what stands outside the layers. In a step over several
+            graphs, the calls ("call 0", "call 1", ... in the order of the forwards).
         name: the first saved value's name, in the first of the layers.
         producer: the op that computes it, for example "aten.mm.default".
         nbytes: bytes of one layer's storage.
@@ -100,14 +101,14 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The plan of one compiled graph. ``print`` shows it as a table.
+    """The plan of one compiled graph, or of a step over several. ``print`` shows it as a table.
 
     A plan does not change; what is learnt later (calibration, measurements) makes another one, with
     ``dataclasses.replace``. Bytes are those above what was allocated when the step began.
 
     Attributes:
-        graph: place among the plans of compiled graphs; -1 (``NO_GRAPH``) in a plan made ahead.
-        label: what was compiled, in words, or "".
+        graph: place among the plans of this process; -1 (``NO_GRAPH``) in a plan made ahead.
+        label: what was planned, in words, or "".
         device: name of the device that was planned for, from its profile.
         shape: what the step was planned for, for example "1 x 16384 tokens", or "".
         activation_budget: most bytes that were asked for, or None.

@@ -24,8 +24,9 @@ class Candidates:
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
         is_input, of_turn, paces_forward, paces_backward: as in ``StorageInfo``.
+        is_lent: whether the caller holds it too, so that it is never taken back.
         rank: place in the order of reloads.
-        last_read_forward: the last forward segment that reads it, -1 for none.
+        last_read_forward: the last forward segment that reads it or through which the caller holds it, -1 for none.
         last_read_backward: the backward segment in which it dies where it was kept; len(backward): it does not.
         need_order: candidates in the order in which reloads are queued.
     """
@@ -34,6 +35,7 @@ class Candidates:
     moved_bytes: list[int]
     held_bytes: list[int]
     is_input: list[bool]
+    is_lent: list[bool]
     of_turn: list[bool]
     paces_forward: list[bool]
     paces_backward: list[bool]
@@ -57,7 +59,7 @@ class Program:
         releases: likewise, whether a release stands there.
         takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads what it gets).
         in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
-        input_copies: candidates that the forward waits for before it returns.
+        awaited: likewise as ``offloads``: lent candidates whose copies are waited for there.
     """
 
     candidates: Candidates
@@ -70,7 +72,7 @@ class Program:
     releases: list[bool]
     takes: list[list[tuple[int, int]]]
     in_head: list[bool]
-    input_copies: list[int]
+    awaited: list[list[int]]
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[TrainingStep, Program] = weakref.WeakKeyDictionary()
@@ -147,7 +149,7 @@ class _Builder:
         due = {c.name: self._due(c) for c in self.all}
         offloads: list[list[list[int]]] = [[] for _ in range(self.num_forward + 1)]
         releases = [False] * (self.num_forward + 1)
-        input_copies: list[int] = []
+        awaited: list[list[int]] = [[] for _ in range(self.num_forward + 1)]
         for at in range(-1, self.num_forward):
             for is_input in (True, False):
                 op = [i for i, c in enumerate(self.all) if due[c.name] == at and c.is_input is is_input]
@@ -156,8 +158,12 @@ class _Builder:
                 offloads[at + 1].append(op)
                 last = max(self.down.last_read.get(self.all[i].name, at) for i in op)
                 releases[max(at, last) + 1] = True
-                if is_input:
-                    input_copies.extend(op)
+                for i in op:
+                    until = self.all[i].lent_until
+                    if is_input or until is not None:
+                        awaited[self.num_forward if until is None else until + 1].append(i)
+        if self.step.releases is not None:
+            releases = [i - 1 in self.step.releases for i in range(self.num_forward + 1)]
         unread = {i for i, c in enumerate(self.all) if c.name in self.unread}
         offloads = [[kept for op in ops if (kept := [i for i in op if i not in unread])] for ops in offloads]
         made = [0] * self.num_forward
@@ -181,7 +187,7 @@ class _Builder:
             releases,
             takes,
             self._in_head(),
-            input_copies,
+            awaited,
         )
 
     def _due(self, storage: StorageInfo) -> int:
@@ -209,11 +215,14 @@ class _Builder:
             moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
             is_input=[c.is_input for c in self.all],
+            is_lent=[c.is_input or c.lent_until is not None for c in self.all],
             of_turn=[c.of_turn for c in self.all],
             paces_forward=[c.name in down if c.paces_forward is None else c.paces_forward for c in self.all],
             paces_backward=[c.name in up if c.paces_backward is None else c.paces_backward for c in self.all],
             rank=rank,
-            last_read_forward=[self.down.last_read.get(c.name, -1) for c in self.all],
+            last_read_forward=[
+                max(self.down.last_read.get(c.name, -1), -1 if c.lent_until is None else c.lent_until) for c in self.all
+            ],
             last_read_backward=[dies.get(c.name, self.num_backward) for c in self.all],
             need_order=sorted(copied, key=lambda i: rank[i]),
         )

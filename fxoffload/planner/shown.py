@@ -11,7 +11,8 @@ from fxoffload.planner.plan import Plan
 
 
 class PlanBox:
-    """Holds the newest version of one graph's plan; listed for as long as the graph's code holds the box."""
+    """Holds the newest version of the plan of one graph, or of a step over several; listed for as long as the (first)
+    graph's code holds the box."""
 
     def __init__(self, plan: Plan) -> None:
         self.index = next(_INDEX)
@@ -28,5 +29,6 @@ _BOXES: weakref.WeakSet[PlanBox] = weakref.WeakSet()
 
 
 def plans() -> list[Plan]:
-    """The plans of the graphs that were compiled under policy "auto" and are alive, in order of compilation."""
+    """The plans of the graphs that were compiled under policy "auto" and are alive, and of steps over several such
+    graphs, in the order in which they were made."""
     return [box.plan for box in sorted(_BOXES, key=lambda b: b.index)]

@@ -8,9 +8,9 @@ The rules are the executor's (``fxoffload.runtime.executor``) and the copy engin
 - With default windows, what the forward saves last stays (``of_turn``). Default windows: down, what the layer that
   moved most so far has moved; up, what the segment that needs most needs, and half as much again. A plan's windows
   (``Windows``) differ from point to point and outweigh both.
-- The backward takes back what is still on the device (not inputs, which the caller may have written to). It is readable
-  once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they start behind
-  what compute has been given so far, as many as the prefetch window holds.
+- The backward takes back what is still on the device (not what is lent, which the caller may have written to). It is
+  readable once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they
+  start behind what compute has been given so far, as many as the prefetch window holds.
 - A segment waits for what it reads; what nobody has asked for until then is asked for and waited for at once.
 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
@@ -292,9 +292,9 @@ class _Run:
             if program.releases[at + 1]:
                 budget = self.in_flight_budget if self.windows is None else self.windows.in_flight[at + 1]
                 self._release((largest or before_layers) if budget is None else budget, at, dies)
-        last = next((i for i in reversed(program.input_copies) if self.moves[i]), None)
-        if last is not None:
-            self._wait(self.link.down_end(self.copy_number[last]))
+            last = next((i for i in reversed(program.awaited[at + 1]) if self.moves[i]), None)
+            if last is not None:
+                self._wait(self.link.down_end(self.copy_number[last]))
         self.forward_ms = self.now
 
     def _offload(self, op: list[int]) -> tuple[int, int]:
@@ -358,7 +358,7 @@ class _Run:
         c = self.program.candidates
         kept: deque[int] = deque()
         for i in self.in_flight:
-            if c.is_input[i]:
+            if c.is_lent[i]:
                 kept.append(i)
             else:
                 self.state[i] = _TAKEN_BACK

@@ -18,6 +18,7 @@ from fxoffload._torch_compat import hint
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.passes.values import extent_bytes, output_values, tensor_of
+from fxoffload.runtime.calls import Edges
 from fxoffload.runtime.engine import _RANGE_ALIGNMENT
 from fxoffload.runtime.executor import Movable
 
@@ -40,6 +41,9 @@ class StorageInfo:
         rank: place in the order of reloads; None: the backward segment that first reads it.
         paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
         paces_backward: whether it counts for the default prefetch window; None: whether a layer reads it.
+        lent_until: of a candidate that the caller holds too: the forward segment behind which he may let go of it or
+            write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back. None:
+            for an input, the last segment; for all others, nobody else holds it.
     """
 
     name: str
@@ -54,6 +58,7 @@ class StorageInfo:
     rank: int | None = None
     paces_forward: bool | None = None
     paces_backward: bool | None = None
+    lent_until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ class TrainingStep:
             nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
+        releases: forward segments behind which a release stands, -1 for the entry; None: behind the last reader of
+            what each offload op moves.
     """
 
     storages: tuple[StorageInfo, ...]
@@ -114,6 +121,7 @@ class TrainingStep:
     heavy_head: bool = False
     followed: bool = False
     holds_outputs: bool = True
+    releases: tuple[int, ...] | None = None
 
     @property
     def candidates(self) -> tuple[StorageInfo, ...]:
@@ -179,6 +187,51 @@ def from_graphs(
     )
 
 
+def edges_of(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    movables: Sequence[Movable],
+    *,
+    num_user_outputs: int,
+    min_bytes: int = 1,
+    device: torch.device | None = None,
+) -> Edges:
+    """What enters and leaves the graphs of ``from_graphs``, in the names of its step; arguments as there."""
+    down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
+    up = _BackwardReader(backward, down, device)
+    made = {s.name for s in (*down.storages(), *up.storages())}
+
+    def known(name: str | None) -> str | None:
+        return name if name in made else None
+
+    def given(value: object) -> str | None:
+        return value.meta.get(STORAGE_KEY) if isinstance(value, fx.Node) else None
+
+    own = {m.name for m in movables if not m.is_input and not m.unread}
+    results = output_values(forward.graph)
+    inputs = forward.graph.find_nodes(op="placeholder")
+    tangents = backward.graph.find_nodes(op="placeholder")
+    return Edges(
+        inputs=tuple(known(down.place.get(n.name)) for n in inputs),
+        outputs=tuple(known(down.name(given(v))) for v in results[:num_user_outputs]),
+        tangents=tuple(None if n.name in down.place else known(up.name(given(n))) for n in tangents),
+        gradients=tuple(known(up.name(given(v))) for v in output_values(backward.graph)),
+        saved=tuple(
+            i
+            for i, v in enumerate(results)
+            if i >= num_user_outputs and isinstance(v, fx.Node) and _candidate(v, down) in own
+        ),
+    )
+
+
+def _candidate(result: fx.Node, forward: _ForwardReader) -> str | None:
+    """The candidate that a copy among the forward's results is of."""
+    if result.target is operator.getitem and is_op(result.all_input_nodes[0], ops.offload):
+        packed, index = result.args
+        return forward.candidate_of.get(packed.args[0][index].name)  # type: ignore[union-attr,index]
+    return None
+
+
 def _steps(
     calls: Sequence[SegmentStep], ms: Mapping[str, float] | None, temp_bytes: Mapping[str, int] | None
 ) -> tuple[SegmentStep, ...]:
@@ -215,9 +268,9 @@ class _ForwardReader:
             for v in output_values(graph)[:num_user_outputs]
             if isinstance(v, fx.Node) and STORAGE_KEY in v.meta
         }
-        self.place = {n.name: self._name(n.meta[STORAGE_KEY]) for n in graph.nodes if STORAGE_KEY in n.meta}
+        self.place = {n.name: self.name(n.meta[STORAGE_KEY]) for n in graph.nodes if STORAGE_KEY in n.meta}
         self.place.update(self.candidate_of)
-        self.calls = _calls(graph, lambda n: self._name(n.meta.get(STORAGE_KEY)))
+        self.calls = _calls(graph, lambda n: self.name(n.meta.get(STORAGE_KEY)))
 
     def _find_candidates(self, graph: fx.Graph, movables: Sequence[Movable], min_bytes: int) -> None:
         rest = iter(movables)
@@ -244,7 +297,8 @@ class _ForwardReader:
                     paces_backward=movable.paces_backward,
                 )
 
-    def _name(self, key: str | None) -> str | None:
+    def name(self, key: str | None) -> str | None:
+        """The storage's name for the class of a value; None for the caller's memory."""
         if key in self._candidates:
             return self._candidates[key].name
         return None if key in self._inputs or key not in self._sizes else key
@@ -255,7 +309,7 @@ class _ForwardReader:
         others = [
             StorageInfo(key, nbytes, is_output=key in self._outputs)
             for key, nbytes in self._sizes.items()
-            if key not in self._candidates and self._name(key) in made
+            if key not in self._candidates and self.name(key) in made
         ]
         return [*self._candidates.values(), *others]
 
@@ -314,6 +368,10 @@ class _BackwardReader:
             last = max(_last_reader(item, order, end), derived.get(item.meta[STORAGE_KEY], -1))
             takes[name, at] = max(takes.get((name, at), -1), last)
         return [Take(name, at, last) for (name, at), last in takes.items()]
+
+    def name(self, key: str | None) -> str | None:
+        """The storage's name for the class of a value; None for the caller's memory."""
+        return None if key is None else self._names.get(key)
 
     def storages(self) -> list[StorageInfo]:
         """What the backward makes, and the tangents."""

@@ -19,13 +19,14 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fxoffload.runtime.calls import StepCalls
 from fxoffload.runtime.host_arena import (
     ALIGNMENT,
     CudaPinner,
@@ -77,6 +78,7 @@ class CopyEngine:
         self.streams = streams
         self.arena = arena
         self.tape = Tape()
+        self.calls = StepCalls(self._sources, in_background=device.type == "cuda")
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()
@@ -173,12 +175,14 @@ class CopyEngine:
         with self._lock:
             self._collect()
             wanted = group.in_need_order()
-            self._reclaim_all(set(wanted))
+            mine = set(wanted)
             if across_graphs:
-                for below in self.tape.below(group):
+                # A group that holds nothing is not on the tape: its backward comes when those above it have run.
+                for below in self.tape.below(group) if len(group) else reversed(self.tape.live()):
                     # A target belongs to the compute stream that it was allocated on.
                     if below.stream == group.stream:
                         wanted.extend(below.in_need_order())
+            self._reclaim_all(set(wanted) if group.takes_below else mine)
             if not keeps_graph:
                 self.tape.remove(group)
             expected = set(wanted)
@@ -301,6 +305,11 @@ class CopyEngine:
     def _give_up(self, transfer: Transfer) -> None:
         self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY, transfer.stream)
         self._forget_ahead(transfer)
+
+    def _sources(self) -> Counter[int]:
+        """How many sources are held of each storage."""
+        with self._lock:
+            return Counter(item.source.untyped_storage()._cdata for item in self._in_flight)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from fxoffload._torch_compat import (
 )
 from fxoffload.ops import is_op
 from fxoffload.runtime.call_recorder import Recorder
+from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
 from fxoffload.runtime.segment_clock import SegmentClock
@@ -401,9 +402,10 @@ def forward_callable(
     decide: Callable[[list[Any]], Choice],
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
+    site: Site | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
-    arguments. ``hooks``: shared with its backward. ``clock``: what measures the call with these arguments."""
+    arguments. ``hooks``, ``site``: shared with its backward. ``clock``: what measures the call with these arguments."""
     hooks = hooks or HookWatch()
     turn = TurnWatch()
     has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
@@ -411,6 +413,8 @@ def forward_callable(
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
+        if site is not None:
+            site.forward_begins(args)
         choice = decide(args)
         decisions = choice.offload
         if any(decisions):
@@ -432,6 +436,8 @@ def forward_callable(
             call.recorder.end()
         if len(call.group):
             engine.tape.push(call.group)
+        if site is not None:
+            site.forward_ends(call.group, results)
         return results
 
     return boxed(forward)
@@ -441,8 +447,9 @@ def backward_callable(
     program: OuterProgram,
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
+    site: Site | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``: as its forward."""
+    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``: as its forward."""
     hooks = hooks or HookWatch()
     copies = tuple((program.copies or {}).items())
 
@@ -460,12 +467,14 @@ def backward_callable(
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
         group = slots[0].group if slots else Group()
+        if site is not None:
+            group = site.backward_begins(group, args)
         call = _Call(engine, program.options, group, windows=group.windows)
         measured = group.clock or clock(args)
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
         del slots, group
-        if len(call.group):
+        if len(call.group) or call.windows is not None:
             call.window = call.group.prefetch_window_bytes()
             engine.request(
                 call.group,
@@ -476,6 +485,8 @@ def backward_callable(
         results = program.run(args, call)
         if call.recorder is not None:
             call.recorder.end()
+        if site is not None:
+            site.backward_ends(results)
         return results
 
     return boxed(backward)

@@ -133,10 +133,21 @@ class Group:
 
     Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
     backward starts with what is needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
-    plan that the call followed.
+    plan that the call followed. ``takes_below``: whether that plan is one for a chain of calls, whose first backward
+    takes back what earlier calls still have on the device as well.
     """
 
-    __slots__ = ("__weakref__", "_needs", "_ranked", "clock", "kept_turn_of", "recorder", "stream", "windows")
+    __slots__ = (
+        "__weakref__",
+        "_needs",
+        "_ranked",
+        "clock",
+        "kept_turn_of",
+        "recorder",
+        "stream",
+        "takes_below",
+        "windows",
+    )
 
     def __init__(self, stream: object = None, windows: Windows | None = None) -> None:
         self.kept_turn_of: Any = None  # the ``TurnWatch`` of its graph where this call left its last values in place
@@ -144,6 +155,7 @@ class Group:
         self._needs: dict[int, int] = {}
         self.stream = stream
         self.windows = windows
+        self.takes_below = False
         self.clock: Any = None  # that measures the forward call
         self.recorder: Any = None  # of the forward call
 

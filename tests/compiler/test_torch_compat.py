@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fxoffload._torch_compat import (
     AOT_CONFIG,
+    StorageRef,
     aliased_args,
     aot_config_patch,
     backward_keeps_graph,
@@ -182,3 +183,16 @@ def test_boxed_marks() -> None:
 
     assert boxed(fn) is fn
     assert fn._boxed_call is True  # type: ignore[attr-defined]
+
+
+def test_a_reference_to_a_storage() -> None:
+    """It tells how many tensors hold the storage, whether or not a Python object of it was made, and holds none."""
+    value = torch.empty(4)
+    view = value[1:]
+    ref = StorageRef(value)
+    assert ref.key == StorageRef(view).key
+    assert ref.is_alive(0) and ref.is_alive(1) and not ref.is_alive(2)
+    del view
+    assert ref.is_alive(0) and not ref.is_alive(1)
+    del value
+    assert ref.is_expired() and not ref.is_alive(0)

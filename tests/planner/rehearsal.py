@@ -93,6 +93,38 @@ def items(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if u.target is operator.getitem]
 
 
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Hooks into what is compiled and run meanwhile."""
+
+    def watched(make: Callable[..., Any], *, is_segment: bool) -> Callable[..., Any]:
+        def build(node: fx.Node, steps: Any) -> Any:
+            step = make(node, steps)
+            results = [(item, steps.slot(item)) for item in items(node)] if is_segment else []
+
+            def run(slots: list[Any], call: Any) -> None:
+                if is_segment:
+                    watch.look(str(node.target))
+                step(slots, call)
+                for item, slot in results:
+                    watch.see(f"{watch.phase}/{item.meta.get(STORAGE_KEY)}", slots[slot])
+
+            return run
+
+        return build
+
+    def reload(engine: CopyEngine, transfer: Any) -> None:
+        start_reload(engine, transfer)
+        watch.see("reloaded", transfer.buffer)
+
+    start_reload = CopyEngine._reload
+    with (
+        mock.patch.object(CopyEngine, "_reload", reload),
+        mock.patch.object(executor, "_segment_step", watched(executor._segment_step, is_segment=True)),
+    ):
+        yield
+
+
 class Rehearsal:
     """A model, compiled once; ``run`` makes a step under some decisions and windows and returns what was seen.
 
@@ -122,7 +154,7 @@ class Rehearsal:
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
         chosen = options if options is not None else {} if default_windows else {"in_flight_budget": 1}
-        with self._building(), self.watching():
+        with self._building(), watching(self.watch):
             self.compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**chosen))
             for _ in range(2):  # transformers sets flags in the first call on which the second one is compiled again
                 model.zero_grad()
@@ -164,38 +196,6 @@ class Rehearsal:
         with mock.patch.object(session, "OuterProgram", Recording), mock.patch.object(session, "run_steps", run_steps):
             yield
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks into what is compiled and run meanwhile."""
-        watch = self.watch
-
-        def watched(make: Callable[..., Any], *, is_segment: bool) -> Callable[..., Any]:
-            def build(node: fx.Node, steps: Any) -> Any:
-                step = make(node, steps)
-                results = [(item, steps.slot(item)) for item in items(node)] if is_segment else []
-
-                def run(slots: list[Any], call: Any) -> None:
-                    if is_segment:
-                        watch.look(str(node.target))
-                    step(slots, call)
-                    for item, slot in results:
-                        watch.see(f"{watch.phase}/{item.meta.get(STORAGE_KEY)}", slots[slot])
-
-                return run
-
-            return build
-
-        def reload(engine: CopyEngine, transfer: Any) -> None:
-            start_reload(engine, transfer)
-            watch.see("reloaded", transfer.buffer)
-
-        start_reload = CopyEngine._reload
-        with (
-            mock.patch.object(CopyEngine, "_reload", reload),
-            mock.patch.object(executor, "_segment_step", watched(executor._segment_step, is_segment=True)),
-        ):
-            yield
-
     def run(
         self,
         decisions: Decisions,
@@ -219,7 +219,7 @@ class Rehearsal:
             self.graph.planned, policy = Choice(tuple(flags), windows), "auto"
         elif not isinstance(decisions, str):
             self.graph.decisions.update(decisions)
-        with self.watching(), fxoffload.override_policy(policy):
+        with watching(self.watch), fxoffload.override_policy(policy):
             self.watch.phase = "forward"
             out = self.call(self.compiled)
             self.watch.phase = "backward"

@@ -578,3 +578,18 @@ def test_the_host_budget_bounds_what_is_in_use_even_where_more_is_reserved() -> 
     found = bench.engine.offload([[torch.ones(1 << 20)]], small, reclaimable=True)
     assert found == [None]
     del kept
+
+
+@pytest.mark.parametrize("values", [(), (3.0,)], ids=["moved nothing", "moved"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_call_of_a_chain_takes_back_what_calls_below_have_on_the_device(values: tuple[float], chained: bool) -> None:
+    """Also one that moved nothing itself: it is on no tape, and all that is lies below it."""
+    bench = Bench()
+    below = bench.save(1, 2)
+    mine = bench.save(*values, push=bool(values))
+    mine.takes_below = chained
+    bench.request(mine)
+    assert [t.reclaimed for t in below.in_need_order()] == [chained, chained]
+    assert all(t.reclaimed for t in mine.in_need_order())
+    assert bench.held() == (0 if chained else 2 * NBYTES)
+    assert bench.take(below.in_need_order()) == [2, 1]

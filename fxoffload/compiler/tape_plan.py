@@ -1,0 +1,257 @@
+"""Plans keep and offload for all compiled graphs of a step together, where none of them has a plan of its own.
+
+A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
+FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.calls``), it is planned like one graph. Nothing
+is compiled again and nothing is exchanged between ranks. What is computed again was settled when the graphs were
+compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxoffload.compiler.draft import step_of
+from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of
+from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.errors import OptionsError, ProfileError
+from fxoffload.graphs import CompiledGraph
+from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Decision, Plan, Prediction
+from fxoffload.planner.rates import ProfileRates, rates_for
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.steps import TrainingStep, edges_of
+from fxoffload.runtime.calls import Edges, Following, Held, Site
+from fxoffload.runtime.engine import Budgets, engine_for
+from fxoffload.runtime.executor import Movable
+from fxoffload.runtime.windows import Choice
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+_GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
+# A plan that saves less than this part of the peak is not worth its copies.
+_WORTH = 0.05
+
+
+@dataclass(frozen=True)
+class TapeGoal:
+    """What the graphs of one chain have to agree on.
+
+    Attributes:
+        goal: of the plan.
+        budgets: of the options.
+        profile: name of the profile, None for the device's.
+        device: of the graphs.
+    """
+
+    goal: PlanGoal
+    budgets: Budgets
+    profile: str | None
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the plan of a chain knows of one of its graphs.
+
+    Attributes:
+        graph: as compiled.
+        step: of one forward and backward of it.
+        rates: that its times were estimated with.
+        goal: of the chain.
+    """
+
+    graph: CompiledGraph
+    step: TrainingStep
+    rates: ProfileRates
+    goal: TapeGoal
+
+
+def describe_part(
+    graph: CompiledGraph,
+    forward: ForwardState,
+    backward: BackwardState,
+    movables: Sequence[Movable],
+    goal: TapeGoal,
+) -> tuple[Part, Edges] | None:
+    """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call,
+    nothing that is saved may move, or there are no rates."""
+    if _is_dynamic(forward) or _is_dynamic(backward):
+        return None
+    assert forward.outer is not None and backward.outer is not None
+    try:
+        rates = rates_for(goal.profile, goal.device)
+    except (OptionsError, ProfileError) as error:
+        log.warning("no plan over several graphs: %s", error)
+        return None
+    step = step_of(forward, backward, movables, rates)
+    if not step.takes or not step.forward or not step.backward:
+        return None
+    edges = edges_of(
+        forward.outer,
+        backward.outer,
+        movables,
+        num_user_outputs=forward.num_user_outputs,
+        min_bytes=max(forward.min_bytes, 1),
+        device=forward.device,
+    )
+    return Part(graph, step, rates, goal), edges
+
+
+def _is_dynamic(state: ForwardState | BackwardState) -> bool:
+    values = (n.meta.get("val") for n in state.gm.graph.nodes)
+    return any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) or _has_symbols(v) for v in values)
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+
+
+def plan_tape(sites: Sequence[Site], held: Sequence[Held]) -> Following | None:
+    """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
+    with other options.
+
+    Args:
+        sites: of the calls, in the order of their forwards.
+        held: what was seen of the memory between them.
+    """
+    parts = [s.part for s in sites if isinstance(s.part, Part)]
+    if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
+        return None
+    began = time.perf_counter()
+    planning = _TapePlanning(parts, held)
+    schedule = planning.run()
+    box = PlanBox(planning.describe(schedule))
+    log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
+    choices = tuple(planning.choice(k, schedule) for k in range(len(parts)))
+    return Following(tuple(weakref.ref(s) for s in sites), choices, box)
+
+
+class _TapePlanning:
+    """Plans one chain."""
+
+    def __init__(self, parts: Sequence[Part], held: Sequence[Held]) -> None:
+        self.parts = parts
+        self.chain: Chain = concatenate([p.step for p in parts], held)
+        goal = parts[0].goal
+        self.goal, self.rates, budgets = goal.goal, parts[0].rates, goal.budgets
+        self.scheduler = Scheduler(
+            self.chain.step,
+            self.rates,
+            host_bytes=engine_for(goal.device).host_budget_bytes(budgets),
+            in_flight_budget=budgets.in_flight,
+            prefetch_budget=budgets.prefetch,
+        )
+        self.baseline: Simulation = self.scheduler.keep_all()
+        self.summary = ""
+
+    def run(self) -> Schedule:
+        """What to do."""
+        if self.goal.budget_bytes is not None:
+            return self._within(self.goal.budget_bytes)
+        slowdown = self.goal.max_slowdown or 0.0
+        found = self.scheduler.least_peak(self.baseline.step_ms * (1 + slowdown))
+        if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
+            self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
+            return self._keep_all()
+        self.summary = f"the least peak found within a slowdown of {100 * slowdown:.3g} %: {self._gain(found)}"
+        return found
+
+    def _within(self, budget: int) -> Schedule:
+        found = self.scheduler.least_time(budget)
+        if found is None:
+            found = self.scheduler.smallest()
+            least = found.simulation.peak_bytes
+            warnings.warn(
+                f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
+                f"{len(self.parts)} calls of compiled graphs, found {format_bytes(budget)}; the step takes the least "
+                "that was found. Raise the budget, or make the batch smaller",
+                stacklevel=2,
+            )
+            self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
+            return found
+        self.summary = f"the fastest plan found within {format_bytes(budget)}: {self._gain(found)}"
+        slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
+        if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
+            warnings.warn(
+                f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
+                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
+                stacklevel=2,
+            )
+        return found
+
+    def _keep_all(self) -> Schedule:
+        """It moves nothing, so no window binds."""
+        found = self.scheduler.least_time(self.baseline.peak_bytes)
+        assert found is not None
+        return found
+
+    def _gain(self, found: Schedule) -> str:
+        base, mine = self.baseline, found.simulation
+        saved = 1 - mine.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
+        slowdown = mine.step_ms / base.step_ms - 1 if base.step_ms else 0.0
+        return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time"
+
+    def choice(self, call: int, schedule: Schedule) -> Choice:
+        """What one call does, in the order of its graph's candidates."""
+        part = self.parts[call]
+        go = self._by_name(call, schedule)
+        offload = tuple(go[c.name] for c in part.graph.saved.candidates)
+        return Choice(offload, self.chain.windows_of(call, schedule.windows))
+
+    def _by_name(self, call: int, schedule: Schedule) -> dict[str, bool]:
+        names = [c.name for c in self.parts[call].step.candidates]
+        return dict(zip(names, self.chain.offload_of(call, schedule.offload), strict=True))
+
+    # -- to be shown ---------------------------------------------------------------------------------------------------
+
+    def describe(self, schedule: Schedule) -> Plan:
+        """The plan to show."""
+        graphs = len({id(p.graph) for p in self.parts})
+        over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}"
+        return Plan(
+            graph=-1,
+            label=f"a step {over}",
+            device=self.rates.profile.device_name,
+            activation_budget=self.goal.budget_bytes,
+            max_slowdown=self.goal.max_slowdown,
+            source=self.goal.source,
+            summary=f"{over}, {self.summary}",
+            predicted=Prediction.of(schedule.simulation),
+            baseline=Prediction.of(self.baseline),
+            smallest_budget_bytes=self.scheduler.smallest().simulation.peak_bytes,
+            decisions=self._decisions(schedule),
+            floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
+            simulation=schedule.simulation,
+        )
+
+    def _decisions(self, schedule: Schedule) -> tuple[Decision, ...]:
+        return tuple(grouped(row for k in range(len(self.parts)) for row in self._rows(k, schedule)))
+
+    def _rows(self, call: int, schedule: Schedule) -> Iterable[Row]:
+        part, label = self.parts[call], f"call {call}"
+        infos = {s.name: s for s in self.chain.step.candidates}
+        names = dict(zip((c.name for c in part.step.candidates), self.chain.candidates[call], strict=True))
+        go = self._by_name(call, schedule)
+        for c in part.graph.saved.candidates:
+            name = names[c.name]
+            info = None if name is None else infos[name]
+            if info is None:
+                reason = "others hold it too: to move it would free nothing"
+            else:
+                reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
+            yield Row(label, c.name, producer_of(c), c.nbytes or 0, "offload" if go[c.name] else "keep", reason)
+        for item in part.graph.saved.skipped:
+            if not item.reason.startswith("parameter"):
+                yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)

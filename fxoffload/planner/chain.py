@@ -1,0 +1,278 @@
+"""Several calls of compiled graphs as one step: the forwards in order, then the backwards in reverse.
+
+The storages of a call that nobody else sees are taken as they are. What passes between calls (a layer's output is the
+next layer's saved input; the gradient of one is the tangent of the other) is one storage in the chain, and lives as
+long as it was seen to (``fxoffload.runtime.calls.Held``).
+
+An empty segment stands for the entry of each forward call: what only its caller makes is allocated there. Likewise for
+each backward call but the first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxoffload.planner.program import Program, program_of
+from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
+from fxoffload.runtime.calls import Held, Moment
+from fxoffload.runtime.windows import Windows
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The step of several calls.
+
+    Attributes:
+        step: of all of them.
+        forward: per call, the position of its entry among the forward segments of ``step``.
+        backward: per call, the position of its first segment among the backward segments.
+        candidates: per call, its candidates' names in ``step``; None for what stays whatever is decided.
+        sizes: per call, its segments forward and backward.
+    """
+
+    step: TrainingStep
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    candidates: tuple[tuple[str | None, ...], ...]
+    sizes: tuple[tuple[int, int], ...]
+
+    def offload_of(self, call: int, offload: Sequence[bool]) -> tuple[bool, ...]:
+        """The part of one call of decisions for ``step``: one bool per candidate of the call."""
+        chosen = {c.name for c, go in zip(self.step.candidates, offload, strict=True) if go}
+        return tuple(name in chosen for name in self.candidates[call])
+
+    def windows_of(self, call: int, windows: Windows) -> Windows:
+        """The part of one call of windows for ``step``."""
+        down, up = self.forward[call] + 1, self.backward[call]
+        num_forward, num_backward = self.sizes[call]
+        return Windows(windows.in_flight[down : down + num_forward + 1], windows.ahead[up : up + num_backward + 1])
+
+
+def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:
+    """Make one step of many.
+
+    Args:
+        calls: in the order of their forwards. Each has segments both ways.
+        held: what was seen at the edges of the calls. Storages that it does not name live as their own step says, from
+            the beginning of their call; what a call returns then stays until the end.
+
+    Raises:
+        ValueError: a call has no segments, or ``held`` names what no call has.
+    """
+    return _Builder(calls, held).build()
+
+
+class _Builder:
+    def __init__(self, calls: Sequence[TrainingStep], held: Iterable[Held]) -> None:
+        self.calls = list(calls)
+        if not self.calls or not all(s.forward and s.backward for s in self.calls):
+            raise ValueError("expected calls with segments both ways, found one without")
+        self.programs: list[Program] = [program_of(s) for s in self.calls]
+        self.infos = [{s.name: s for s in step.storages} for step in self.calls]
+        self.forward, self.backward, self.ranks = [0], [0] * len(self.calls), [0] * len(self.calls)
+        for step in self.calls:
+            self.forward.append(self.forward[-1] + 1 + len(step.forward))
+        at = rank = 0
+        for k in range(len(self.calls) - 1, -1, -1):
+            self.backward[k], self.ranks[k] = at, rank
+            at += len(self.calls[k].backward) + 1  # the next one's entry
+            rank += len(self.calls[k].backward) + 1
+        self.names: dict[tuple[int, str], str] = {}  # (call, its name) -> name in the chain
+        self.made: dict[str, StorageInfo] = {}
+        self.place: dict[str, tuple[int, str]] = {}  # candidate of the chain -> of which call
+        self.down_reads: dict[int, list[str]] = defaultdict(list)
+        self.down_writes: dict[int, list[str]] = defaultdict(list)
+        self.up_reads: dict[int, list[str]] = defaultdict(list)
+        self.up_writes: dict[int, list[str]] = defaultdict(list)
+        for item in held:
+            self._share(item)
+        for k, infos in enumerate(self.infos):
+            for name, info in infos.items():
+                if (k, name) not in self.names:
+                    self._share(Held(((k, name),), Moment("backward", k) if info.is_tangent else None))
+
+    # -- positions -----------------------------------------------------------------------------------------------------
+
+    def _last_forward(self, call: int) -> int:
+        return self.forward[call] + len(self.calls[call].forward)
+
+    def _last_backward(self, call: int) -> int:
+        return self.backward[call] + len(self.calls[call].backward) - 1
+
+    def _hold(self, name: str, until: Moment) -> None:
+        """It lives to the end of a call."""
+        if until.phase == "forward":
+            self.down_reads[self._last_forward(until.call)].append(name)
+        else:
+            self.up_reads[self._last_backward(until.call)].append(name)
+
+    def _enters_backward(self, name: str, call: int) -> None:
+        """It is there when a backward call begins, made by nobody in the chain."""
+        if self.backward[call]:
+            self.up_writes[self.backward[call] - 1].append(name)
+        else:
+            self.down_writes[self.forward[-1] - 1].append(name)
+
+    # -- storages ------------------------------------------------------------------------------------------------------
+
+    def _share(self, held: Held) -> None:
+        """One storage of the chain."""
+        members = [m for m in held.members if m not in self.names]
+        if not members:
+            return
+        unknown = [name for k, name in members if name not in self.infos[k]]
+        if unknown:
+            raise ValueError(f"expected storages of the calls, found {unknown[0]}")
+        infos = [self.infos[k][name] for k, name in members]
+        (first, _), info = members[0], infos[0]
+        name = f"call {members[0][0]}/{members[0][1]}"
+        nbytes = max(i.nbytes for i in infos)
+        self.names.update(dict.fromkeys(members, name))
+        plain = StorageInfo(name, nbytes)
+        mover = self._mover(members, held.until)
+        if mover is not None:
+            self._add_candidate(mover, name, nbytes, held.until)
+            if info.is_input and not self.made[name].is_input:
+                self.down_writes[self.forward[first]].append(name)
+            return
+        for k, own in members:
+            self._keep(k, own, name)
+        if info.is_input:
+            if held.until is None or held.until.phase == "backward":
+                self.made[name] = replace(plain, is_input=True)  # the caller's, whatever happens here
+                return
+            self.down_writes[self.forward[first]].append(name)
+        if info.is_tangent:
+            self._enters_backward(name, first)
+        for (k, _), other in zip(members, infos, strict=True):
+            if other.is_tangent:
+                self._hold(name, Moment("backward", k))
+        if held.until is not None:
+            self._hold(name, held.until)
+        elif info.is_tangent:
+            self._hold(name, Moment("backward", 0))
+        self.made[name] = replace(
+            plain,
+            is_output=info.is_output and held.until is None,
+            is_gradient=info.is_gradient and held.until is None,
+        )
+
+    def _mover(self, members: Sequence[tuple[int, str]], until: Moment | None) -> tuple[int, str] | None:
+        """The call that decides whether it moves; None where it stays in any case."""
+        candidates = [(k, n) for k, n in members if self.infos[k][n].moved_bytes is not None]
+        if len(candidates) != 1:
+            return None
+        k, own = candidates[0]
+        info = self.infos[k][own]
+        if not info.is_input:
+            return (k, own)
+        if len(members) == 1 and until is None:
+            return (k, own)  # the caller's: to move it frees nothing, and the solver knows
+        taken = any(t.storage == own for t in self._takes(k))
+        elsewhere = any(n in s.reads for j, n in members if (j, n) != (k, own) for s in self.calls[j].backward)
+        is_freed = until is not None and until.phase == "forward"
+        return (k, own) if is_freed and taken and not elsewhere else None
+
+    def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, until: Moment | None) -> None:
+        k, own = mover
+        info = self.infos[k][own]
+        lent_until, copied_after = None, info.copied_after
+        if copied_after is not None:
+            copied_after += self.forward[k] + 1
+        if info.is_input:
+            copied_after = self.forward[k] if copied_after is None else copied_after
+            last = k if until is None else max(k, until.call)
+            lent_until = self._last_forward(last)
+        number = [c.name for c in self.calls[k].candidates].index(own)
+        self.place[name] = mover
+        self.made[name] = replace(
+            info,
+            name=name,
+            nbytes=nbytes,
+            is_input=info.is_input and until is None,
+            is_output=False,
+            of_turn=False,
+            copied_after=copied_after,
+            rank=self.ranks[k] + self.programs[k].candidates.rank[number],
+            lent_until=lent_until,
+        )
+
+    def _keep(self, call: int, own: str, name: str) -> None:
+        """What is no candidate in the chain lives until the last of those that would have taken it has read it."""
+        for take in self._takes(call):
+            if take.storage == own:
+                last = min(take.last_reader, len(self.calls[call].backward) - 1)
+                self.up_reads[self.backward[call] + last].append(name)
+
+    def _takes(self, call: int) -> Iterable[Take]:
+        names = self.programs[call].candidates.names
+        for before, takes in enumerate(self.programs[call].takes):
+            for i, last_reader in takes:
+                yield Take(names[i], before, last_reader)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def build(self) -> Chain:
+        """The chain."""
+        forward: list[SegmentStep] = []
+        backward: list[SegmentStep] = []
+        takes: list[Take] = []
+        releases: list[int] = []
+        end = self.backward[0] + len(self.calls[0].backward)
+        for k, step in enumerate(self.calls):
+            forward.append(SegmentStep(f"call {k}/entry"))
+            forward.extend(self._named(k, s) for s in step.forward)
+            releases.extend(self.forward[k] + i for i, found in enumerate(self.programs[k].releases) if found)
+        for k in range(len(self.calls) - 1, -1, -1):
+            step, offset = self.calls[k], self.backward[k]
+            if offset:
+                backward.append(SegmentStep(f"call {k}/backward entry"))
+            backward.extend(self._named(k, s) for s in step.backward)
+            for take in self._takes(k):
+                name = self.names[k, take.storage]
+                if self.place.get(name) == (k, take.storage):
+                    is_returned = take.last_reader >= len(step.backward)
+                    takes.append(Take(name, offset + take.before, end if is_returned else offset + take.last_reader))
+        step = TrainingStep(
+            storages=tuple(self._in_order()),
+            forward=tuple(_with(forward, self.down_reads, self.down_writes)),
+            backward=tuple(_with(backward, self.up_reads, self.up_writes)),
+            takes=tuple(takes),
+            releases=tuple(releases),
+        )
+        candidates = tuple(
+            tuple(
+                name if self.place.get(name := self.names[k, c.name]) == (k, c.name) else None for c in call.candidates
+            )
+            for k, call in enumerate(self.calls)
+        )
+        sizes = tuple((len(s.forward), len(s.backward)) for s in self.calls)
+        return Chain(step, tuple(self.forward[:-1]), tuple(self.backward), candidates, sizes)
+
+    def _in_order(self) -> Iterable[StorageInfo]:
+        """Candidates first, in the order of their calls and there as the call has them: so they are copied."""
+        for k, call in enumerate(self.calls):
+            for c in call.candidates:
+                name = self.names[k, c.name]
+                if self.place.get(name) == (k, c.name):
+                    yield self.made[name]
+        yield from (s for s in self.made.values() if s.name not in self.place)
+
+    def _named(self, call: int, segment: SegmentStep) -> SegmentStep:
+        def names(own: Iterable[str]) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(self.names[call, n] for n in own))
+
+        return replace(
+            segment, name=f"call {call}/{segment.name}", reads=names(segment.reads), writes=names(segment.writes)
+        )
+
+
+def _with(
+    segments: Iterable[SegmentStep], reads: dict[int, list[str]], writes: dict[int, list[str]]
+) -> Iterable[SegmentStep]:
+    for i, segment in enumerate(segments):
+        made = dict.fromkeys((*segment.writes, *writes[i]))
+        held = (n for n in reads[i] if n not in made)  # what it makes is there behind it anyway
+        yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *held))), writes=tuple(made))

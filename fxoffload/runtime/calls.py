@@ -1,0 +1,478 @@
+"""The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
+
+A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
+reverse. ``StepCalls`` (one per copy engine) watches the chain go by. Two steps that ran through the same graphs are
+handed to a planner, with what was seen of the memory that passes between calls; from the next step on, each call
+follows the plan of its place in the chain.
+
+Nothing here can make a result wrong: what a call does is settled when it begins, and its tokens say what it did. A step
+that is not the chain that was planned (other graphs, several forwards before a backward, a forward in the middle of a
+backward, saved-tensor hooks, an exception) does from there on what it does without a plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxoffload._torch_compat import (
+    StorageRef,
+    compiled_autograd_active,
+    in_backward,
+    is_traceable_wrapper_subclass,
+    saved_tensor_hooks_active,
+)
+from fxoffload.runtime.transfer import Group
+from fxoffload.runtime.windows import Choice
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["forward", "backward"]
+
+# So many steps in a row that are not the chain that was planned, and it is recorded anew.
+_MOST_MISSES = 2
+# A chain that keeps changing is not worth planning, or looking at, again and again.
+_MOST_PLANS = 3
+_MOST_RECORDS = 16
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What enters and leaves a compiled graph, by position: names of storages of its step; None for what it does not
+    list.
+
+    Attributes:
+        inputs: of the forward; candidates only.
+        outputs: of the forward, those that the caller sees.
+        tangents: what the backward is given; None where it is a saved value.
+        gradients: what the backward returns.
+        saved: positions among the forward's results of what is made and saved for its backward alone.
+    """
+
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    tangents: tuple[str | None, ...]
+    gradients: tuple[str | None, ...]
+    saved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The end of one call of a chain.
+
+    Attributes:
+        phase: "forward" or "backward".
+        call: the place in the chain, counted in the order of the forwards.
+    """
+
+    phase: Phase
+    call: int
+
+    def is_before(self, other: Moment) -> bool:
+        """Whether it comes first: forwards in order, then backwards in reverse."""
+        if self.phase != other.phase:
+            return self.phase == "forward"
+        return self.call < other.call if self.phase == "forward" else self.call > other.call
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory that was seen at the edge of some call.
+
+    Attributes:
+        members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
+        until: the last end of a call at which somebody besides the copy engine held it; None: to the step's end.
+    """
+
+    members: tuple[tuple[int, str], ...]
+    until: Moment | None
+
+
+@dataclass(eq=False)
+class Following:
+    """A plan for a chain.
+
+    Attributes:
+        sites: the graphs, in the order of the forwards.
+        choices: what the call at each place does.
+        shown: kept alive for as long as the plan is.
+    """
+
+    sites: tuple[weakref.ref[Site], ...]
+    choices: tuple[Choice, ...]
+    shown: object = None
+
+    def has(self, place: int, site: Site) -> bool:
+        """Whether the call at ``place`` is one of ``site``."""
+        return place < len(self.sites) and self.sites[place]() is site
+
+
+Planner = Callable[[Sequence["Site"], Sequence[Held]], "Following | None"]
+
+
+@dataclass(eq=False)
+class Site:
+    """One compiled graph, as a place where steps pass by. Made by ``StepCalls.site``.
+
+    Attributes:
+        part: what the planner knows of the graph; None: no chain that it is in is planned.
+        edges: of the graph.
+        planner: plans a chain that begins here.
+        may_follow: whether the graph does what a plan says, at the moment.
+        followed: what the forward that begins now is to do; None: what it does without a plan.
+    """
+
+    calls: StepCalls
+    part: Any = None
+    edges: Edges | None = None
+    planner: Planner | None = None
+    may_follow: Callable[[], bool] = lambda: False
+    followed: Choice | None = None
+    # Of the chains that begin here:
+    plan: Following | None = None
+    seen: _Record | None = None
+    is_planning: bool = False
+    num_records: int = 0
+    num_plans: int = 0
+    num_misses: int = 0
+
+    def forward_begins(self, args: Sequence[Any]) -> None:
+        """A forward call begins: sets ``followed``."""
+        self.calls._forward_begins(self, args)
+
+    def forward_ends(self, group: Group, results: Sequence[Any]) -> None:
+        """It has saved ``group`` and returns ``results``."""
+        self.calls._forward_ends(self, group, results)
+
+    def backward_begins(self, group: Group, args: Sequence[Any]) -> Group:
+        """A backward call begins. ``group``: of its tokens, empty where it was given none. Returns the group to go on
+        with: that of the forward call, where it follows a plan and moved nothing."""
+        return self.calls._backward_begins(self, group, args)
+
+    def backward_ends(self, results: Sequence[Any]) -> None:
+        """It returns ``results``."""
+        self.calls._backward_ends(self, results)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What was seen of a step."""
+
+    sites: tuple[weakref.ref[Site], ...]
+    held: tuple[Held, ...]
+
+    def same_chain(self, other: _Record) -> bool:
+        return len(self.sites) == len(other.sites) and all(
+            a() is b() is not None for a, b in zip(self.sites, other.sites, strict=True)
+        )
+
+    def merged(self, other: _Record) -> tuple[Held, ...] | None:
+        """What both say: memory is held for as long as in either. None where it passes between calls otherwise."""
+        mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
+        if mine.keys() != others.keys():
+            return None
+        return tuple(Held(members, _later(until, others[members])) for members, until in mine.items())
+
+
+def _later(a: Moment | None, b: Moment | None) -> Moment | None:
+    if a is None or b is None:
+        return None
+    return b if a.is_before(b) else a
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward call of a step, and its backward."""
+
+    site: weakref.ref[Site]
+    place: int
+    group: weakref.ref[Group] | None = None  # None until the forward has returned
+    empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
+    kept: StorageRef | None = None  # of such a call: something that waits for its backward
+
+    def waits(self) -> bool:
+        """Whether a backward of it may still come."""
+        group = self.group() if self.group is not None else None
+        if self.kept is not None:
+            return not self.kept.is_expired()
+        return self.empty is not None or (group is not None and len(group) > 0)
+
+
+@dataclass(eq=False)
+class _Watched:
+    """Memory at the edge of a call, while a step is recorded."""
+
+    ref: StorageRef
+    phase: Phase
+    members: list[tuple[int, str]]
+    until: Moment
+
+
+@dataclass(eq=False)
+class _Step:
+    """The step that runs."""
+
+    calls: list[_Call] = field(default_factory=list)
+    pending: list[_Call] = field(default_factory=list)
+    running: _Call | None = None  # whose backward runs
+    phase: Phase = "forward"
+    plan: Following | None = None
+    was_planned: bool = False
+    records: bool = False
+    regular: bool = True
+    missed: bool = False
+    is_complete: bool = False
+    record: _Record | None = None  # of a step that is complete
+    now: Moment = Moment("forward", 0)
+    watched: list[_Watched] = field(default_factory=list)
+    by_key: dict[int, _Watched] = field(default_factory=dict)
+
+    def spoil(self, *, missed: bool = False) -> None:
+        """It is no chain that could be planned. ``missed``: not the one that is."""
+        self.regular = False
+        self.missed = self.missed or missed
+        self.plan = None
+        self.records = False
+        self.watched.clear()
+        self.by_key.clear()
+
+
+class StepCalls:
+    """The calls of the step that runs on one device. Thread-safe: autograd runs backwards on another thread.
+
+    Args:
+        in_flight: storage -> how many sources the copy engine holds of it.
+        in_background: whether plans are made on a thread of their own.
+    """
+
+    def __init__(self, in_flight: Callable[[], Mapping[int, int]], *, in_background: bool) -> None:
+        self._in_flight = in_flight
+        self._in_background = in_background
+        self._lock = threading.RLock()
+        self._step: _Step | None = None
+
+    def site(self) -> Site:
+        """A place for one more compiled graph."""
+        return Site(self)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, site: Site, args: Sequence[Any]) -> None:
+        site.followed = None
+        unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
+        with self._lock:
+            step = self._step
+            if unusual:
+                if step is not None:
+                    step.spoil()
+                return
+            if step is None or self._is_over(step, site):
+                overlaps = step is not None and any(c.waits() for c in step.pending)
+                self._finish()
+                step = self._step = self._begin(site)
+                if overlaps:
+                    step.spoil(missed=True)  # the memory of another forward is still there
+            place = len(step.calls)
+            if place and step.calls[-1].group is None:
+                step.spoil()  # it raised, or another thread runs it
+            if step.plan is not None and not step.plan.has(place, site):
+                step.spoil(missed=True)
+            if step.plan is not None and not site.may_follow():
+                step.spoil()
+            if step.records and not (site.part is not None and site.may_follow()):
+                step.spoil()
+            step.calls.append(_Call(weakref.ref(site), place))
+            if step.plan is not None:
+                site.followed = step.plan.choices[place]
+            if step.records and site.edges is not None:
+                self._look(step)
+                step.now = Moment("forward", place)
+                self._watch(step, "forward", place, site.edges.inputs, args)
+
+    def _is_over(self, step: _Step, site: Site) -> bool:
+        if step.phase == "backward":
+            return True
+        if step.plan is not None and step.plan.has(len(step.calls), site):
+            return False
+        # A forward that goes through the same graphs again, when nothing waits for its backward any more.
+        again = bool(step.calls) and step.calls[0].site() is site
+        return again and not any(c.waits() for c in step.pending)
+
+    def _begin(self, site: Site) -> _Step:
+        step = _Step()
+        if site.plan is not None:
+            step.plan = site.plan
+            step.was_planned = True
+        else:
+            tired = site.num_plans >= _MOST_PLANS or site.num_records >= _MOST_RECORDS
+            step.records = site.planner is not None and not site.is_planning and not tired
+            site.num_records += step.records
+        return step
+
+    def _forward_ends(self, site: Site, group: Group, results: Sequence[Any]) -> None:
+        with self._lock:
+            step = self._step
+            call = step.calls[-1] if step is not None and step.calls else None
+            if step is None or call is None or call.site() is not site or call.group is not None:
+                if step is not None:
+                    step.spoil()
+                return
+            call.group = weakref.ref(group)
+            step.pending.append(call)
+            if step.plan is not None:
+                group.takes_below = True
+                if not len(group):
+                    call.empty = group
+                    saved = site.edges.saved if site.edges is not None else ()
+                    call.kept = StorageRef(results[saved[0]]) if saved else None
+            if step.records and site.edges is not None:
+                self._look(step)
+                self._watch(step, "forward", call.place, site.edges.outputs, results)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _backward_begins(self, site: Site, group: Group, args: Sequence[Any]) -> Group:
+        with self._lock:
+            step = self._step
+            if step is None:
+                return group
+            call = step.pending[-1] if step.pending else None
+            if call is None or call.site() is not site or not _is_of(call, group):
+                step.spoil()
+                call = next((c for c in reversed(step.pending) if c.site() is site and _is_of(c, group)), None)
+                if call is None:
+                    return group
+            if step.phase == "forward" and step.plan is not None and len(step.calls) != len(step.plan.sites):
+                step.spoil(missed=True)
+            step.phase = "backward"
+            step.pending.remove(call)
+            step.running = call
+            if step.records and site.edges is not None:
+                self._look(step)
+                step.now = Moment("backward", call.place)
+                self._watch(step, "backward", call.place, site.edges.tangents, args)
+            empty, call.empty = call.empty, None
+            return empty if empty is not None and not len(group) else group
+
+    def _backward_ends(self, site: Site, results: Sequence[Any]) -> None:
+        with self._lock:
+            step = self._step
+            call = step.running if step is not None else None
+            if step is None or call is None or call.site() is not site:
+                return
+            step.running = None
+            if step.records and site.edges is not None:
+                self._look(step)
+                self._watch(step, "backward", call.place, site.edges.gradients, results)
+            step.is_complete = not step.pending
+            if step.is_complete:
+                step.plan = None  # it is not kept alive any longer
+                if step.records:
+                    step.record = self._record(step)
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def _look(self, step: _Step) -> None:
+        """Which of what is watched is still held by others than the engine."""
+        in_flight = self._in_flight()
+        for key, item in list(step.by_key.items()):
+            if item.ref.is_alive(in_flight.get(key, 0)):
+                item.until = step.now
+            elif item.ref.is_expired():
+                # It does not come back; what gets its key next is something else.
+                del step.by_key[key]
+
+    def _watch(self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
+        for name, value in zip(names, values, strict=False):
+            if name is None or not isinstance(value, Tensor):
+                continue
+            if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+                step.spoil()  # what it holds is not in one storage
+                return
+            ref = StorageRef(value)
+            known = step.by_key.get(ref.key)
+            if known is not None:
+                if known.phase != phase:
+                    step.spoil()  # a forward's memory is a backward's gradient: no step says so
+                    return
+                known.until = step.now
+                if (place, name) not in known.members:
+                    known.members.append((place, name))
+                continue
+            item = _Watched(ref, phase, [(place, name)], step.now)
+            step.watched.append(item)
+            step.by_key[ref.key] = item
+
+    @staticmethod
+    def _record(step: _Step) -> _Record:
+        """What was seen of a step whose last backward has run."""
+        last = step.now
+        held = tuple(Held(tuple(w.members), None if w.until == last else w.until) for w in step.watched)
+        step.watched.clear()
+        step.by_key.clear()
+        step.records = False
+        return _Record(tuple(c.site for c in step.calls), held)
+
+    def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
+        record = step.record if step.regular else None
+        before, first.seen = first.seen, record
+        if before is None or record is None or not before.same_chain(record):
+            return
+        merged = before.merged(record)
+        if merged is None:
+            return
+        first.seen = None
+        first.is_planning = True
+        first.num_plans += 1
+        sites = [site for c in step.calls if (site := c.site()) is not None]
+        if self._in_background:
+            run = threading.Thread(target=self._plan, args=(sites, merged), name="fxoffload-tape-plan", daemon=True)
+            run.start()
+        else:
+            self._plan(sites, merged)
+
+    @staticmethod
+    def _plan(sites: Sequence[Site], held: Sequence[Held]) -> None:
+        first = sites[0]
+        assert first.planner is not None
+        try:
+            first.plan = first.planner(sites, held)
+        except Exception as error:
+            warnings.warn(
+                f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
+                stacklevel=2,
+            )
+        # Without a plan it stays as it is: the next step would not be planned either.
+        first.is_planning = first.plan is None
+
+    def _finish(self) -> None:
+        """The step is over: was it what was planned?"""
+        step, self._step = self._step, None
+        if step is None or not step.calls or step.phase == "forward":
+            return
+        first = step.calls[0].site()
+        if first is None:
+            return
+        if not step.was_planned:
+            self._plan_if_seen_twice(first, step)
+        elif step.regular and step.is_complete:
+            first.num_misses = 0
+        elif step.missed:
+            first.num_misses += 1
+            if first.num_misses >= _MOST_MISSES:
+                log.info("steps are not what was planned any more: they are recorded again")
+                first.plan, first.num_misses = None, 0
+
+
+def _is_of(call: _Call, group: Group) -> bool:
+    """Whether a backward with the tokens of ``group`` (empty: none) may be that of ``call``."""
+    saved = call.group() if call.group is not None else None
+    return saved is group if len(group) else saved is None or not len(saved)

@@ -1,0 +1,699 @@
+"""One plan for a step over several compiled graphs, from recorded steps to the bytes on the device, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fxoffload
+from fxoffload.compiler import session, tape_plan
+from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.insert_transfers import STORAGE_KEY
+from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.windows import no_windows, windows_for
+from fxoffload.runtime.engine import engine_for
+from tests.planner.rehearsal import CPU, Seen, Watch, watching
+from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects
+
+LENGTH = 48
+_PLANS_BEFORE: set[int] = set()
+CHAINS: list[Chain] = []  # that were planned
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One thread, nothing compiled before, and no plans of other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    gc.collect()
+    _PLANS_BEFORE.clear()
+    _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    CHAINS.clear()
+
+    def concatenated(*args: Any) -> Chain:
+        CHAINS.append(concatenate(*args))
+        return CHAINS[-1]
+
+    with mock.patch.object(tape_plan, "concatenate", concatenated):
+        yield
+    engine_for(CPU).calls._step = None
+    torch.set_num_threads(threads)
+
+
+def new_plans() -> list[fxoffload.Plan]:
+    return [p for p in fxoffload.plans() if p.graph not in _PLANS_BEFORE]
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, **changes}
+
+
+def per_layer(model: nn.Module, **changes: Any) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="fxoffload", options=options(**changes))
+    return model
+
+
+WATCHES: list[Watch] = []
+
+
+def eager(x: Tensor) -> Tensor:
+    """What eager code makes is seen where it enters a graph."""
+    for watch in WATCHES:
+        watch.see("eager", x)
+    return x
+
+
+class Gate(nn.Module):
+    """A graph of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sigmoid() * x
+
+
+class TwoGraphs(nn.Module):
+    """Two graphs in each layer, and eager code between them that makes what they save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(m for _ in range(3) for m in (Block(), Gate()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(0, len(self.layers), 2):
+            x = self.layers[i](eager(x))
+            x = x * 0.5 + self.layers[i + 1](eager(x + 1.0))
+        return x
+
+
+class Collecting(Stack):
+    """Returns every layer's output, so that the caller holds them all."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(x)
+        return sum((f.mean() for f in found), self.head(x).square().mean()), found
+
+
+class Shared(nn.Module):
+    """What one graph returns is saved by two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(0, len(self.layers), 3):
+            x = self.layers[i](eager(x))
+            x = self.layers[i + 1](x) + self.layers[i + 2](x)
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "stack": lambda: Stack(5),
+    "dropout": lambda: Stack(5, dropout=0.1),
+    "two graphs": TwoGraphs,
+    "collecting": lambda: Collecting(4),
+    "shared": Shared,
+}
+
+
+def loss_of(found: Any) -> Tensor:
+    """Of what a model returns."""
+    return found[0] if isinstance(found, tuple) else found.square().mean()
+
+
+@dataclass
+class Run:
+    """A model whose layers are compiled each on its own, watched."""
+
+    model: nn.Module
+    x: Tensor
+    watch: Watch = field(default_factory=Watch)
+
+    def step(self, seed: int = 7) -> dict[str, Tensor]:
+        """One training step; its effects."""
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        self.watch.clear()
+        self.watch.phase = "forward"
+        self.watch.callers.add("given")
+        self.watch.see("given", self.x)
+        WATCHES[:] = [self.watch]
+        with watching(self.watch):
+            found = self.model(self.x)
+            loss = loss_of(found)
+            self.watch.phase = "backward"
+            loss.backward()
+        return {"loss": loss.detach().clone(), **effects(self.model)}
+
+    def steps(self, count: int) -> list[dict[str, Tensor]]:
+        """Several."""
+        return [self.step() for _ in range(count)]
+
+
+def recorded(make: Callable[[], nn.Module], *, steps: int = 2, **changes: Any) -> Run:
+    """A model after the steps that are recorded: the next one is planned."""
+    alive = set(fxoffload.graphs())
+    run = Run(per_layer(make(), **changes), batch(length=LENGTH))
+    run.steps(steps)
+    for graph in set(fxoffload.graphs()) - alive:
+        _tell_callers(run.watch, graph)
+    return run
+
+
+def _tell_callers(watch: Watch, graph: CompiledGraph) -> None:
+    """What is given to a graph is not what the step makes."""
+    assert graph.backward is not None
+    given = [n for n in graph.forward.graph.nodes if n.op in ("placeholder", "get_attr")]
+    names = {n.name for n in given}
+    watch.callers |= {f"forward/{n.meta.get(STORAGE_KEY)}" for n in given}
+    watch.callers |= {
+        f"backward/{n.meta.get(STORAGE_KEY)}"
+        for n in graph.backward.graph.find_nodes(op="placeholder")
+        if n.name in names
+    }
+
+
+def expected(chain: Chain, simulation: Simulation) -> list[Seen]:
+    """What the watch is to see: no entries, and not the tangents that eager code makes."""
+    entries = {s.name for s in chain.step.forward if not s.reads and s.name.endswith("entry")}
+    entries |= {s.name for s in chain.step.backward if s.name.endswith("backward entry")}
+    foreign: dict[int, int] = {}  # bytes of eager code's tangents, per backward segment
+    nbytes = {s.name: s.nbytes for s in chain.step.storages}
+    made = [n for s in (chain.step.forward[-1], *chain.step.backward) for n in s.writes]
+    for name in {n for n in made if "tangents" in n}:
+        readers = [i for i, s in enumerate(chain.step.backward) if name in s.reads]
+        makers = [i for i, s in enumerate(chain.step.backward) if name in s.writes]
+        for i in range(makers[0] + 1 if makers else 0, max(readers, default=-1) + 1):
+            foreign[i] = foreign.get(i, 0) + nbytes[name]
+    found = []
+    for at, b in enumerate(simulation.boundaries):
+        if b.segment in entries:
+            continue
+        off = foreign.get(at - len(chain.step.forward), 0) if b.phase == "backward" else 0
+        name = b.segment.split("/", 1)[1]
+        found.append(Seen(b.phase, name, b.live_bytes - off, 0, b.in_flight_bytes, b.ahead_bytes))
+    return found
+
+
+def seen(run: Run) -> list[Seen]:
+    return [Seen(s.phase, s.segment, s.live_bytes, 0, s.in_flight_bytes, s.ahead_bytes) for s in run.watch.seen]
+
+
+def range_of_peaks(name: str) -> tuple[int, int]:
+    """The least peak of a model's step, and that with everything kept."""
+    run = recorded(MODELS[name], activation_budget=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step()
+    (plan,) = new_plans()
+    torch.compiler.reset()
+    return plan.predicted_peak_bytes, plan.baseline_peak_bytes
+
+
+def check_bytes(run: Run, simulation: Simulation) -> None:
+    """A step does what was simulated."""
+    fxoffload.reset_stats()
+    run.step()
+    assert_nothing_held()
+    stats = fxoffload.stats()
+    assert seen(run) == expected(CHAINS[-1], simulation)
+    assert (stats.bytes_offloaded, stats.bytes_reloaded, stats.bytes_reclaimed, stats.num_prefetch_misses) == (
+        simulation.bytes_offloaded,
+        simulation.bytes_reloaded,
+        simulation.bytes_reclaimed,
+        simulation.num_prefetch_misses,
+    )
+
+
+@pytest.mark.parametrize("name", ["stack", "two graphs", "shared"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
+    """Random decisions, and windows so wide that copies of several calls are under way when the forward ends."""
+    generator = random.Random(name)
+    plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]
+    reclaimed = 0
+    for factor in (0.9, 1.0, 1.5):
+        found: list[Simulation] = []
+
+        def decide(planning: Any, factor: float = factor, found: list[Simulation] = found) -> Schedule:
+            step = planning.chain.step
+            offload = tuple(bool(c.moved_bytes) and generator.random() < share for c in step.candidates)
+            limit = int(factor * planning.baseline.peak_bytes)
+            windows = windows_for(step, offload, limit) or no_windows(step)
+            found.append(simulate(step, offload, copies=planning.rates, windows=windows))
+            return Schedule(offload, windows, found[0])
+
+        torch.compiler.reset()
+        with mock.patch.object(tape_plan._TapePlanning, "run", decide):
+            run = recorded(MODELS[name], steps=2, activation_budget="1GiB")
+            assert_equal(run.step(), plain)
+            check_bytes(run, found[0])
+        reclaimed += found[0].bytes_reclaimed
+    assert reclaimed > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_byte(name: str) -> None:
+    """A budget between the least peak and that of keeping everything: some is kept, some is offloaded, what is on the
+    device is what was simulated, and no bit of a gradient changes."""
+    least, most = range_of_peaks(name)
+    assert least < most
+    before = {p.graph for p in new_plans()}
+    budget = (least + most) // 2
+    run = recorded(MODELS[name], activation_budget=budget)
+    plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]
+    for _ in range(2):
+        assert_equal(run.step(), plain)
+    (plan,) = [p for p in new_plans() if p.graph not in before]
+    simulation = plan.simulation
+    assert simulation is not None
+    check_bytes(run, simulation)
+    assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes
+    assert simulation.bytes_offloaded > 0
+    actions = {d.action for d in plan.decisions}
+    assert {"keep", "offload"} <= actions
+
+
+# -- what is planned, and when -----------------------------------------------------------------------------------------
+
+
+def in_between(name: str = "stack") -> int:
+    """A budget under which some is kept and some offloaded."""
+    least, most = range_of_peaks(name)
+    _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    return (least + most) // 2
+
+
+def moved_by(run: Run) -> int:
+    """Bytes that one step offloads."""
+    fxoffload.reset_stats()
+    run.step()
+    assert_nothing_held()
+    return fxoffload.stats().bytes_offloaded
+
+
+def test_the_third_step_follows_the_plan_and_nothing_is_compiled() -> None:
+    budget = in_between()
+    run = recorded(MODELS["stack"], steps=1, activation_budget=budget)
+    everything = moved_by(run)
+    assert not new_plans()
+    counts = compile_counts()
+    moved = [moved_by(run) for _ in range(3)]
+    assert moved[0] == moved[1] == moved[2] < everything
+    assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
+    (plan,) = new_plans()
+    assert plan.predicted.bytes_offloaded == moved[0]
+    assert "over 5 calls of 2 graphs" in plan.summary
+    assert {layer for d in plan.decisions for layer in d.layers} == {f"call {k}" for k in range(5)}
+    assert plan.activation_budget == budget
+    assert "5 calls" in str(plan)
+    assert fxoffload.Plan.from_json(plan.to_json()).predicted == plan.predicted
+
+
+def test_the_plan_goes_with_its_graphs() -> None:
+    run = recorded(MODELS["stack"], steps=3)
+    assert new_plans()
+    del run
+    WATCHES.clear()
+    torch.compiler.reset()
+    gc.collect()
+    assert not new_plans()
+    assert not [g for g in fxoffload.graphs() if g.index > max(_PLANS_BEFORE, default=10**9)]
+
+
+def test_without_options_the_least_peak_within_a_slowdown() -> None:
+    run = recorded(lambda: Stack(8), steps=3)
+    (plan,) = new_plans()
+    assert plan.max_slowdown == 0.02 and plan.source == "default"
+    assert plan.predicted_step_ms <= plan.baseline_step_ms * 1.02
+    assert moved_by(run) == plan.predicted.bytes_offloaded
+
+
+def test_a_budget_that_everything_fits_into_moves_nothing() -> None:
+    run = recorded(MODELS["stack"], activation_budget="1GiB")
+    assert moved_by(run) == 0
+    (plan,) = new_plans()
+    assert plan.predicted_peak_bytes == plan.baseline_peak_bytes
+
+
+def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least() -> None:
+    run = recorded(MODELS["stack"], activation_budget=1)
+    with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
+        run.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step()
+    (plan,) = new_plans()
+    assert plan.predicted_peak_bytes == plan.smallest_budget_bytes
+    assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
+
+
+def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -> None:
+    """As on a GPU: nothing waits for it."""
+    release = threading.Event()
+
+    def planner(*args: Any) -> Any:
+        assert release.wait(60)
+        return tape_plan.plan_tape(*args)
+
+    calls = engine_for(CPU).calls
+    with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_tape", planner):
+        run = recorded(MODELS["stack"], activation_budget="1GiB")
+        everything = moved_by(run)
+        assert everything > 0
+        assert moved_by(run) == everything
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-tape-plan":
+                thread.join()
+        assert moved_by(run) == 0
+        assert len(new_plans()) == 1
+
+
+def test_a_plan_that_fails() -> None:
+    run = recorded(MODELS["stack"], activation_budget="1GiB")
+    with (
+        mock.patch.object(tape_plan, "Scheduler", _raise),
+        pytest.warns(UserWarning, match="goes on without a plan: on purpose"),
+    ):
+        moved = moved_by(run)
+    assert moved_by(run) == moved > 0
+    assert not new_plans()
+
+
+def test_graphs_of_different_options_are_not_planned() -> None:
+    model = Stack(4)
+    for i, layer in enumerate(model.layers):
+        layer.compile(backend="fxoffload", options=options(activation_budget="1GiB" if i else "2GiB"))
+    run = Run(model, batch(length=LENGTH))
+    run.steps(3)
+    assert moved_by(run) > 0
+    assert not new_plans()
+
+
+@pytest.mark.parametrize("piece", ["tape_plan", "planner", "prefetch", "cross_graph_prefetch"])
+def test_pieces_that_switch_it_off(piece: str) -> None:
+    run = recorded(MODELS["stack"], activation_budget="1GiB", disable=(piece,))
+    everything = moved_by(run)
+    assert everything > 0
+    assert moved_by(run) == everything
+    assert not new_plans()
+
+
+def test_other_policies_are_not_planned() -> None:
+    run = recorded(MODELS["stack"], policy="offload_all")
+    assert moved_by(run) == moved_by(run) > 0
+    assert not new_plans()
+
+
+def test_sizes_that_vary_are_not_planned() -> None:
+    run = recorded(MODELS["stack"], activation_budget="1GiB")
+    found = []
+    for length in (20, 24, 28, 20, 24, 28, 28, 28, 28):
+        run.x = batch(length=length)
+        found.append(moved_by(run))
+    assert len(set(found[-4:])) == 1
+    assert found[-1] > 0
+
+
+def test_a_policy_for_a_while() -> None:
+    """It outweighs the plan, which is followed again afterwards."""
+    run = recorded(MODELS["stack"], activation_budget=in_between())
+    planned = moved_by(run)
+    with fxoffload.override_policy("keep_all"):
+        assert [moved_by(run) for _ in range(3)] == [0, 0, 0]
+    with fxoffload.override_policy("offload_all"):
+        assert moved_by(run) > planned
+    assert moved_by(run) == planned
+    assert len(new_plans()) == 1
+
+
+# -- steps that are not the chain --------------------------------------------------------------------------------------
+
+
+def plain_run(name: str) -> Run:
+    return recorded(MODELS[name], policy="keep_all")
+
+
+class Paths(nn.Module):
+    """Layers of several kinds; which ones run is chosen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Block(), Gate(), Block(), Gate(), Block()])
+        self.path = (0, 1, 2, 3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.path:
+            x = self.layers[i](x)
+        return x
+
+
+def compare(planned: Run, plain: Run, *, do: Callable[[Run], Any]) -> None:
+    """``do`` has the same effects with and without a plan, and leaves nothing behind."""
+    found, expected_ = do(planned), do(plain)
+    if found is not None:
+        assert_equal(found, expected_)
+    assert_equal(effects(planned.model), effects(plain.model))
+    assert_nothing_held()
+
+
+def test_another_path_falls_back_and_comes_back() -> None:
+    """The one path is planned; others run without a plan; a path that stays is planned anew."""
+    plain = Run(per_layer(Paths(), policy="keep_all"), batch(length=LENGTH))
+    run = Run(per_layer(Paths(), activation_budget="1GiB"), batch(length=LENGTH))
+    found = []
+
+    def step(path: Sequence[int]) -> Callable[[Run], Any]:
+        def do(on: Run) -> Any:
+            on.model.path = path  # type: ignore[assignment]
+            return on.step()
+
+        return do
+
+    whole, other, shorter, longer = (0, 1, 2, 3, 4), (0, 1, 3, 3, 4), (0, 1, 2), (0, 1, 2, 3, 4, 4)
+    for path in (whole, whole, whole, other, whole, shorter, whole, longer, whole, other, other, other, other, other):
+        fxoffload.reset_stats()
+        compare(run, plain, do=step(path))
+        found.append(fxoffload.stats().bytes_offloaded)
+    keeps = [moved == 0 for moved in found]
+    #               recorded       planned             back         back         back         recorded      planned
+    assert keeps == [False, False, True, False, True, True, True, False, True, False, False, False, False, True]
+
+
+def test_microbatches() -> None:
+    """Two forwards, then two backwards: a chain of its own, planned once it repeats."""
+
+    def two(on: Run) -> None:
+        on.model.zero_grad(set_to_none=True)
+        losses = [loss_of(on.model(x)) for x in (on.x, batch(1, length=LENGTH))]
+        for loss in reversed(losses):
+            loss.backward()
+
+    def two_in_order(on: Run) -> None:
+        on.model.zero_grad(set_to_none=True)
+        losses = [loss_of(on.model(x)) for x in (on.x, batch(1, length=LENGTH))]
+        for loss in losses:
+            loss.backward()
+
+    def pipelined(on: Run) -> None:
+        on.model.zero_grad(set_to_none=True)
+        losses = [loss_of(on.model(x)) for x in (on.x, batch(1, length=LENGTH))]
+        losses.pop(0).backward()
+        losses.append(loss_of(on.model(on.x)))
+        for loss in losses:
+            loss.backward()
+
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], steps=3, activation_budget="1GiB")
+    assert len(new_plans()) == 1
+    for do in (
+        pipelined,
+        Run.step,
+        two,
+        two_in_order,
+        Run.step,
+        two_in_order,
+        two_in_order,
+        two_in_order,
+        two,
+        two,
+        two,
+        two,
+    ):
+        compare(run, plain, do=do)  # type: ignore[arg-type]
+    assert [p.label for p in new_plans()] == ["a step over 10 calls of 2 graphs"]
+
+
+def test_steps_that_raise() -> None:
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
+    planned = moved_by(run)
+
+    def raise_in_forward(on: Run) -> None:
+        on.model.between = lambda i, x: x if i < 2 else _raise(x)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            on.step()
+        on.model.between = None  # type: ignore[assignment]
+        on.model.zero_grad(set_to_none=True)
+
+    def raise_in_backward(on: Run) -> None:
+        x = on.x.clone().requires_grad_()
+        found = x
+        for i, layer in enumerate(on.model.layers):  # type: ignore[arg-type]
+            found = layer(found)
+            if i == 2:
+                found.register_hook(_raise)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            found.sum().backward()
+        on.model.zero_grad(set_to_none=True)
+
+    for do in (raise_in_backward, Run.step, Run.step, raise_in_forward, Run.step, Run.step, Run.step):
+        compare(run, plain, do=do)  # type: ignore[arg-type]
+    assert moved_by(run) == planned
+
+
+def _raise(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("on purpose")
+
+
+def test_forwards_without_a_backward() -> None:
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
+    planned = moved_by(run)
+
+    def without_grad(on: Run) -> dict[str, Tensor]:
+        on.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            return {"out": on.model(on.x)}
+
+    def dropped(on: Run) -> dict[str, Tensor]:
+        on.model.zero_grad(set_to_none=True)
+        return {"out": on.model(on.x).detach().clone()}
+
+    for do in (without_grad, Run.step, dropped, dropped, dropped, Run.step, Run.step):
+        compare(run, plain, do=do)  # type: ignore[arg-type]
+    assert moved_by(run) == planned
+
+
+def test_a_graph_that_is_kept() -> None:
+    """``retain_graph``: the second backward of the same step finds its values, and gets the same bits."""
+
+    def twice(on: Run) -> None:
+        on.model.zero_grad(set_to_none=True)
+        loss = loss_of(on.model(on.x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
+    planned = moved_by(run)
+    for do in (twice, Run.step, twice, twice, twice, Run.step):
+        compare(run, plain, do=do)  # type: ignore[arg-type]
+    assert moved_by(run) == planned
+
+
+def test_hooks_on_saved_tensors() -> None:
+    def hooked(on: Run) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return on.step()
+
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
+    planned = moved_by(run)
+    for do in (hooked, Run.step, hooked, hooked, Run.step):
+        compare(run, plain, do=do)
+    assert moved_by(run) == planned
+
+
+def test_two_models_in_turn() -> None:
+    """Each is a chain of its own, which begins with a graph of its own."""
+    first = recorded(MODELS["stack"], activation_budget="1GiB")
+    second = Run(per_layer(Paths(), activation_budget="1GiB"), batch(length=LENGTH))
+    second.model.path = (1, 2, 3, 4)  # type: ignore[assignment]
+    for run in (second, first, second, first, second):
+        run.step()
+    assert moved_by(first) == moved_by(second) == 0
+    assert len(new_plans()) == 2
+
+
+def test_gradients_that_add_up() -> None:
+    """The first step's gradients stay; later ones are added to them and die: the plan counts what stays longest."""
+
+    def add(on: Run) -> None:
+        loss_of(on.model(on.x)).backward()
+
+    plain = plain_run("stack")
+    run = recorded(MODELS["stack"], activation_budget="1GiB", steps=1)
+    for do in (add, add, add):
+        compare(run, plain, do=do)
+    (plan,) = new_plans()
+    gradients = sum(p.numel() * 4 for layer in run.model.layers for p in layer.parameters())  # type: ignore[union-attr]
+    assert plan.simulation is not None
+    assert plan.simulation.boundaries[-1].gradient_bytes > gradients / 2
+
+
+# -- with FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fully_sharded_layers() -> None:
+    """Gradients are reduced and dropped layer by layer: the plan knows, and a budget that would not hold them all is
+    met."""
+
+    def sharded(**changes: Any) -> Run:
+        torch.compiler.reset()
+        model = per_layer(Stack(5), **changes)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return Run(model, batch(length=LENGTH))
+
+    def gradients(run: Run) -> dict[str, Tensor]:
+        run.step()
+        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+
+    plain = gradients(sharded(policy="keep_all"))
+    run = sharded(activation_budget=120_000)
+    for _ in range(4):
+        assert_equal(gradients(run), plain)
+    (plan,) = new_plans()
+    assert 0 < moved_by(run) == plan.predicted.bytes_offloaded
+    assert plan.predicted_peak_bytes <= 120_000
+    assert plan.predicted_peak_bytes == plan.predicted.peak_without_gradients_bytes
