@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def dynamic(model: nn.Module, **changes: Any) -> Any:
     return torch.compile(model, backend="fxoffload", dynamic=True, options={**OPTIONS, **changes})
 
 
+@functools.cache
 def kept_peak(batch: int) -> int:
     """Of a tower's step with everything kept. Proportional to the batch, but for the gradients."""
     return (
