@@ -130,11 +130,10 @@ def symbol_hint(symbol: Any, shape_env: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def size_bounds(value: Any) -> tuple[int, int | None]:
-    """The least and the largest value that a SymInt may have; None for no largest."""
-    found = value.node.shape_env.bound_sympy(value.node.expr)
-    upper = found.upper
-    return int(found.lower), int(upper) if getattr(upper, "is_Integer", False) else None
+def largest_size(value: Any) -> int | None:
+    """The largest value that a SymInt may have; None for no bound."""
+    upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+    return int(upper) if getattr(upper, "is_Integer", False) else None
 
 
 def bounds_sizes() -> bool:

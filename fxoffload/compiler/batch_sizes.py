@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import free_symbols, free_unbacked_symbols, hint, hints_at, size_bounds
+from fxoffload._torch_compat import free_symbols, free_unbacked_symbols, hint, hints_at, largest_size
 from fxoffload.passes.op_costs import tensors_of
 
 Sizes = tuple[int, ...]
@@ -25,7 +25,7 @@ class BatchSizes:
 
     Attributes:
         symbols: in the order of their placeholders.
-        positions: of the placeholders whose values they are.
+        positions: of the placeholders, and so of the arguments, whose values they are.
         hints: their values in the call that is compiled for.
         upper: the most that each may be, None without a bound.
     """
@@ -39,20 +39,25 @@ class BatchSizes:
     def of(gm: fx.GraphModule) -> BatchSizes | None:
         """The sizes of ``gm``'s calls; None where they are fixed, or not all of them are told as arguments."""
         placeholders = gm.graph.find_nodes(op="placeholder")
+        used = {s for n in gm.graph.nodes for t in tensors_of(n) for s in free_symbols(t)}
+        needed = {s for n in placeholders for t in tensors_of(n) for s in free_symbols(t)}
         found: dict[Any, tuple[int, int, int | None]] = {}
-        needed: set[Any] = set()
         for position, node in enumerate(placeholders):
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                needed |= set(free_symbols(value))
-            elif isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-                known = hint(value)
-                if known is not None and not free_unbacked_symbols(value):
-                    found.setdefault(value.node.expr, (position, known, size_bounds(value)[1]))
+            value, symbol = node.meta.get("val"), _symbol_of(node)
+            # An integer that no tensor's size depends on does not change the step.
+            if symbol in used and (known := hint(value)) is not None:
+                found.setdefault(symbol, (position, known, largest_size(value)))
         if not found or not needed <= found.keys():
             return None
         positions, hints, upper = zip(*found.values(), strict=True)
         return BatchSizes(tuple(found), positions, hints, upper)
+
+    def in_forward(self, gm: fx.GraphModule) -> BatchSizes | None:
+        """The same, with the positions among the placeholders of the forward graph; None where one is missing."""
+        place = {_symbol_of(n): i for i, n in reversed(list(enumerate(gm.graph.find_nodes(op="placeholder"))))}
+        if not place.keys() >= set(self.symbols):
+            return None
+        return replace(self, positions=tuple(place[s] for s in self.symbols))
 
     def told_by(self, args: Sequence[Any]) -> Sizes:
         """The sizes of the call with these arguments."""
@@ -87,6 +92,14 @@ class BatchSizes:
         if upper is not None and size > upper:
             return None
         return (*self.hints[:index], size, *self.hints[index + 1 :])
+
+
+def _symbol_of(placeholder: fx.Node) -> Any:
+    """The size symbol that an integer argument stands for; None for any other argument."""
+    value = placeholder.meta.get("val")
+    if not isinstance(value, torch.SymInt) or free_unbacked_symbols(value) or not value.node.expr.is_Symbol:
+        return None
+    return value.node.expr
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.runner import Step, run_steps, without
-from fxoffload.passes.tag_recompute import TagRecompute, TagReport
+from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
@@ -124,6 +124,7 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._planned: Planned | None = None
+        self._must_offload = False  # a user's policy wants some value on the host
         self._sized: SizedPlan | None = None  # where sizes vary
         self._range: Range | None = None  # of them
         self._plan_box: PlanBox | None = None
@@ -154,6 +155,7 @@ class CompileSession:
         """The forward and the backward graph: as planned, or as ``base`` makes them of the tagged joint graph."""
         self._num_user_outputs = kwargs["num_fwd_outputs"]
         self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
         try:
             run_steps(_JOINT[:1], state, "joint")
@@ -212,6 +214,8 @@ class CompileSession:
         forward, site = self._forward, self._site
         off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
         if forward is None or site is None or off or self.options.policy != "auto" or self._plan_box is not None:
+            return
+        if self._must_offload:  # a plan for the step does not know of it
             return
         goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device)
         try:
@@ -321,7 +325,10 @@ class CompileSession:
         site = self._site = engine.calls.site()
 
         def decide(args: list[Any]) -> Choice:
-            chosen = graph.choose(site.followed if by_size is None else by_size.choice(args))
+            instead = site.followed
+            if by_size is not None and graph.may_follow():
+                instead = by_size.choice(args)
+            chosen = graph.choose(instead)
             return Choice([chosen.offload[i] for i in order], chosen.windows)
 
         def clock(args: list[Any]) -> SegmentClock | None:
@@ -339,8 +346,11 @@ class CompileSession:
         sized, planned = self._sized, self._planned
         if sized is None or planned is None or planned.draft.step is None:
             return None
+        sizes = sized.sizes.in_forward(state.gm)
+        if sizes is None:
+            return None
         place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
-        return ScheduleBySize(sized, [place[c.name] for c in state.saved.candidates])
+        return ScheduleBySize(replace(sized, sizes=sizes), [place[c.name] for c in state.saved.candidates])
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
         """What the plan says, in the order of the candidates."""

@@ -17,15 +17,18 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
-from fxoffload._torch_compat import bounds_sizes, frame_id, hints_at, marks_sizes
+import torch.fx as fx
+
+from fxoffload._torch_compat import bounds_sizes, frame_id, hints_at, marks_sizes, symbols_of
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes, Sizes
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.schedule_by_size import SizedPlan
 from fxoffload.errors import BudgetError, PassError
+from fxoffload.passes.op_costs import tensors_of
 
 log = logging.getLogger(__name__)
 
-# For one code object.
+# For one model's code.
 MAX_VARIANTS = 3
 # How much larger the calls are that a plan is asked for.
 _FACTORS = (1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
@@ -176,15 +179,23 @@ def _with_range(planning: Planning, sized: SizedPlan) -> tuple[SizedPlan, Range 
     is_plain = sized.planned.schedule is None
     if frame is None or graph_bytes is None or not (is_plain or planning.recompute == "auto"):
         return sized, None
-    key = (frame, len(planning.joint.graph.nodes), planning.goal, planning.recompute)
+    key = (frame, _fingerprint(planning.joint), planning.goal, planning.recompute)
     sizes, end = sized.sizes, None
-    if VARIANTS.may_end(key):
+    # What does nothing must not serve what exceeds the budget, even if other code has used up the variants.
+    if VARIANTS.may_end(key) or (is_plain and planning.limit_bytes is not None):
         began = time.perf_counter()
         end = largest_served(sizes, graph_bytes, sized.serves, may_be_fixed=not marks_sizes())
         log.info("found the range of sizes in %.1f s", time.perf_counter() - began)
     else:
         sized = _last(planning, sized)
     return sized, Range(key, graph_bytes, graph_bytes.at(sizes.named(sizes.hints)), end)
+
+
+def _fingerprint(joint: fx.GraphModule) -> Hashable:
+    """What tells models of one class apart, and is the same for all sizes: the code object is the same for all."""
+    fixed = [t for n in joint.graph.find_nodes(op="placeholder") for t in tensors_of(n) if not symbols_of(t)]
+    shapes = tuple((tuple(t.shape), str(t.dtype)) for t in fixed)
+    return sum(n.op == "call_function" for n in joint.graph.nodes), hash(shapes)
 
 
 def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:

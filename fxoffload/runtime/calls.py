@@ -42,6 +42,8 @@ _MOST_MISSES = 2
 # A chain that keeps changing is not worth planning, or looking at, again and again.
 _MOST_PLANS = 3
 _MOST_RECORDS = 16
+# After so many forwards it is asked whether any of them waits for a backward: if not, none of them is remembered.
+_MOST_FORWARDS = 64
 
 
 @dataclass(frozen=True)
@@ -146,20 +148,34 @@ class Site:
 
     def forward_begins(self, args: Sequence[Any]) -> None:
         """A forward call begins: sets ``followed``."""
-        self.calls._forward_begins(self, args)
+        try:
+            self.calls._forward_begins(self, args)
+        except Exception as error:
+            self.followed = None
+            self.calls.give_up(error)
 
     def forward_ends(self, group: Group, results: Sequence[Any]) -> None:
         """It has saved ``group`` and returns ``results``."""
-        self.calls._forward_ends(self, group, results)
+        try:
+            self.calls._forward_ends(self, group, results)
+        except Exception as error:
+            self.calls.give_up(error)
 
     def backward_begins(self, group: Group, args: Sequence[Any]) -> Group:
         """A backward call begins. ``group``: of its tokens, empty where it was given none. Returns the group to go on
         with: that of the forward call, where it follows a plan and moved nothing."""
-        return self.calls._backward_begins(self, group, args)
+        try:
+            return self.calls._backward_begins(self, group, args)
+        except Exception as error:
+            self.calls.give_up(error)
+            return group
 
     def backward_ends(self, results: Sequence[Any]) -> None:
         """It returns ``results``."""
-        self.calls._backward_ends(self, results)
+        try:
+            self.calls._backward_ends(self, results)
+        except Exception as error:
+            self.calls.give_up(error)
 
 
 @dataclass(frozen=True)
@@ -263,6 +279,13 @@ class StepCalls:
         """A place for one more compiled graph."""
         return Site(self)
 
+    def give_up(self, error: Exception) -> None:
+        """Watching failed: the step goes on without."""
+        log.warning("a step is not watched any further: %s: %s", type(error).__name__, error)
+        with self._lock:
+            if self._step is not None:
+                self._step.spoil()
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, site: Site, args: Sequence[Any]) -> None:
@@ -303,7 +326,7 @@ class StepCalls:
         if step.plan is not None and step.plan.has(len(step.calls), site):
             return False
         # A forward that goes through the same graphs again, when nothing waits for its backward any more.
-        again = bool(step.calls) and step.calls[0].site() is site
+        again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
         return again and not any(c.waits() for c in step.pending)
 
     def _begin(self, site: Site) -> _Step:
@@ -450,8 +473,8 @@ class StepCalls:
                 f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
                 stacklevel=2,
             )
-        # Without a plan it stays as it is: the next step would not be planned either.
-        first.is_planning = first.plan is None
+        finally:
+            first.is_planning = False
 
     def _finish(self) -> None:
         """The step is over: was it what was planned?"""

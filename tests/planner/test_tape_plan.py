@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
 from fxoffload.compiler import session, tape_plan
@@ -26,6 +28,7 @@ from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
+from fxoffload.runtime import calls
 from fxoffload.runtime.engine import engine_for
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects
@@ -697,3 +700,60 @@ def test_fully_sharded_layers() -> None:
     assert 0 < moved_by(run) == plan.predicted.bytes_offloaded
     assert plan.predicted_peak_bytes <= 120_000
     assert plan.predicted_peak_bytes == plan.predicted.peak_without_gradients_bytes
+
+
+def test_what_a_policy_wants_on_the_host_goes_there_in_every_step() -> None:
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            contexts = functools.partial(create_selective_checkpoint_contexts, to_host)
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+    def to_host(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        wanted = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(0)
+    model = per_layer(Stack(4, block=lambda *_: Checkpointed()), activation_budget="1GiB")
+    moved = []
+    for _ in range(4):
+        fxoffload.reset_stats()
+        model(batch()).square().mean().backward()
+        moved.append(fxoffload.stats().bytes_offloaded)
+    assert min(moved) > 0
+    assert not new_plans()
+
+
+def test_a_chain_that_cannot_be_planned_does_not_stand_in_another_s_way() -> None:
+    model = per_layer(Stack(4), activation_budget="1GiB")
+    for _ in range(3):  # one call alone
+        model.layers[0](batch()).square().mean().backward()  # type: ignore[operator,index]
+    assert not new_plans()
+    for _ in range(4):
+        model(batch()).square().mean().backward()
+    assert len(new_plans()) == 1
+
+
+def test_forwards_without_a_backward_are_not_remembered() -> None:
+    model = per_layer(Stack(2))
+    model(batch()).square().mean().backward()
+    gate = Gate()
+    gate.compile(backend="fxoffload", options=options())
+    model(batch())
+    for _ in range(300):
+        gate(batch())
+    step = engine_for(torch.device("cpu")).calls._step
+    assert step is not None and len(step.calls) <= 64
+
+
+def test_watching_that_fails_harms_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = per_layer(Stack(2))
+    model(batch()).square().mean().backward()
+    expected_grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    monkeypatch.setattr(calls, "StorageRef", _raise)
+    for _ in range(3):
+        model(batch()).square().mean().backward()
+        for p, g in zip((p for p in model.parameters() if p.grad is not None), expected_grads, strict=True):
+            assert torch.equal(p.grad, g)  # type: ignore[arg-type]
+        model.zero_grad()
+    assert not new_plans()

@@ -28,7 +28,7 @@ from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.compiler.variants import MAX_VARIANTS, VARIANTS, Variants, largest_served
 from fxoffload.errors import BudgetError
 from fxoffload.planner import StorageInfo, TrainingStep
-from tests.capture import Sketch, example_input
+from tests.capture import Sketch, Tower, example_input
 from tests.planner.test_planning import Recorded, recorded, scenario, tower
 from tests.support import assert_close, assert_equal, assert_nothing_held, num_dynamo_graphs
 
@@ -464,3 +464,67 @@ def cached_guards() -> list[str]:
         if path.is_file():
             found.append(pickle.loads(path.read_bytes()).guards_expr)
     return [g for g in found if g]
+
+
+class Shifted(Tower):
+    """Adds an integer that the caller gives."""
+
+    def forward(self, x: Tensor, shift: int = 0) -> Tensor:
+        return super().forward(x) * shift
+
+
+def test_an_integer_argument_is_no_size(made: list[ScheduleBySize]) -> None:
+    """Dynamo makes it a symbol without bounds; no size depends on it, so one schedule serves all its values."""
+    torch.manual_seed(0)
+    model = Shifted(4)
+    call = torch.compile(model, backend="fxoffload", options={**OPTIONS, "max_slowdown": 9.0})
+    for shift in (3, 5, -7, 0):
+        fxoffload.reset_stats()
+        call(example_input(), shift).square().mean().backward()
+        assert fxoffload.stats().bytes_offloaded > 0
+    assert not any(by_size._choices for by_size in made)
+
+
+def test_models_of_one_class_have_variants_of_their_own() -> None:
+    """All of them are compiled from one code object; the third still keeps its budget for a longer batch."""
+
+    class Wide(Tower):
+        def __init__(self, width: int) -> None:
+            super().__init__(4)
+            self.widen = nn.Linear(self.embed.in_features, width)
+            self.narrow = nn.Linear(width, self.embed.in_features)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.narrow(self.widen(x)))
+
+    budget = kept_peak(9)
+    torch.manual_seed(0)
+    for width in (17, 18, 19):
+        model = Wide(width)
+        call = dynamic(model, activation_budget=budget)
+        assert check_bits(model, call, 4).bytes_offloaded == 0
+        assert check_bits(model, call, 13).bytes_offloaded > 0
+    assert len(VARIANTS._ends) == 3
+
+
+def test_positions_of_sizes_are_the_forward_graph_s() -> None:
+    """Effect tokens among a joint graph's placeholders are none of the forward's arguments."""
+    env = ShapeEnv()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)  # type: ignore[call-arg]
+
+    def graph(*, token: bool) -> torch.fx.GraphModule:
+        sketch = Sketch()
+        sketch.mode = mode
+        if token:
+            sketch.input("token", 0)
+        for name, value in (("s0", x.shape[0]), ("s1", x.shape[1]), ("x", x)):
+            sketch.graph.placeholder(name).meta["val"] = value
+        return sketch.module([])
+
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.empty(7, 5), symbolic_context=context)
+    joint = BatchSizes.of(graph(token=True))
+    assert joint is not None and (joint.positions, joint.hints) == ((1, 2), (7, 5))
+    forward = joint.in_forward(graph(token=False))
+    assert forward is not None and (forward.positions, forward.hints) == ((0, 1), (7, 5))
+    assert joint.in_forward(Sketch().module([])) is None
