@@ -177,6 +177,32 @@ def quotient(a: Any, b: Any) -> int | None:
     return int(found) if found.is_Integer and found > 0 else None
 
 
+@contextlib.contextmanager
+def _fakes_without_guards(fake: Any) -> Iterator[None]:
+    """The mode of a fake tensor; what is computed in it guards nothing.
+
+    Stands for ``FakeTensor.fake_mode`` and ``ShapeEnv.suppress_guards``.
+    """
+    mode = fake.fake_mode
+    env = mode.shape_env
+    with mode, torch.no_grad(), env.suppress_guards() if env is not None else contextlib.nullcontext():
+        yield
+
+
+def new_fake_like(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same layout, over memory of its own."""
+    with _fakes_without_guards(value) if isinstance(value, FakeTensor) else contextlib.nullcontext():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def run_on_fakes(node: fx.Node) -> Any:
+    """What the op of ``node`` gives for the fake values of its arguments."""
+    args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake = next((n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], FakeTensor)), None)
+    with _fakes_without_guards(fake) if fake is not None else contextlib.nullcontext():
+        return node.target(*args[0], **args[1])  # type: ignore[operator]
+
+
 def symbols_of(value: Any) -> set[Any]:
     """The free symbols in the sizes and strides of a fake tensor, or in a SymInt."""
     if isinstance(value, torch.Tensor):

@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload._torch_compat import symbols_of
 from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.passes.repeatable import Repeatable
 from fxoffload.passes.settle_nodes import GLUE_KEY
-from fxoffload.passes.values import extent_bytes, output_values, tensor_of
+from fxoffload.passes.values import output_values, tensor_of
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05
@@ -95,19 +96,19 @@ class CutSegments:
 
     def __call__(self, gm: fx.GraphModule) -> Segmentation:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-        cuts = [] if self.whole else _find_cuts(gm, nodes)
-        if cuts:
-            cuts = self._split(gm, nodes, cuts)
+        cuts: list[int] = []
+        if not self.whole and len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1:
+            values = Repeatable(gm, self.moved)
+            first_reads = _first_reads(nodes, values)
+            live = _live_bytes(gm, nodes, values, first_reads)
+            cuts = _find_cuts(nodes, live)
+            if cuts:
+                cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
         ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
-        returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
-        sizes = _symbol_nodes(gm.graph)
-        taken: set[str] = set()
-        return Segmentation(tuple(_make_segment(gm, r, returned, sizes, taken) for r in ranges))
+        return segments_of(gm, ranges)
 
-    def _split(self, gm: fx.GraphModule, nodes: list[fx.Node], cuts: list[int]) -> list[int]:
+    def _split(self, nodes: list[fx.Node], cuts: list[int], live: list[int], weights: list[int]) -> list[int]:
         """Cuts inside the layers that move more than ``max_moved``."""
-        weights = _moved_by(nodes, self.moved)
-        live = _live_bytes(gm, nodes)
         inner: list[int] = []
         for start, end in itertools.pairwise([0, *cuts, len(nodes)]):
             total = sum(weights[start:end])
@@ -131,34 +132,58 @@ class CutSegments:
         return sorted({*cuts, *inner})
 
 
-def _moved_by(nodes: list[fx.Node], moved: Mapping[str, int]) -> list[int]:
+def segments_of(
+    gm: fx.GraphModule, ranges: Sequence[list[fx.Node]], names: Sequence[str] | None = None
+) -> Segmentation:
+    """The segments that these runs of ops make; ``names``: theirs, where they have some already."""
+    returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
+    sizes = _symbol_nodes(gm.graph)
+    taken: set[str] = set()
+    found = [_make_segment(gm, r, returned, sizes, taken) for r in ranges]
+    if names is not None:
+        found = [replace(segment, name=name) for segment, name in zip(found, names, strict=True)]
+    return Segmentation(tuple(found))
+
+
+def _moved_by(nodes: list[fx.Node], moved: Mapping[str, int], first_read: Mapping[fx.Node, int]) -> list[int]:
     """Bytes that each op adds to what moves: saved values that it computes, or inputs that it is the first to read."""
-    weights, seen = [], set()
-    for node in nodes:
-        inputs = [v for v in node.all_input_nodes if v.op == "placeholder" and v not in seen]
-        seen.update(inputs)
-        weights.append(sum(moved.get(v.name, 0) for v in (node, *inputs)))
+    weights = [moved.get(n.name, 0) for n in nodes]
+    for value, at in first_read.items():
+        weights[at] += moved.get(value.name, 0)
     return weights
 
 
-def _find_cuts(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[int]:
+def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]:
+    """Graph input -> the first op that reads it.
+
+    What is read by arithmetic that could as well be done later counts with the op that needs its result.
+    """
+    found: dict[fx.Node, int] = {}
+    deferred: dict[fx.Node, frozenset[fx.Node]] = {}
+    for at, node in enumerate(nodes):
+        inputs = frozenset(v for v in node.all_input_nodes if v.op == "placeholder")
+        inputs = inputs.union(*(deferred.get(v, ()) for v in node.all_input_nodes)) - found.keys()
+        if (values.is_cheap(node) or values.is_view(node)) and node not in values.returned:
+            deferred[node] = inputs
+        else:
+            found.update(dict.fromkeys(inputs, at))
+    return found
+
+
+def _find_cuts(nodes: list[fx.Node], live: list[int]) -> list[int]:
     labels = [n.meta.get(LAYER_KEY) for n in nodes]
     places: dict[str, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         if label is not None:
             places[label].append(i)
-    if len(places) < 2:
-        return []
     order = sorted(places, key=lambda name: places[name][len(places[name]) // 2])
-    live = _live_bytes(gm, nodes)
     glued = [bool(n.meta.get(GLUE_KEY)) for n in nodes]
 
     cuts = [_start_of(order[0], places, labels)]
     for before, after in itertools.pairwise(order):
-        low = places[before][int((len(places[before]) - 1) * (1 - _MARGIN))]
-        high = places[after][int((len(places[after]) - 1) * _MARGIN)]
-        change = _start_of(after, places, labels)
-        first, last = min(low + 1, high), max(low + 1, high)
+        end, change = _end_of(before, places, labels), _start_of(after, places, labels)
+        first = min(end, change) - int((len(places[before]) - 1) * _MARGIN)
+        last = min(max(end, change) + int((len(places[after]) - 1) * _MARGIN), len(nodes) - 1)
         window = [i for i in range(max(first, cuts[-1] + 1), last + 1) if not glued[i]]
         if window:
             cuts.append(min(window, key=lambda i: (live[i], abs(i - change))))
@@ -190,18 +215,43 @@ def _unglue(cut: int, glued: list[bool]) -> int:
     return cut
 
 
-def _live_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[int]:
-    """Bytes of intermediates that cross the gap before each node. Returned values live on whatever the cut is."""
+def _live_bytes(
+    gm: fx.GraphModule, nodes: list[fx.Node], values: Repeatable, first_reads: Mapping[fx.Node, int]
+) -> list[int]:
+    """Bytes that cross the gap before each node: of intermediates, and of saved values that are read on both sides.
+
+    Returned values live on whatever the cut is. What ``Rematerialize`` will compute again does not cross; what it is
+    made of does, for as long.
+    """
     position = {n: i for i, n in enumerate(nodes)}
-    delta = [0] * (len(nodes) + 2)
+    until: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        if values.base[node] is node:
+            last = max((position[u] for u in values.readers(node)), default=position.get(node, -1))
+            until[node] = len(nodes) if node in values.returned else last
+    crossing: dict[fx.Node, None] = {}
     for node in nodes:
-        value = tensor_of(node)
-        readers = [position[u] for u in node.users if u in position]
-        if value is None or not readers or any(u.op == "output" for u in node.users):
+        if node not in until or node in values.returned or tensor_of(node) is None:
             continue
-        size = extent_bytes(value) or 0
+        crossing[node] = None
+        if values.is_cheap(node):
+            last = until[node]
+            sources = values.made_of(node, lambda v, last=last: v in crossing and until[v] >= last)
+            bases = {values.base[v] for v in sources} if sources is not None else None
+            if bases is not None:
+                longer = [b for b in bases if until[b] < last]
+                if sum(values.nbytes(b) for b in longer) < values.nbytes(node):
+                    until.update(dict.fromkeys(longer, last))
+                    del crossing[node]
+    delta = [0] * (len(nodes) + 2)
+    for node in crossing:
+        size = values.nbytes(node)
         delta[position[node] + 1] += size
-        delta[max(readers) + 1] -= size
+        delta[until[node] + 1] -= size
+    for node, first in first_reads.items():
+        size = values.nbytes(node)
+        delta[first + 1] += size
+        delta[max(until[node], first) + 1] -= size
     live, total = [], 0
     for change in delta[:-1]:
         total += change

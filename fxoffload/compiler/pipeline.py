@@ -15,6 +15,7 @@ from fxoffload.passes.cut_segments import CutSegments, Segmentation
 from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
+from fxoffload.passes.rematerialize import Rematerialize
 from fxoffload.passes.runner import Step
 from fxoffload.passes.settle_nodes import SettleNodes
 from fxoffload.passes.verify_pairing import VerifyPairing
@@ -85,6 +86,7 @@ FIND: tuple[Step[ForwardState], ...] = (
 
 FORWARD: tuple[Step[ForwardState], ...] = (
     Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole), "segmentation"),
+    Step("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes), "segmentation"),
     Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
     Step("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),
     Step("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
@@ -96,6 +98,7 @@ FORWARD: tuple[Step[ForwardState], ...] = (
 BACKWARD: tuple[Step[BackwardState], ...] = (
     Step("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
     Step("cut_segments", lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole), "segmentation"),
+    Step("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.forward.saved.moved_bytes), "segmentation"),
     Step("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
     Step(
         "make_calls",

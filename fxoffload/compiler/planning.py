@@ -35,9 +35,12 @@ TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.05
 # How often the recompute choice is made again because its draft missed the goal.
-_MAX_ROUNDS = 3
+_MAX_ROUNDS = 5
 # A draft that is this close to what the choice promised is taken.
 _CLOSE = 0.01
+# How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
+_SHORTFALL = 0.6
+_MOST_TAKEN = 0.1
 _SOLVER_S = 3.0
 _NUM_FRONTIER_POINTS = 8
 _UNLIMITED = 1 << 62
@@ -181,7 +184,7 @@ class Planning:
     def _aim(self, scheduler: Scheduler, baseline: Simulation) -> Schedule | None:
         """The best schedule for the goal."""
         if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes)
+            return scheduler.least_time(self.limit_bytes, refined=True)
         found = scheduler.least_peak(self._max_ms(baseline))
         if found is None and (scheduler.fixed or self.recompute != "auto"):
             # What the user asked for takes longer than that in any case.
@@ -228,7 +231,9 @@ class Planning:
                 if found.schedule is not None and found.schedule.simulation.step_ms <= solution.ms * (1 + _CLOSE):
                     break
                 if found.schedule is not None:
-                    budget = int(budget * (1 - 2 * _CLOSE))
+                    # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
+                    short = found.schedule.simulation.exposed_ms * problem.d2h_bytes_per_ms
+                    budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
                 else:
                     budget -= max(found.scheduler.smallest().simulation.peak_bytes - goal, int(_CLOSE * goal))
             else:

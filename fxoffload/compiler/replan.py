@@ -171,7 +171,7 @@ class Calibration:
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
         if self._goal.budget_bytes is not None:
-            return scheduler.least_time(self._goal.budget_bytes)
+            return scheduler.least_time(self._goal.budget_bytes, refined=True)
         assert self._goal.max_slowdown is not None
         return scheduler.least_peak(baseline.step_ms * (1 + self._goal.max_slowdown))
 

@@ -169,7 +169,7 @@ class _TapePlanning:
         return found
 
     def _within(self, budget: int) -> Schedule:
-        found = self.scheduler.least_time(budget)
+        found = self.scheduler.least_time(budget, refined=True)
         if found is None:
             found = self.scheduler.smallest()
             least = found.simulation.peak_bytes

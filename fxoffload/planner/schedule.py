@@ -14,6 +14,7 @@ from functools import cached_property
 from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.problem import Problem
 from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.refine import refine
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.steps import TrainingStep
@@ -95,12 +96,18 @@ class Scheduler:
         """The step with everything on the device."""
         return simulate(self.step, (False,) * len(self.names), copies=self.rates)
 
-    def least_time(self, limit_bytes: int) -> Schedule | None:
-        """The fastest schedule within ``limit_bytes``; None where there is none."""
-        found = [s for d in self._proposals(limit_bytes) if (s := self._settle(d, limit_bytes)) is not None]
+    def least_time(self, limit_bytes: int, *, refined: bool = False) -> Schedule | None:
+        """The fastest schedule within ``limit_bytes``; None where there is none. ``refined``: search longer."""
+        found = [s for d in self._proposals(limit_bytes) if (s := self.settle(d, limit_bytes)) is not None]
         if not found and self._least[0] <= limit_bytes:
-            return self._settle(self._least[1], limit_bytes)
-        return min(found, key=lambda s: s.key, default=None)
+            found = [s for s in (self.settle(self._least[1], limit_bytes),) if s is not None]
+        best = min(found, key=lambda s: s.key, default=None)
+        if best is None or not refined:
+            return best
+        return refine(self.step, best, lambda d: self._refit(d, limit_bytes), self.fixed)
+
+    def _refit(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
+        return self.settle(offload, limit_bytes) if self._within_host(offload) else None
 
     def least_peak(self, max_ms: float) -> Schedule | None:
         """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
@@ -126,7 +133,7 @@ class Scheduler:
 
     def smallest(self) -> Schedule:
         """The schedule with the least peak, whatever its time."""
-        found = self._settle(self._least[1], self._least[0])
+        found = self.settle(self._least[1], self._least[0])
         assert found is not None
         return self.least_time(found.simulation.peak_bytes) or found
 
@@ -170,7 +177,8 @@ class Scheduler:
 
     # -- settling ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
+    def settle(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
+        """These decisions within ``limit_bytes``, with the widest windows; None where even the narrowest exceed it."""
         windows = windows_for(self.step, offload, limit_bytes)
         if windows is None:
             return None

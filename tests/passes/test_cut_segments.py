@@ -86,13 +86,27 @@ def test_two_stacks_with_the_same_indices_are_told_apart() -> None:
 def test_a_cut_is_where_the_fewest_bytes_live_near_the_change_of_label() -> None:
     """A layer ends in a wide value that the next one narrows again: one op further the cut carries a tenth."""
     sketch = Sketch()
-    wide = sketch.chain(sketch.input("x", 40, 8), 20, path="layers.0")
+    wide = sketch.op(aten.cumsum.default, sketch.input("x", 40, 8), 0, path="layers.0")
+    wide = sketch.chain(wide, 20, path="layers.0")
     narrow = sketch.op(aten.sum.dim_IntList, wide, [0], path="layers.1")
     gm = sketch.module([sketch.chain(narrow, 60, path="layers.1")])
     AnnotateLayers()(gm)
     first, second = CutSegments()(gm).segments
     assert second.inputs == (narrow,)  # not `wide`, where the label changes
     assert first.nodes[-1] is narrow
+
+
+def test_what_can_be_computed_again_does_not_cross() -> None:
+    """A layer ends in a wide value made of a narrow one: no reason to cut elsewhere than where the label changes."""
+    sketch = Sketch()
+    narrow = sketch.op(aten.sum.dim_IntList, sketch.input("x", 40, 8), [0], path="layers.0")
+    narrow = sketch.chain(narrow, 20, path="layers.0")
+    wide = sketch.op(aten.expand.default, narrow, [40, 8], path="layers.0")
+    wide = sketch.op(aten.add.Tensor, wide, 1.0, path="layers.0")
+    gm = sketch.module([sketch.chain(sketch.op(aten.sum.dim_IntList, wide, [0], path="layers.1"), 60, path="layers.1")])
+    AnnotateLayers()(gm)
+    first, _ = CutSegments()(gm).segments
+    assert first.nodes[-1] is wide
 
 
 def test_what_the_graph_returns_lives_on_whatever_the_cut_is() -> None:
