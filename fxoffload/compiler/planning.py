@@ -36,7 +36,8 @@ TUNING_BYTES = 256 << 20
 _WORTH = 0.05
 # How often the recompute choice is made again because its draft missed the goal.
 _MAX_ROUNDS = 5
-# A draft that is this close to what the choice promised is taken.
+# A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
+_ENOUGH = 0.005
 _CLOSE = 0.01
 # How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
 _SHORTFALL = 0.6
@@ -228,7 +229,7 @@ class Planning:
             if budget is not None:
                 goal = self.limit_bytes
                 assert goal is not None
-                if found.schedule is not None and found.schedule.simulation.step_ms <= solution.ms * (1 + _CLOSE):
+                if found.schedule is not None and found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
                     break
                 if found.schedule is not None:
                     # Compute that waits lacks the memory that copies of so many bytes would have freed by then.

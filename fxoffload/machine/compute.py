@@ -36,8 +36,8 @@ class Sizes:
 CUDA = Sizes(
     matmul={torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 8192},
     attention={
-        torch.bfloat16: (32, 8192, 128),
-        torch.float16: (32, 8192, 128),
+        torch.bfloat16: (32, 16384, 128),
+        torch.float16: (32, 16384, 128),
         torch.float32: (32, 4096, 128),
     },
     stream_bytes=512 << 20,
@@ -78,7 +78,7 @@ def attention_rates(device: torch.device, clock: Clock) -> tuple[dict[str, float
 
         def forward_rate(flops: float = flops, attend: Callable[[], Tensor] = attend) -> float:
             with torch.no_grad():
-                return _tflop_per_s(flops, clock.ms(attend))
+                return _tflop_per_s(flops, clock.ms(attend, sustained=True))
 
         def backward_rate(
             flops: float = flops,
@@ -87,7 +87,7 @@ def attention_rates(device: torch.device, clock: Clock) -> tuple[dict[str, float
             grad: Tensor = grad,
         ) -> float:
             out = attend()
-            ms = clock.ms(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+            ms = clock.ms(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), sustained=True)
             return _tflop_per_s(BACKWARD_FLOPS * flops, ms)
 
         _add(forward, dtype_name(dtype), forward_rate)
@@ -122,7 +122,7 @@ def _sizes(device: torch.device) -> Sizes:
 def _matmul_rate(device: torch.device, clock: Clock, dtype: torch.dtype, size: int) -> float:
     left, right = (_random(device, dtype, size, size) for _ in range(2))
     product = torch.empty_like(left)
-    return _tflop_per_s(2 * size**3, clock.ms(lambda: torch.mm(left, right, out=product)))
+    return _tflop_per_s(2 * size**3, clock.ms(lambda: torch.mm(left, right, out=product), sustained=True))
 
 
 def _float8_rate(device: torch.device, clock: Clock, size: int) -> float:
@@ -134,7 +134,7 @@ def _float8_rate(device: torch.device, clock: Clock, size: int) -> float:
         # The kernels want the right factor by columns.
         return F.scaled_mm(left, right.t(), scale, recipe, scale, recipe, output_dtype=torch.bfloat16)
 
-    return _tflop_per_s(2 * size**3, clock.ms(multiply))
+    return _tflop_per_s(2 * size**3, clock.ms(multiply, sustained=True))
 
 
 def _add(rates: dict[str, float], name: str, measure: Callable[[], float]) -> None:

@@ -95,12 +95,20 @@ def test_rates_count_what_was_computed() -> None:
     forward, backward = compute.attention_rates(CPU, clock)
     assert forward["float32"] == pytest.approx(2 * heads * length**2 * width / 1e9, rel=1e-3)
     assert backward["float32"] == pytest.approx(2.5 * forward["float32"], rel=1e-3)
+    # What draws power is timed as in a long step, see [Note: Sustained rates] in clocks.py.
+    assert clock.num_sustained == len(compute.CPU.matmul) + 2 * len(compute.CPU.attention)
     assert compute.memory_rate(CPU, clock) == pytest.approx(2 * compute.CPU.stream_bytes / 1e6, rel=1e-3)
     assert compute.launch_overhead_us(CPU, clock) == compute.kernel_floor_us(CPU, clock) == 1000.0
 
 
 class FixedClock:
-    def ms(self, work: object) -> float:
+    """Also counts the work that was timed under sustained load."""
+
+    def __init__(self) -> None:
+        self.num_sustained = 0
+
+    def ms(self, work: object, *, sustained: bool = False) -> float:
+        self.num_sustained += sustained
         return 1.0
 
     def host_ms(self, work: object, calls: int) -> float:

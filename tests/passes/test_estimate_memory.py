@@ -450,9 +450,10 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
 
 
 # Rows of that run (2026-11-21, PyTorch 2.11, 16 layers of Qwen3-8B's shape at 16,384 tokens): MiB above what was live
-# when the segment began, of layers whose norms, rotary embedding and product with silu are recomputed.
+# when the segment began, of layers whose norms, rotary embedding and product with silu are recomputed. (The backward's
+# first is left out: it began with another op then.)
 _MEASURED = {
-    **{f"decoder_layers_{i}": 1536 for i in (15, 14, 13, 12, 11, 10, 7, 5, 4, 3, 2, 1, 0)},
+    **{f"decoder_layers_{i}": 1536 for i in (14, 13, 12, 11, 10, 7, 5, 4, 3, 2, 1, 0)},
     **{f"decoder_layers_{i}_1": 1026 for i in (14, 13, 12, 11, 10, 9, 7, 6, 5, 4, 3, 2, 1)},
     "decoder_layers_15_1": 998,
 }
