@@ -81,20 +81,38 @@ class PlanMeasurement(Measurement):
 
     def freeze_plan(self) -> None:
         assert self._watch is not None
+        if self.request.case.compile == "layers":
+            return  # there is none yet
         self.result.plan = self._watch.freeze(self._num_steps)
 
     def warm_up(self) -> None:
         """Until a plan is calibrated, but not for ever: a plan that does nothing never is."""
         measure_warmup(self.stepper, self.result, self.request.protocol)
         self._num_steps += 1 + self.request.protocol.warmup
-        if self._watch is None or self.result.plan is None:
+        if self._watch is None:
+            return
+        if self.request.case.compile == "layers":
+            self._await_plan(self._watch)
+            return
+        if self.result.plan is None:
             return
         for _ in range(self.request.protocol.calibration_steps):
             if self._watch.is_calibrated():
                 break
-            self.result.losses.append(self.stepper.step().loss)
-            self._num_steps += 1
+            self._one_more()
         self._watch.freeze_calibrated(self.result.plan, self._num_steps)
+
+    def _await_plan(self, watch: PlanWatch) -> None:
+        """The plan of a step over several graphs is made behind the first steps, and followed by the next one."""
+        for _ in range(self.request.protocol.calibration_steps):
+            self.result.plan = watch.freeze(self._num_steps)
+            self._one_more()
+            if self.result.plan is not None:
+                break
+
+    def _one_more(self) -> None:
+        self.result.losses.append(self.stepper.step().loss)
+        self._num_steps += 1
 
     def gradients(self) -> None:
         """Those of the last timed step: nothing has zeroed them since."""

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """The work of one step. Sizes are those of the H200 runs; ``--set`` makes them small for a rehearsal."""
+    """The work of one step. Sizes are those of the H200 runs; ``--set`` makes them small for a rehearsal.
+
+    ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps only).
+    """
 
     name: str = "stack"
     layers: int = 16
@@ -33,6 +36,7 @@ class Case:
     seed: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    compile: str = "whole"
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ class Sweep:
         resolved: dict[str, Any] = {}
         phases.required("options", lambda: resolved.update(resolve(request, result, self._peaks, self.device)))
         variant = dataclasses.replace(request.variant, options=resolved)
-        measurement = PlanMeasurement(request, result, self.device, lambda: apply(variant, self.job, self.device))
+        measurement = PlanMeasurement(
+            request, result, self.device, lambda: apply(request, variant, self.job, self.device)
+        )
         try:
             measurement.run(phases)
         finally:

@@ -85,6 +85,10 @@ _SCATTERS = _aten(
 )
 
 
+# Higher-order ops that run another op with a random state of its own -> the place of that op among their arguments.
+_RNG_WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
+
+
 @functools.cache
 def op_name(target: Any) -> str:
     """``aten.mm`` for every overload of it; a higher-order op's own name."""
@@ -93,7 +97,7 @@ def op_name(target: Any) -> str:
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The op that ``node`` runs and its positional arguments, without a wrapper that saves or sets the random state."""
-    skip = {"run_and_save_rng_state": 0, "run_with_rng_state": 1}.get(op_name(node.target))
+    skip = _RNG_WRAPPERS.get(op_name(node.target))
     if skip is None:
         return node.target, node.args
     return node.args[skip], node.args[skip + 1 :]

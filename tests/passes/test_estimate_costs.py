@@ -270,7 +270,9 @@ def test_an_op_under_the_wrapper_of_random_state_is_itself() -> None:
     higher = torch.ops.higher_order
     saving = call(higher.run_and_save_rng_state, flash, Q, K, V, 0.1, True, out=(SEED, (Q, LSE)))
     setting = call(higher.run_with_rng_state, SEED, flash, Q, K, V, 0.1, True, out=(Q, LSE))
-    for node in (saving, setting):
+    # On a GPU, in the forward and in the backward; the state is a keyword.
+    safe = call(torch._prims.rng_prims.graphsafe_run_with_rng_state, flash, Q, K, V, 0.1, True, out=(Q, LSE))
+    for node in (saving, setting, safe):
         assert (node_kind(node), op_flops(node)) == ("attention", 2 * B * H * S * S * D)
 
 
