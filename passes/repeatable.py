@@ -79,6 +79,7 @@ class Repeatable:
             self.base[node] = self.base[source] if source is not None else node
             if source is not None:
                 self._sees.add(node)
+        self._changed = changed
         self._views = self._sees - changed
         self._cheap = {n for n in nodes if n not in changed and n not in self._sees and _is_arithmetic(n)}
         self._bytes: dict[fx.Node, int] = {}
@@ -122,6 +123,8 @@ class Repeatable:
                 seen.add(value)
                 if value in self._views or (value in self._cheap and not is_there(value)):
                     todo.append(value)
+                elif value in self._changed:
+                    return None  # later it may be something else
                 elif value.op == "call_function" and tensor_of(value) is None:
                     return None  # a size, or an op of several results
                 else:
@@ -148,6 +151,8 @@ def _is_arithmetic(node: fx.Node) -> bool:
         return False
     if fused_form(node) != "pointwise" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return False
+    if any(t.device != value.device for i in node.all_input_nodes if (t := tensor_of(i)) is not None):
+        return False  # a copy between devices
     name = op_name(node.target)
     if name in _NOT_REPEATED or extent_bytes(value) is None:
         return False

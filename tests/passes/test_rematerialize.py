@@ -12,6 +12,7 @@ from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.cut_segments import CutSegments, Segmentation, segments_of
 from fxoffload.passes.op_costs import base_of
 from fxoffload.passes.rematerialize import REPEATS_KEY, Rematerialize
+from fxoffload.passes.repeatable import Repeatable
 from fxoffload.passes.values import Storages, output_values
 from tests.capture import Sketch, rehearsal_options
 
@@ -186,6 +187,25 @@ def test_what_is_written_to_is_not_repeated() -> None:
     gm = sketch.module([late])
     before = cut(gm, late)
     assert Rematerialize(before)(gm) is before
+
+
+def test_what_is_made_of_something_that_is_written_to_is_not_repeated() -> None:
+    """Behind the write it would be another value."""
+    sketch = Sketch()
+    gate = sketch.input("gate", 64, 32, dtype=torch.bfloat16)
+    wide = sketch.op(prims.convert_element_type.default, gate, torch.float32)
+    sketch.op(aten.copy_.default, gate, sketch.op(aten.cumsum.default, gate, 0))
+    late = sketch.op(aten.cumsum.default, wide, 0)
+    gm = sketch.module([late])
+    before = cut(gm, late)
+    assert Rematerialize(before, moved={"gate": 4096})(gm) is before
+
+
+def test_a_copy_between_devices_is_not_repeated() -> None:
+    sketch = Sketch()
+    gate = sketch.input("gate", 64, 32, dtype=torch.bfloat16)
+    wide = sketch.op(aten._to_copy.default, gate, dtype=torch.float32, device=torch.device("meta"))
+    assert Repeatable(sketch.module([]), {}).is_cheap(wide) is False
 
 
 def test_what_the_graph_returns_is_read_not_repeated() -> None:

@@ -757,3 +757,10 @@ def test_watching_that_fails_harms_no_step(monkeypatch: pytest.MonkeyPatch) -> N
             assert torch.equal(p.grad, g)  # type: ignore[arg-type]
         model.zero_grad()
     assert not new_plans()
+
+
+def test_a_gpu_s_budget_leaves_room_for_what_runs_between_the_graphs() -> None:
+    gib = 1 << 30
+    assert tape_plan.bytes_for_graphs(gib, torch.device("cpu")) == gib
+    assert tape_plan.bytes_for_graphs(gib, torch.device("cuda")) == gib - (64 << 20)
+    assert tape_plan.bytes_for_graphs(1 << 20, torch.device("cuda")) == 1  # too small: refused, not an accident
