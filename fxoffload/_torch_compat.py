@@ -386,8 +386,13 @@ def aliased_args(node: fx.Node) -> list[fx.Node]:
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments that ``node`` writes in place, by its schema."""
+    """The tensor arguments that ``node`` writes in place, by its schema.
+
+    ``inductor::resize_storage_bytes_`` (FSDP2 in a graph) frees its argument and does not say so.
+    """
     schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.name == "inductor::resize_storage_bytes_":
+        return [a for a in node.args[:1] if isinstance(a, fx.Node)]
     if schema is None or not schema.is_mutable:
         return []
     return _args_where(node, lambda alias: alias.is_write)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload._torch_compat import symbols_of
 from fxoffload.passes.annotate_layers import LAYER_KEY
-from fxoffload.passes.repeatable import Repeatable
+from fxoffload.passes.repeatable import MAX_OPS, Repeatable
 from fxoffload.passes.settle_nodes import GLUE_KEY
 from fxoffload.passes.values import output_values, tensor_of
 
@@ -133,15 +133,15 @@ class CutSegments:
 
 
 def segments_of(
-    gm: fx.GraphModule, ranges: Sequence[list[fx.Node]], names: Sequence[str] | None = None
+    gm: fx.GraphModule, ranges: Sequence[list[fx.Node]], known: Sequence[Segment] | None = None
 ) -> Segmentation:
-    """The segments that these runs of ops make; ``names``: theirs, where they have some already."""
+    """The segments that these runs of ops make; ``known``: those that they were, whose names and layers they keep."""
     returned = {v for v in output_values(gm.graph) if isinstance(v, fx.Node)}
     sizes = _symbol_nodes(gm.graph)
     taken: set[str] = set()
     found = [_make_segment(gm, r, returned, sizes, taken) for r in ranges]
-    if names is not None:
-        found = [replace(segment, name=name) for segment, name in zip(found, names, strict=True)]
+    if known is not None:
+        found = [replace(s, name=old.name, layer=old.layer) for s, old in zip(found, known, strict=True)]
     return Segmentation(tuple(found))
 
 
@@ -159,11 +159,14 @@ def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]
     What is read by arithmetic that could as well be done later counts with the op that needs its result.
     """
     found: dict[fx.Node, int] = {}
-    deferred: dict[fx.Node, frozenset[fx.Node]] = {}
+    deferred: dict[fx.Node, dict[fx.Node, None]] = {}
     for at, node in enumerate(nodes):
-        inputs = frozenset(v for v in node.all_input_nodes if v.op == "placeholder")
-        inputs = inputs.union(*(deferred.get(v, ()) for v in node.all_input_nodes)) - found.keys()
-        if (values.is_cheap(node) or values.is_view(node)) and node not in values.returned:
+        inputs: dict[fx.Node, None] = {}
+        for value in node.all_input_nodes:
+            new = (value,) if value.op == "placeholder" else deferred.get(value, ())
+            inputs.update((v, None) for v in new if v not in found)
+        cheap = (values.is_cheap(node) or values.is_view(node)) and node not in values.returned
+        if cheap and len(inputs) <= MAX_OPS:
             deferred[node] = inputs
         else:
             found.update(dict.fromkeys(inputs, at))

@@ -156,7 +156,7 @@ def _form(target: Any) -> Form | None:
 def source_of(node: fx.Node) -> fx.Node | None:
     """The node whose memory ``node`` shows under another shape, or as one item of it; None where it is memory of its
     own."""
-    if node.op != "call_function" or (node_kind(node) != "view" and op_name(node.target) not in _WAITS):
+    if node.op != "call_function" or (node_kind(node) != "view" and not is_wait(node)):
         return None
     source = node.args[0] if node.args else None
     return source if isinstance(source, fx.Node) and tensors_of(source) else None

@@ -53,10 +53,10 @@ class Rematerialize:
         if not work.choose():
             return self.segmentation
         work.rewrite()
-        gm.recompile()
-        names = [s.name for s in self.segmentation.segments]
-        left = [(r, name) for r, name in zip(work.ranges(), names, strict=True) if r]
-        return segments_of(gm, [r for r, _ in left], [name for _, name in left])
+        # No recompile: only segments run, and code for a graph of 36 layers takes longer to write than all of this.
+        pairs = zip(work.ranges(), self.segmentation.segments, strict=True)
+        left = [(nodes, segment) for nodes, segment in pairs if nodes]
+        return segments_of(gm, [nodes for nodes, _ in left], [segment for _, segment in left])
 
 
 class _Repeating:

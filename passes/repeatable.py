@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.fx as fx
 
-from fxoffload.passes.op_costs import fused_form, op_name, source_of
+from fxoffload.passes.op_costs import fused_form, is_wait, op_name, source_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 # Behind a value with more ops than this it is cheaper to read it.
-_MAX_OPS = 24
+MAX_OPS = 24
 # Pointwise in form, but they move elements, make several from one, hold garbage, or draw random numbers.
 _NOT_REPEATED = {
     f"aten.{name}"
@@ -80,7 +80,8 @@ class Repeatable:
             if source is not None:
                 self._sees.add(node)
         self._changed = changed
-        self._views = self._sees - changed
+        # A wait for a collective, a size or a check looks like a view of what it reads, and must not be had twice.
+        self._views = {n for n in self._sees - changed if tensor_of(n) is not None and not is_wait(n)}
         self._cheap = {n for n in nodes if n not in changed and n not in self._sees and _is_arithmetic(n)}
         self._bytes: dict[fx.Node, int] = {}
         self.returned = {self.base[v] for v in output_values(gm.graph) if isinstance(v, fx.Node)}
@@ -129,7 +130,7 @@ class Repeatable:
                     return None  # a size, or an op of several results
                 else:
                     found.add(value)
-            if len(seen) > _MAX_OPS:
+            if len(seen) > MAX_OPS:
                 return None
         return found
 

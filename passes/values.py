@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_compat import aliased_args, hint, mutated_args
+from fxoffload.passes.op_costs import is_wait
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
@@ -37,8 +38,8 @@ class Storages:
     """Which values of one graph share memory.
 
     Two values share a class when their fake tensors share a storage, or when a view op leads from one to the other
-    (pattern-replaced nodes can carry fresh fake tensors, so the storages alone are not enough). Parameters stay in the
-    class of their own placeholder.
+    (pattern-replaced nodes can carry fresh fake tensors, so the storages alone are not enough), and what a wait for a
+    collective gives is the collective's result. Parameters stay in the class of their own placeholder.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
@@ -53,7 +54,7 @@ class Storages:
                 key = value.untyped_storage()._cdata
                 self._union(node, by_storage.setdefault(key, node))
             if node.op == "call_function":
-                for source in aliased_args(node):
+                for source in (*aliased_args(node), *(node.all_input_nodes if is_wait(node) else ())):
                     if tensor_of(source) is not None and source in self._parent:
                         self._union(node, source)
         self._members: dict[fx.Node, list[fx.Node]] | None = None

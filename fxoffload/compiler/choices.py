@@ -6,12 +6,14 @@ computes again comes from ``FindFrontier``. Layers of one class share their alte
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
 from fxoffload.compiler.draft import Draft
 from fxoffload.passes.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.passes.rematerialize import REPEATS_KEY
 from fxoffload.planner.formulate import items_of, problem_of
 from fxoffload.planner.problem import Alternative, Item, Layer, Problem
 from fxoffload.planner.rates import ProfileRates
@@ -123,7 +125,7 @@ class Choices:
                 if user.name in computed or user.name not in self._forward_names:
                     wanted.extend(user.users)
             elif user.name not in self._forward_names:
-                found.add(self._up.of[user.name])
+                found.update(self._up.all_of(user.name))
         return sorted(found)
 
     # -- the rest ------------------------------------------------------------------------------------------------------
@@ -144,10 +146,19 @@ class _Places:
 
     def __init__(self, steps: Sequence[object], segments: Sequence[object]) -> None:
         self.of: dict[str, int] = {}
+        self._repeats: dict[str, list[int]] = defaultdict(list)
         for i, segment in enumerate(segments):
             for node in segment.nodes:  # type: ignore[attr-defined]
                 self.of.setdefault(node.name, i)
+                if REPEATS_KEY in node.meta:
+                    self._repeats[node.meta[REPEATS_KEY]].append(i)
+        for name, places in self._repeats.items():
+            self.of.setdefault(name, places[0])  # nobody reads it where it was
         assert len(steps) == len(segments)
+
+    def all_of(self, name: str) -> list[int]:
+        """The segment of a node, and those that repeat it."""
+        return [self.of[name], *self._repeats.get(name, ())]
 
     def segments_of(self, names: Iterable[str]) -> list[int]:
         """Segments that hold one of these."""
@@ -155,4 +166,4 @@ class _Places:
 
     def readers(self, node: fx.Node) -> list[int]:
         """Segments that read ``node`` itself or a view of it that is not there as a node of its own."""
-        return [self.of[u.name] for u in node.users if u.name in self.of]
+        return [i for u in node.users if u.name in self.of for i in self.all_of(u.name)]

@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from fxoffload.passes.annotate_layers import AnnotateLayers
+from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments, Segmentation, segments_of
 from fxoffload.passes.op_costs import base_of
 from fxoffload.passes.rematerialize import REPEATS_KEY, Rematerialize
@@ -330,3 +331,86 @@ def test_a_real_layer_holds_no_wide_copy_between_its_halves() -> None:
     for segment in after.segments:
         wide_inputs = [v for v in segment.inputs if v.op == "call_function" and v.meta["val"].dtype == torch.float32]
         assert not wide_inputs
+
+
+def test_checks_sizes_and_waits_are_not_had_twice() -> None:
+    """They look like views of what they read. A check has no readers, and stays; a wait is the collective's memory."""
+    sketch = Sketch()
+    x = sketch.input("x", 64, 32)
+    total = sketch.op(aten.sum.default, x)
+    is_more = sketch.op(aten.gt.Scalar, total, 0.0)
+    sketch.op(aten._assert_async.msg, is_more, "expected more than 0")
+    far = sketch.op(aten.cumsum.default, x, 0)
+    gm = sketch.module([sketch.op(aten.where.self, is_more, far, sketch.op(aten.add.Tensor, far, total))])
+    after = Rematerialize(cut(gm, far))(gm)
+    assert any(REPEATS_KEY in n.meta for n in after.segments[1].nodes)
+    assert any(n.target is aten._assert_async.msg for n in gm.graph.nodes)
+
+
+def test_a_collective_and_its_wait_stay_together() -> None:
+    import torch.distributed._functional_collectives  # registers the ops
+
+    ops = torch.ops._c10d_functional
+    sketch = Sketch()
+    x, weight = sketch.input("x", 64, 32), sketch.input("weight", 32, 32)
+    reduced = sketch.op(ops.all_reduce.default, sketch.op(aten.mm.default, x, weight), "sum", "0")
+    waited = sketch.op(ops.wait_tensor.default, reduced)
+    near = sketch.op(aten.tanh.default, waited)
+    second = sketch.op(aten.mm.default, near, weight)
+    both = sketch.op(aten.mul.Tensor, second, near)
+    third = sketch.op(aten.cumsum.default, waited, 0)
+    gm = sketch.module([sketch.op(aten.mm.default, sketch.op(aten.add.Tensor, third, both), weight)])
+    after = Rematerialize(cut(gm, second, third))(gm)
+    assert [n for n in gm.graph.nodes if n.target is ops.wait_tensor.default] == [waited]
+    assert not any(reduced in s.inputs for s in after.segments)
+    storages = Storages(gm.graph.nodes)
+    assert storages.root(reduced) is storages.root(waited)  # so none of the two is donated while the other is needed
+    given = ChooseDonations(after, ())(gm)
+    assert waited not in {s.inputs[i] for s in after.segments[:2] for i in given[s.name]}
+
+
+def test_segments_keep_their_layers() -> None:
+    """However many copies of something without a layer, or of another one, they get."""
+    sketch = Sketch()
+    x, weight = sketch.input("x", 64, 32), sketch.input("weight", 32, 32)
+    mask = sketch.chain(sketch.op(aten.full.default, [64, 32], 0.5), 14)
+    starts = []
+    for i in range(3):
+        starts.append(x := sketch.op(aten.mm.default, x, weight, path=f"layers.{i}"))
+        x = sketch.op(aten.mul.Tensor, x, mask, path=f"layers.{i}")
+        x = sketch.op(aten.mm.default, x, weight, path=f"layers.{i}")
+    gm = sketch.module([x])
+    AnnotateLayers()(gm)
+    before = cut(gm, *starts)
+    layers = {s.name: s.layer for s in before.segments}
+    after = Rematerialize(before)(gm)
+    assert sum(REPEATS_KEY in n.meta for n in gm.graph.nodes) > 14
+    assert {s.name: s.layer for s in after.segments}.items() <= layers.items()
+
+
+class Counted(torch.nn.Module):
+    """A number of elements that is read off a tensor, which each layer uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        count = torch.relu(k * 2 + 1)
+        number = count.item()
+        torch._check(number >= 0)
+        for layer in self.layers:
+            x = torch.tanh(layer(layer(x) + count)) + torch.ones(number).cumsum(0).sum() + number
+        return x
+
+
+def test_a_number_read_off_a_repeated_value() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x, k = Counted(), torch.randn(4, 16), torch.tensor(3)
+    expected = torch.autograd.grad(model(x, k).sum(), list(model.parameters()))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options())
+        found = torch.autograd.grad(compiled(x, k).sum(), list(model.parameters()))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
