@@ -268,7 +268,8 @@ class TestShipped:
         ]
         # benchmarks/results/2026-11-21-h200-activations.json, and room for another machine of the kind.
         assert rates == pytest.approx([55.4, 55.5, 50.8, 51.8], rel=0.05)
-        assert profile.matmul_tflop_per_s["bfloat16"] == pytest.approx(804, rel=0.1)
+        # Under sustained load, see [Note: Sustained rates] in fxoffload/machine/clocks.py; for 100 ms it is 785.
+        assert profile.matmul_tflop_per_s["bfloat16"] == pytest.approx(675, rel=0.05)
         assert {"float16", "float32", "tf32", "float8"} < set(profile.matmul_tflop_per_s)
 
 
