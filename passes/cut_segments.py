@@ -28,7 +28,7 @@ from fxoffload._torch_compat import symbols_of
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.repeatable import MAX_OPS, Repeatable
 from fxoffload.passes.settle_nodes import GLUE_KEY
-from fxoffload.passes.values import output_values, tensor_of
+from fxoffload.passes.values import output_values
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05
@@ -100,7 +100,7 @@ class CutSegments:
         if not self.whole and len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1:
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
-            live = _live_bytes(gm, nodes, values, first_reads)
+            live = _live_bytes(nodes, values, first_reads)
             cuts = _find_cuts(nodes, live)
             if cuts:
                 cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
@@ -218,39 +218,20 @@ def _unglue(cut: int, glued: list[bool]) -> int:
     return cut
 
 
-def _live_bytes(
-    gm: fx.GraphModule, nodes: list[fx.Node], values: Repeatable, first_reads: Mapping[fx.Node, int]
-) -> list[int]:
+def _live_bytes(nodes: list[fx.Node], values: Repeatable, first_reads: Mapping[fx.Node, int]) -> list[int]:
     """Bytes that cross the gap before each node: of intermediates, and of saved values that are read on both sides.
 
     Returned values live on whatever the cut is. What ``Rematerialize`` will compute again does not cross; what it is
     made of does, for as long.
     """
     position = {n: i for i, n in enumerate(nodes)}
-    until: dict[fx.Node, int] = {}
-    for node in gm.graph.nodes:
-        if values.base[node] is node:
-            last = max((position[u] for u in values.readers(node)), default=position.get(node, -1))
-            until[node] = len(nodes) if node in values.returned else last
-    crossing: dict[fx.Node, None] = {}
-    for node in nodes:
-        if node not in until or node in values.returned or tensor_of(node) is None:
-            continue
-        crossing[node] = None
-        if values.is_cheap(node):
-            last = until[node]
-            sources = values.made_of(node, lambda v, last=last: v in crossing and until[v] >= last)
-            bases = {values.base[v] for v in sources} if sources is not None else None
-            if bases is not None:
-                longer = [b for b in bases if until[b] < last]
-                if sum(values.nbytes(b) for b in longer) < values.nbytes(node):
-                    until.update(dict.fromkeys(longer, last))
-                    del crossing[node]
+    until, again = values.lifetimes(position, len(nodes))
     delta = [0] * (len(nodes) + 2)
-    for node in crossing:
-        size = values.nbytes(node)
-        delta[position[node] + 1] += size
-        delta[until[node] + 1] -= size
+    for node in nodes:
+        if node in until and node not in values.returned and node not in again:
+            size = values.nbytes(node)
+            delta[position[node] + 1] += size
+            delta[until[node] + 1] -= size
     for node, first in first_reads.items():
         size = values.nbytes(node)
         delta[first + 1] += size

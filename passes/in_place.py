@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_compat import hint
-from fxoffload.passes.op_costs import fused_form, op_name, shape_of, source_of, tensors_of
+from fxoffload.passes.op_costs import OTHER_PLACES, aten_names, fused_form, op_name, shape_of, source_of, tensors_of
 from fxoffload.passes.segment_kernels import Buffer, Kernel, SegmentKernels
 
 
@@ -84,7 +84,7 @@ def _keeps_places(node: fx.Node) -> bool:
     name = op_name(node.target)
     if source_of(node) is not None:
         return name in _SAME_PLACES
-    return fused_form(node) == "pointwise" and name not in _OTHER_PLACES
+    return fused_form(node) == "pointwise" and name not in OTHER_PLACES
 
 
 def _same_order(value: fx.Node, step: fx.Node) -> bool:
@@ -113,16 +113,7 @@ def _is_contiguous(layout: _Layout) -> bool:
     return True
 
 
-def _aten(names: str) -> set[str]:
-    return {f"aten.{name}" for name in names.split()}
-
-
-_SAME_PLACES = _aten("view _unsafe_view reshape unsqueeze squeeze alias detach expand")
-_OTHER_PLACES = _aten(
-    """cat stack flip roll rot90 repeat constant_pad_nd select_scatter slice_scatter diagonal_scatter avg_pool2d
-    avg_pool2d_backward _adaptive_avg_pool2d glu max_pool2d_with_indices max_pool2d_with_indices_backward
-    upsample_nearest2d _upsample_nearest_exact2d as_strided_scatter _unsafe_masked_index"""
-)
+_SAME_PLACES = aten_names("view _unsafe_view reshape unsqueeze squeeze alias detach expand")
 
 
 def _numel(node: fx.Node) -> int:

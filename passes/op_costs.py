@@ -26,7 +26,8 @@ Kind = Literal["matmul", "attention", "convolution", "collective", "opaque", "fu
 Form = Literal["pointwise", "reduction", "gather", "scatter"]
 
 
-def _aten(names: str) -> set[str]:
+def aten_names(names: str) -> set[str]:
+    """Names of ATen ops, as ``op_name`` tells them."""
     return {f"aten.{name}" for name in names.split()}
 
 
@@ -65,7 +66,7 @@ _WAITS = {"_c10d_functional.wait_tensor", "_c10d_functional_autograd.wait_tensor
 _VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
 
 # What Inductor fuses is tagged pointwise or reduction in torch 2.13; these are the ops that are not, there or in 2.11.
-_POINTWISE = _aten(
+_POINTWISE = aten_names(
     """_to_copy arange bernoulli cat clone constant_pad_nd copy copy_ empty empty_like empty_strided fill full
     full_like lift_fresh_copy masked_fill native_dropout native_dropout_backward new_empty new_full new_ones
     new_zeros ones ones_like rand rand_like randint randn randn_like repeat scalar_tensor select_scatter
@@ -73,13 +74,19 @@ _POINTWISE = _aten(
     avg_pool2d_backward _adaptive_avg_pool2d glu max_pool2d_with_indices max_pool2d_with_indices_backward
     upsample_nearest2d _upsample_nearest_exact2d floor_divide __and__ __or__ __xor__ _unsafe_masked_index"""
 )
-_REDUCTIONS = _aten(
+_REDUCTIONS = aten_names(
     """sum mean amax amin max min prod any all argmax argmin var var_mean std std_mean logsumexp norm aminmax nansum
     linalg_vector_norm count_nonzero"""
 ) | {"prims.sum", "prims.xor_sum", "prims.prepare_softmax_online"}
 _NOT_POINTWISE_PRIMS = {"prims._make_token", "prims._sink_tokens"}
-_GATHERS = _aten("embedding gather index _unsafe_index index_select take")
-_SCATTERS = _aten(
+# Pointwise in form, but an element of the result does not stand where the one does of which it was made.
+OTHER_PLACES = aten_names(
+    """cat stack flip roll rot90 repeat constant_pad_nd select_scatter slice_scatter diagonal_scatter avg_pool2d
+    avg_pool2d_backward _adaptive_avg_pool2d glu max_pool2d_with_indices max_pool2d_with_indices_backward
+    upsample_nearest2d _upsample_nearest_exact2d as_strided_scatter _unsafe_masked_index"""
+)
+_GATHERS = aten_names("embedding gather index _unsafe_index index_select take")
+_SCATTERS = aten_names(
     """index_put index_put_ _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce
     index_add masked_scatter embedding_dense_backward"""
 )

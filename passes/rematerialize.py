@@ -50,7 +50,7 @@ class Rematerialize:
         if len(self.segmentation.segments) < 2:
             return self.segmentation
         work = _Repeating(gm, self.segmentation, Repeatable(gm, self.moved))
-        if not work.choose():
+        if not work.repeated:
             return self.segmentation
         work.rewrite()
         # No recompile: only segments run, and code for a graph of 36 layers takes longer to write than all of this.
@@ -65,32 +65,10 @@ class _Repeating:
         self.values = values
         self.at = {n: i for i, s in enumerate(segmentation.segments) for n in s.nodes}
         self.num = len(segmentation.segments)
-        self.until: dict[fx.Node, int] = {}  # value -> the last segment for which it is there
-        self.repeated: set[fx.Node] = set()
+        # Value -> the last segment for which it is there; and what is computed again.
+        self.until, self.repeated = values.lifetimes(self.at, self.num)
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._original: dict[fx.Node, fx.Node] = {}
-
-    def choose(self) -> bool:
-        """Which values are computed again; whether there are any."""
-        values = self.values
-        for node in self.graph.nodes:
-            if values.base[node] is node:
-                later = max((self.at[u] for u in values.readers(node)), default=self.at.get(node, -1))
-                self.until[node] = self.num if node in values.returned else later
-        for node in self.graph.nodes:
-            last = self.until.get(node, -1)
-            if not values.is_cheap(node) or node in values.returned or last <= self.at[node]:
-                continue
-            sources = values.made_of(node, lambda v, last=last: self.until[v] >= last)
-            if sources is None:
-                continue
-            bases = {values.base[v] for v in sources}
-            extra = sum(values.nbytes(b) for b in bases if self.until[b] < last)
-            if extra < values.nbytes(node):
-                self.repeated.add(node)
-                self.until[node] = self.at[node]
-                self.until.update({b: last for b in bases if self.until[b] < last})
-        return bool(self.repeated)
 
     def rewrite(self) -> None:
         """Put copies where they are read, and drop what nobody reads any more."""

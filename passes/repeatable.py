@@ -11,47 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.fx as fx
 
-from fxoffload.passes.op_costs import fused_form, is_wait, op_name, source_of
+from fxoffload._torch_compat import mutated_args
+from fxoffload.passes.op_costs import OTHER_PLACES, aten_names, fused_form, is_wait, op_name, source_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 # Behind a value with more ops than this it is cheaper to read it.
 MAX_OPS = 24
-# Pointwise in form, but they move elements, make several from one, hold garbage, or draw random numbers.
-_NOT_REPEATED = {
-    f"aten.{name}"
-    for name in [
-        "cat",
-        "stack",
-        "flip",
-        "roll",
-        "rot90",
-        "repeat",
-        "clone",
-        "constant_pad_nd",
-        "copy",
-        "copy_",
-        "select_scatter",
-        "slice_scatter",
-        "diagonal_scatter",
-        "as_strided_scatter",
-        "split_with_sizes_copy",
-        "avg_pool2d",
-        "avg_pool2d_backward",
-        "_adaptive_avg_pool2d",
-        "glu",
-        "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward",
-        "upsample_nearest2d",
-        "_upsample_nearest_exact2d",
-        "_unsafe_masked_index",
-        "lift_fresh_copy",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "native_dropout",
-    ]
-}
+# Pointwise in form, but they move elements, copy, make several values, or hold garbage.
+_NOT_REPEATED = OTHER_PLACES | aten_names(
+    "clone copy copy_ lift_fresh_copy split_with_sizes_copy native_dropout empty empty_like empty_strided new_empty"
+)
 _REPEATED_PRIMS = {"prims.convert_element_type", "prims.iota"}
 
 
@@ -134,6 +103,35 @@ class Repeatable:
                 return None
         return found
 
+    def lifetimes(self, place: Mapping[fx.Node, int], end: int) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+        """The last place at which each value is there, and the values that are computed again behind their own place.
+
+        That is chosen in the order of the graph: where fewer bytes are held longer for a value than it has.
+
+        Args:
+            place: op -> its place (a position, or a segment), ascending in the order of the graph.
+            end: behind the last of them; what the graph returns is there until then.
+        """
+        until: dict[fx.Node, int] = {}
+        for node, base in self.base.items():
+            if node is base:
+                last = max((place[u] for u in self.readers(node)), default=place.get(node, -1))
+                until[node] = end if node in self.returned else last
+        again: set[fx.Node] = set()
+        for node in self.base:
+            if node not in self._cheap or node in self.returned or until[node] <= place[node]:
+                continue
+            last = until[node]
+            sources = self.made_of(node, lambda v, last=last: until[v] >= last)
+            if sources is None:
+                continue
+            longer = {b for v in sources if until[b := self.base[v]] < last}
+            if sum(self.nbytes(b) for b in longer) < self.nbytes(node):
+                again.add(node)
+                until[node] = place[node]
+                until.update(dict.fromkeys(longer, last))
+        return until, again
+
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
         """Ops that read ``node`` or a view of it."""
         todo, seen = [node], {node}
@@ -159,8 +157,4 @@ def _is_arithmetic(node: fx.Node) -> bool:
         return False
     if name.startswith("prims."):
         return name in _REPEATED_PRIMS
-    return name.startswith("aten.") and not getattr(node.target, "_schema", _Unknown).is_mutable
-
-
-class _Unknown:
-    is_mutable = True
+    return name.startswith("aten.") and not mutated_args(node)
