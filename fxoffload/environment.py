@@ -20,6 +20,7 @@ PIECES = (
     "planner",  # off: policy "auto" offloads every candidate, except what the last layer and what follows it save
     "calibration",  # off: a plan stays as it is, whatever its steps turn out to take
     "tape_plan",  # off: a step of several graphs without plans of their own is not planned as a whole
+    "tape_recompute",  # off: a plan for such a step keeps and offloads, and changes nothing of what is computed again
     "offload",  # off: every saved activation stays on the device
     "prefetch",  # off: an activation is reloaded when it is needed
     "cross_graph_prefetch",  # off: a backward prefetches for its own graph only

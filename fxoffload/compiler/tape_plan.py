@@ -21,6 +21,7 @@ import torch
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.recipe import Recipe
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.chain import Chain, concatenate
@@ -73,12 +74,14 @@ class Part:
         step: of one forward and backward of it.
         rates: that its times were estimated with.
         goal: of the chain.
+        recipe: makes variants of the graph that compute other things again; None: there are none.
     """
 
     graph: CompiledGraph
     step: TrainingStep
     rates: ProfileRates
     goal: TapeGoal
+    recipe: Recipe | None = None
 
 
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
@@ -92,9 +95,11 @@ def describe_part(
     backward: BackwardState,
     movables: Sequence[Movable],
     goal: TapeGoal,
+    recipe: Recipe | None = None,
 ) -> tuple[Part, Edges] | None:
     """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call,
-    nothing that is saved may move, or there are no rates."""
+    nothing that is saved may move, or there are no rates. ``recipe``: of variants of them; the edges then name the
+    inputs that only a variant may save too."""
     if _is_dynamic(forward) or _is_dynamic(backward):
         return None
     assert forward.outer is not None and backward.outer is not None

@@ -106,11 +106,16 @@ class Following:
         sites: the graphs, in the order of the forwards.
         choices: what the call at each place does.
         shown: kept alive for as long as the plan is.
+        prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
+            the thread that runs the forwards, when a step begins.
+        otherwise: the plan that takes the place of this one should ``prepare`` fail.
     """
 
     sites: tuple[weakref.ref[Site], ...]
     choices: tuple[Choice, ...]
     shown: object = None
+    prepare: Callable[[], None] | None = None
+    otherwise: Following | None = None
 
     def has(self, place: int, site: Site) -> bool:
         """Whether the call at ``place`` is one of ``site``."""
@@ -154,10 +159,10 @@ class Site:
             self.followed = None
             self.calls.give_up(error)
 
-    def forward_ends(self, group: Group, results: Sequence[Any]) -> None:
-        """It has saved ``group`` and returns ``results``."""
+    def forward_ends(self, group: Group, results: Sequence[Any], token: Tensor | None = None) -> None:
+        """It has saved ``group`` and returns ``results``. ``token``: of the bundle of a call of a variant."""
         try:
-            self.calls._forward_ends(self, group, results)
+            self.calls._forward_ends(self, group, results, token)
         except Exception as error:
             self.calls.give_up(error)
 
@@ -212,7 +217,8 @@ class _Call:
     place: int
     group: weakref.ref[Group] | None = None  # None until the forward has returned
     empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
-    kept: StorageRef | None = None  # of such a call: something that waits for its backward
+    kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
+    is_bundled: bool = False  # of a variant: its backward knows its group
 
     def waits(self) -> bool:
         """Whether a backward of it may still come."""
@@ -291,6 +297,8 @@ class StepCalls:
     def _forward_begins(self, site: Site, args: Sequence[Any]) -> None:
         site.followed = None
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
+        if not unusual:
+            self._prepare(site)
         with self._lock:
             step = self._step
             if unusual:
@@ -320,6 +328,25 @@ class StepCalls:
                 step.now = Moment("forward", place)
                 self._watch(step, "forward", place, site.edges.inputs, args)
 
+    def _prepare(self, site: Site) -> None:
+        """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
+        while (plan := site.plan) is not None and plan.prepare is not None:
+            with self._lock:
+                begins = self._step is None or self._is_over(self._step, site)
+            if not begins or not site.may_follow():
+                return
+            try:
+                plan.prepare()
+            except Exception as error:
+                warnings.warn(
+                    f"fxoffload could not make ready what it planned for a step of {len(plan.sites)} compiled graphs "
+                    f"and goes on {'without a plan' if plan.otherwise is None else 'with another plan'}: {error}",
+                    stacklevel=2,
+                )
+                if site.plan is plan:
+                    site.plan = plan.otherwise
+            plan.prepare = None
+
     def _is_over(self, step: _Step, site: Site) -> bool:
         if step.phase == "backward":
             return True
@@ -340,7 +367,7 @@ class StepCalls:
             site.num_records += step.records
         return step
 
-    def _forward_ends(self, site: Site, group: Group, results: Sequence[Any]) -> None:
+    def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
         with self._lock:
             step = self._step
             call = step.calls[-1] if step is not None and step.calls else None
@@ -352,7 +379,9 @@ class StepCalls:
             step.pending.append(call)
             if step.plan is not None:
                 group.takes_below = True
-                if not len(group):
+                if token is not None:
+                    call.kept, call.is_bundled = StorageRef(token), True
+                elif not len(group):
                     call.empty = group
                     saved = site.edges.saved if site.edges is not None else ()
                     call.kept = StorageRef(results[saved[0]]) if saved else None
@@ -498,4 +527,6 @@ class StepCalls:
 def _is_of(call: _Call, group: Group) -> bool:
     """Whether a backward with the tokens of ``group`` (empty: none) may be that of ``call``."""
     saved = call.group() if call.group is not None else None
+    if call.is_bundled:
+        return saved is group
     return saved is group if len(group) else saved is None or not len(saved)

@@ -26,9 +26,11 @@ class Choice:
     """What one forward call does.
 
     Attributes:
-        offload: one bool per movable, True to offload.
+        offload: one bool per movable, True to offload. Of a variant: one per candidate of what it saves, in that order.
         windows: None for windows that follow the segments, or the budgets of the options.
+        variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: what was compiled first.
     """
 
     offload: Sequence[bool]
     windows: Windows | None = None
+    variant: int = 0
