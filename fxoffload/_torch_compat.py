@@ -7,18 +7,20 @@ checked by reading this file.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 import torch.fx as fx
 from torch._C import _autograd  # type: ignore[attr-defined]
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile as AsyncCompile
 from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
@@ -291,6 +293,77 @@ def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
                 metadata.bw_donated_idxs = before
 
 
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What a graph is compiled in, kept so that more can be compiled in it later.
+
+    Stands for ``TracingContext`` with ``ViewAndMutationMeta``, ``CompileContext``, and the configurations of Inductor
+    and functorch (a call of the backend patches both).
+
+    Attributes:
+        metadata: a copy: AOTAutograd's own is read when the compiled graph runs.
+    """
+
+    fake_mode: Any
+    metadata: Any
+    compile_context: Any
+    inductor: Mapping[str, Any]
+    functorch: Mapping[str, Any]
+
+    @staticmethod
+    def now() -> Surroundings | None:
+        """While AOTAutograd compiles a forward or a backward graph; None outside."""
+        import torch._functorch.config as functorch_config
+
+        context = TracingContext.try_get()
+        if context is None or context.fw_metadata is None or context.fake_mode is None:
+            return None
+        # Settings are copied deeply, and a partitioner of ours holds the graphs.
+        with inductor_config.patch(custom_partitioner_fn=None):
+            inductor = inductor_config.get_config_copy()
+        metadata, functorch = copy.copy(context.fw_metadata), functorch_config.get_config_copy()
+        return Surroundings(context.fake_mode, metadata, CompileContext.try_get(), inductor, functorch)
+
+    def mutates_inputs(self) -> bool:
+        """Whether the graph writes to some input, or has effects that are ordered by tokens."""
+        written = any(i.mutates_data or i.mutates_metadata for i in self.metadata.input_info)
+        return written or bool(self.metadata.tokens)
+
+    @contextlib.contextmanager
+    def again(self, *, compiles: bool) -> Iterator[None]:
+        """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing. What is
+        compiled already is left as it is.
+
+        To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
+        would disturb a thread that draws meanwhile, so whoever compiles is on the only one that does.
+        """
+        import torch._functorch.config as functorch_config
+        from torch._dynamo.convert_frame import compile_lock
+        from torch._dynamo.utils import preserve_rng_state
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        context = TracingContext(self.fake_mode)
+        context.fw_metadata = copy.copy(self.metadata)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compile_lock)
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(preserve_rng_state() if compiles else contextlib.nullcontext())
+            stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(inductor_config.patch(custom_partitioner_fn=None))
+            stack.enter_context(inductor_config.patch(_changed(self.inductor, inductor_config)))
+            stack.enter_context(functorch_config.patch(_changed(self.functorch, functorch_config)))
+            stack.enter_context(tracing(context))
+            stack.enter_context(compile_context(self.compile_context))
+            yield
+
+
+def _changed(then: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The settings that are other ones now."""
+    now = config.get_config_copy()
+    return {k: v for k, v in then.items() if k in now and now[k] is not v and now[k] != v}
+
+
 @contextlib.contextmanager
 def replaced(owner: type, name: str, value: object) -> Iterator[None]:
     """Replace an attribute of a class for a while."""
@@ -339,6 +412,14 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return fn
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the memory of ``tensor`` was written to in place, views included; None for an inference tensor.
+
+    Stands for ``Tensor._version``.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 class StorageRef:
     """A tensor's storage, not held.
 
@@ -374,7 +455,12 @@ def _wrapper_holds() -> int:
 def is_rng_state(node: fx.Node) -> bool:
     """Whether ``node`` is the state of a random generator that the forward saves (a checkpointed dropout's)."""
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
-    return isinstance(source, fx.Node) and source.target is torch.ops.higher_order.run_and_save_rng_state
+    return isinstance(source, fx.Node) and saves_rng_state(source)
+
+
+def saves_rng_state(node: fx.Node) -> bool:
+    """Whether ``node`` gives the state of a random generator, and what an op makes with it."""
+    return node.target is torch.ops.higher_order.run_and_save_rng_state
 
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,23 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.windows import Choice
 
 
+@dataclass(frozen=True, eq=False)
+class CompiledVariant:
+    """A graph that was compiled once more, to compute other things again (``fxoffload.runtime.variant``).
+
+    Attributes:
+        number: that calls name it by.
+        forward: as of the graph.
+        backward: as of the graph.
+        saved: as of the graph.
+    """
+
+    number: int
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved: SavedValues
+
+
 @dataclass(eq=False)
 class CompiledGraph:
     """One training graph that fxoffload compiled.
@@ -34,6 +51,7 @@ class CompiledGraph:
             as a whole, from the next forward on.
         plan_box: what ``fxoffload.plans()`` shows of it; None without a plan.
         keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
+        variants: with other recompute choices, for calls of a plan for a step over several graphs.
         index: place in the order of compilation.
     """
 
@@ -47,6 +65,7 @@ class CompiledGraph:
     planned: Choice | None = None
     plan_box: PlanBox | None = None
     keeps_everything: bool = False
+    variants: list[CompiledVariant] = field(default_factory=list)
     index: int = field(default_factory=lambda: next(_INDEX))
 
     @property

@@ -102,6 +102,11 @@ def op_name(target: Any) -> str:
     return str(getattr(target, "overloadpacket", target))
 
 
+def sets_random_state(node: fx.Node) -> bool:
+    """Whether ``node`` runs another op and saves or sets the random state for it."""
+    return op_name(node.target) in _RNG_WRAPPERS
+
+
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The op that ``node`` runs and its positional arguments, without a wrapper that saves or sets the random state."""
     skip = _RNG_WRAPPERS.get(op_name(node.target))

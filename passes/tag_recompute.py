@@ -156,7 +156,7 @@ def may_recompute(node: fx.Node, overwritten: set[fx.Node]) -> bool:
         node: an op of a joint graph.
         overwritten: see ``overwritten_inputs``.
     """
-    if not _is_repeatable(node) or (is_random(node) and not _never_drops(node)):
+    if not _is_repeatable(node) or (is_random(node) and not never_drops(node)):
         return False
     # A mask is smaller than the random numbers that it is made of: they are not saved to make it again.
     return not any(v in overwritten or is_random(v) for v in node.all_input_nodes)
@@ -175,7 +175,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     return not free_unbacked_symbols([v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)])
 
 
-def _never_drops(node: fx.Node) -> bool:
+def never_drops(node: fx.Node) -> bool:
     """Whether ``node`` is an attention without dropout: it could draw random numbers, but draws none."""
     if node_kind(node) != "attention" or not isinstance(node.target, torch._ops.OpOverload):
         return False

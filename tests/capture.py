@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxoffload
-from fxoffload.compiler import session
+from fxoffload.compiler import build, session
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.annotate_layers import LayerReport
@@ -108,14 +108,18 @@ def capture(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] | N
         states[what] = state
         return run_steps(steps, state, what)
 
-    class Recording(session.OuterProgram):
+    class Recording(build.OuterProgram):
         def run(self, args: list[Any], call: Any) -> list[Any]:
             before = list(args)
             results = super().run(args, call)
             calls.append(Call(before, list(results)))
             return results
 
-    with mock.patch.object(session, "run_steps", record), mock.patch.object(session, "OuterProgram", Recording):
+    with (
+        mock.patch.object(session, "run_steps", record),
+        mock.patch.object(build, "run_steps", record),
+        mock.patch.object(build, "OuterProgram", Recording),
+    ):
         compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**options))
         with fxoffload.override_policy("keep_all"):
             output = compiled(*inputs)

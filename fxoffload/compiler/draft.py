@@ -24,6 +24,7 @@ from fxoffload.passes.estimate_costs import Rates, estimate_segment
 from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs
 from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
+from fxoffload.passes.values import Storages
 from fxoffload.planner.steps import TrainingStep, from_graphs
 from fxoffload.runtime.executor import Movable
 
@@ -107,7 +108,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     run_steps(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
     copied = copy_graph(backward)
     # What AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
-    own = {n.name for c in down.saved.candidates if not c.is_input for n in c.nodes} if settings.donates else set()
+    own = own_values(down) if settings.donates else frozenset()
     up = BackwardState(
         copied,
         forward=down,
@@ -120,6 +121,14 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
     _, movables = movables_of(down)
     rank_movables(movables, down.saved.candidates, up)
     return Draft(forward, backward, down, up, step_of(down, up, movables, settings.rates), tuple(movables))
+
+
+def own_values(down: ForwardState) -> frozenset[str]:
+    """Names of what a forward saves for its backward alone, in memory of its own: the backward may overwrite it."""
+    storages = Storages(down.gm.graph.nodes)
+    constants = {storages.root(n) for n in down.gm.graph.find_nodes(op="get_attr")}
+    candidates = [c for c in down.saved.candidates if not c.is_input and storages.root(c.nodes[0]) not in constants]
+    return frozenset(n.name for c in candidates for n in c.nodes)
 
 
 def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:

@@ -1,20 +1,71 @@
-"""Makes variants of a graph that is compiled already: the same forward and backward with another recompute choice."""
+"""Makes variants of a graph that is compiled already: the same forward and backward with another recompute choice.
+
+Dynamo and AOTAutograd know nothing of them. The joint graph, kept from before it was partitioned, is partitioned once
+more, and what comes of it takes the place of the compiled programs, call by call (``fxoffload.runtime.variant``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from fxoffload.compiler.draft import Draft
+import torch.fx as fx
+
+from fxoffload._torch_compat import Surroundings
+from fxoffload.compiler.build import Builder, GraphKwargs
+from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft, own_values
+from fxoffload.compiler.fit import Signature, fit
+from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.errors import PassError
+from fxoffload.graphs import CompiledGraph, CompiledVariant
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.passes.find_frontier import RecomputePoint
-from fxoffload.planner.steps import TrainingStep
+from fxoffload.passes.find_frontier import FindFrontier, RecomputePoint
+from fxoffload.passes.unwrap_random import UnwrapRandom
+from fxoffload.passes.values import Storages, tensor_of, written_values
+from fxoffload.planner.rates import rates_for
+from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.calls import Edges
+from fxoffload.runtime.variant import Layout, Variant, Variants
+
+log = logging.getLogger(__name__)
 
 # Of one graph, besides the one that was compiled first.
 MOST_VARIANTS = 2
 
 Points = Mapping[str, RecomputePoint]  # layer -> point
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where variants come from.
+
+    Attributes:
+        joint: labelled, not tagged; nobody changes it.
+        partition: partitions (and changes) a copy of it.
+    """
+
+    joint: fx.GraphModule
+    partition: Partition
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """The graph that was compiled first.
+
+    Attributes:
+        graph: to be shown.
+        forward: of its passes.
+        backward: of its passes.
+        forward_kwargs: what Inductor was given for the forward.
+        backward_kwargs: what Inductor was given for the backward.
+    """
+
+    graph: CompiledGraph
+    forward: ForwardState
+    backward: BackwardState
+    forward_kwargs: GraphKwargs
+    backward_kwargs: GraphKwargs
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,24 +77,118 @@ class VariantDraft:
         step: of one forward and backward of it.
         edges: of its graphs, by the positions of the graph that was compiled first.
         saved: what its forward saves; ``Choice.offload`` has one bool for each candidate.
+        layout: of what it saves in the slots of the graph that was compiled first.
     """
 
     draft: Draft
     step: TrainingStep
     edges: Edges
     saved: SavedValues
+    layout: Layout
+
+
+class _Unfit(Exception):
+    """A partition that cannot stand in for the compiled one."""
 
 
 class Recipe:
-    """Everything that is kept of a graph to make variants of it."""
+    """Everything that is kept of a graph to make variants of it.
+
+    Drafts may be made on any thread. ``compile`` belongs to the thread that runs the forwards, between two steps.
+
+    Args:
+        source: where variants come from.
+        settings: of the drafts.
+        surroundings: that the graph was compiled in.
+        compiled: the graph itself.
+        builder: makes a builder; each variant has its own, so that one that fails leaves nothing behind.
+        variants: takes those that are compiled.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        settings: DraftSettings,
+        surroundings: Surroundings,
+        compiled: Compiled,
+        builder: Callable[[], Builder],
+        variants: Variants,
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._surroundings = surroundings
+        self._builder = builder
+        self._variants = variants
+        self._graph = compiled.graph
+        self._kwargs = (dict(compiled.forward_kwargs), dict(compiled.backward_kwargs))
+        self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
+        self._points: tuple[Points, ...] | None = None
+        self._numbers: dict[VariantDraft, int] = {}
+        self._lost: set[int] = set()
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
 
     def points(self) -> tuple[Points, ...]:
         """The recompute choices, from least to most recomputation."""
-        raise NotImplementedError
+        if self._points is None:
+            settings = self._settings
+            find = FindFrontier(
+                settings.rates, num_forward_outputs=settings.num_user_outputs, static_inputs=settings.static_inputs
+            )
+            classes = find(self._source.joint)
+            count = max((len(c.points) for c in classes), default=0)
+            self._points = tuple(
+                {label: c.points[min(i, len(c.points) - 1)] for c in classes for label in c.layers}
+                for i in range(count)
+            )
+        return self._points
 
     def draft(self, points: Points) -> VariantDraft | None:
         """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first."""
-        raise NotImplementedError
+        try:
+            with self._surroundings.again(compiles=False):
+                return self._describe(make_draft(self._source.joint, points, self._partition, self._settings))
+        except _Unfit as reason:
+            log.debug("no variant: %s", reason)
+        except Exception as error:
+            log.warning("no variant of a graph, whose draft failed: %s: %s", type(error).__name__, error)
+        return None
+
+    def _partition(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = self._source.partition(gm)
+        unwrap = UnwrapRandom(gm)
+        if not (unwrap(forward) and unwrap(backward)):
+            raise _Unfit("random numbers would be drawn again")
+        return forward, backward
+
+    def _describe(self, draft: Draft) -> VariantDraft:
+        settings, down, up = self._settings, draft.forward_state, draft.backward_state
+        if draft.step is None or up is None or not draft.step.forward or not draft.step.backward:
+            raise _Unfit("it saves nothing that may move")
+        other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+        layout = fit(self._signature, other)
+        if layout is None:
+            raise _Unfit("its values do not fit into the slots of what is saved")
+        assert down.outer is not None and up.outer is not None
+        edges = edges_of(
+            down.outer,
+            up.outer,
+            draft.movables,
+            num_user_outputs=settings.num_user_outputs,
+            min_bytes=max(settings.min_bytes, 1),
+            device=settings.device,
+        )
+        inputs = dict(zip(other.inputs, with_all_inputs(edges, down).inputs, strict=True))
+        tangents = dict(zip(other.given, edges.tangents, strict=True))
+        edges = replace(
+            edges,
+            inputs=tuple(inputs.get(name) for name in self._signature.inputs),
+            tangents=tuple(tangents.get(name) for name in self._signature.given),
+            saved=(layout.carrier,),
+        )
+        return VariantDraft(draft, draft.step, edges, down.saved, layout)
+
+    # -- compiled variants ---------------------------------------------------------------------------------------------
 
     def add(self, draft: VariantDraft) -> int:
         """Reserve the next number for a draft; the same draft has the same number again.
@@ -51,12 +196,86 @@ class Recipe:
         Raises:
             RuntimeError: there are as many variants as there may be.
         """
-        raise NotImplementedError
-
-    def compile(self, number: int) -> None:
-        """Compile what was reserved, unless it is compiled. Whatever it raises, nothing but the number is lost."""
-        raise NotImplementedError
+        if draft not in self._numbers:
+            if len(self._numbers) == MOST_VARIANTS:
+                raise RuntimeError(f"expected at most {MOST_VARIANTS} variants of a graph, found one more")
+            self._numbers[draft] = len(self._numbers) + 1
+        return self._numbers[draft]
 
     def is_compiled(self, number: int) -> bool:
         """Whether calls may run it."""
-        raise NotImplementedError
+        return number in self._variants
+
+    def compile(self, number: int) -> None:
+        """Compile what was reserved, unless it is compiled. Whatever it raises, nothing but the number is lost."""
+        if self.is_compiled(number):
+            return
+        draft = next((d for d, n in self._numbers.items() if n == number), None)
+        if draft is None or number in self._lost:
+            raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
+        try:
+            with self._surroundings.again(compiles=True):
+                variant, shown = self._compile(number, draft)
+        except BaseException:
+            self._lost.add(number)
+            raise
+        self._variants.add(number, variant)
+        self._graph.variants.append(shown)
+
+    def _compile(self, number: int, found: VariantDraft) -> tuple[Variant, CompiledVariant]:
+        builder, settings = self._builder(), self._settings
+        forward_kwargs, backward_kwargs = self._kwargs
+        down = builder.find(copy_graph(found.draft.forward), settings.num_user_outputs, settings.static_inputs)
+        names = [[c.name for c in saved.candidates] for saved in (down.saved, found.saved)]
+        if names[0] != names[1]:
+            raise PassError(f"expected the candidates of the draft, {names[1]}, found {names[0]}", "find_candidates")
+        builder.lower(down)
+        forward = builder.forward(down, forward_kwargs)
+        gm = copy_graph(found.draft.backward)
+        own = own_values(down) if settings.donates else frozenset()
+        donatable = [n for n in gm.graph.find_nodes(op="placeholder") if n.name in own]
+        up, backward = builder.backward(gm, down, forward.movables, donatable, backward_kwargs)
+        assert down.outer is not None and up.outer is not None
+        log.info(
+            "variant %d: %d forward and %d backward segments, %.1f MiB of candidates",
+            number,
+            len(down.segmentation.segments),
+            len(up.segmentation.segments),
+            down.saved.candidate_bytes / 2**20,
+        )
+        shown = CompiledVariant(number, down.outer, up.outer, down.saved)
+        return Variant(forward.program, backward, forward.order, found.layout), shown
+
+
+def with_all_inputs(edges: Edges, forward: ForwardState) -> Edges:
+    """``edges``, in which inputs that are no candidates have their own names: a variant may save them."""
+    settled = {s.name for s in forward.saved.skipped}
+    inputs = list(edges.inputs)
+    for i, node in enumerate(forward.gm.graph.find_nodes(op="placeholder")):
+        value = tensor_of(node)
+        if inputs[i] is None and value is not None and i not in forward.static_inputs and node.name not in settled:
+            inputs[i] = node.name if value.device == forward.device else None
+    return replace(edges, inputs=tuple(inputs))
+
+
+def recipe_for(source: Source, compiled: Compiled, builder: Builder, variants: Variants) -> Recipe | None:
+    """The recipe of a graph that AOTAutograd is compiling; None where it can have no variants."""
+    surroundings = Surroundings.now()
+    if surroundings is None or surroundings.mutates_inputs() or _writes_inputs(source.joint):
+        return None
+    forward = compiled.forward
+    settings = DraftSettings(
+        num_user_outputs=forward.num_user_outputs,
+        static_inputs=forward.static_inputs,
+        device=forward.device,
+        min_bytes=forward.min_bytes,
+        rates=rates_for(builder.options.profile, builder.device),
+        donates=builder.donates,
+    )
+    return Recipe(source, settings, surroundings, compiled, builder.another, variants)
+
+
+def _writes_inputs(joint: fx.GraphModule) -> bool:
+    storages = Storages(joint.graph.nodes)
+    roots = {storages.root(n) for n in joint.graph.find_nodes(op="placeholder")}
+    return any(storages.root(v) in roots for v in written_values(joint.graph.nodes))

@@ -25,39 +25,33 @@ from fxoffload._torch_compat import (
     inductor_config,
     take_donated_placeholders,
 )
-from fxoffload.compiler.draft import DraftSettings, Partition
+from fxoffload.compiler.build import Builder
+from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.kernels import PendingKernels
-from fxoffload.compiler.movables import movables_of, rank_movables
-from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.recipe import Compiled, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.tape_plan import TapeGoal, describe_part, plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
-from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.passes.runner import Step, run_steps
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.calls import Site
-from fxoffload.runtime.engine import Budgets, engine_for
-from fxoffload.runtime.executor import (
-    Movable,
-    OuterProgram,
-    RuntimeOptions,
-    backward_callable,
-    forward_callable,
-    no_clock,
-)
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.executor import Movable, backward_callable, forward_callable, no_clock
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
@@ -90,6 +84,7 @@ class _CompiledForward:
     movables: list[Movable]
     donatable: frozenset[int]
     graph: CompiledGraph
+    kwargs: GraphKwargs
 
 
 class Partitioner(CustomPartitionerFn):
@@ -135,15 +130,10 @@ class CompileSession:
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
         self._site: Site | None = None  # of a graph that saves something
-        # With a fallback at hand, a segment that fails has to say so at once.
-        together = "kernel_overlap" not in disabled and options.on_error == "raise"
-        self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
-        self._runtime = RuntimeOptions(
-            budgets=Budgets(options.host_budget, options.in_flight_budget, options.prefetch_budget),
-            min_bytes=options.min_bytes,
-            prefetch="prefetch" not in disabled,
-            across_graphs="cross_graph_prefetch" not in disabled,
-        )
+        self._variants = Variants()  # of it
+        self._source: Source | None = None  # that they are made from
+        self._builder = Builder(options, disabled, device)
+        self._runtime = self._builder.runtime
 
     def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
         """What Inductor calls to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
@@ -168,6 +158,8 @@ class CompileSession:
                 self._plain = self._planned.schedule is None
                 counters.add("num_plain_graphs", int(self._plain))
                 return self._planned.draft.forward, self._planned.draft.backward
+            if self._may_vary():
+                self._source = Source(copy_graph(gm), lambda g: base(g, joint_inputs, **kwargs))
             run_steps(_JOINT[1:], state, "joint")
         except BudgetError:
             raise
@@ -191,7 +183,7 @@ class CompileSession:
             device=self.device,
             min_bytes=options.min_bytes,
             rates=rates,
-            donates=options.inner == "inductor" and "donation" not in self.disabled,
+            donates=self._builder.donates,
         )
         scheduling = {
             "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
@@ -209,17 +201,28 @@ class CompileSession:
         log.info("%s", found.planned.plan.summary)
         return found.planned
 
-    def _describe_for_tape(self, backward: BackwardState) -> None:
+    def _joins_a_tape(self) -> bool:
+        """Whether a graph without a plan of its own may be part of one for the whole step."""
+        off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
+        # A plan for the step does not know of what a user's policy wants on the host.
+        return not off and self.options.policy == "auto" and not self._must_offload
+
+    def _may_vary(self) -> bool:
+        return self._joins_a_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
+
+    def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
         """Let a graph without a plan of its own be part of one for the whole step."""
         forward, site = self._forward, self._site
-        off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
-        if forward is None or site is None or off or self.options.policy != "auto" or self._plan_box is not None:
-            return
-        if self._must_offload:  # a plan for the step does not know of it
+        source, self._source = self._source, None
+        if forward is None or site is None or self._plan_box is not None or not self._joins_a_tape():
             return
         goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device)
         try:
-            found = describe_part(forward.graph, forward.state, backward, forward.movables, goal)
+            recipe = None
+            if source is not None:
+                compiled = Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs)
+                recipe = recipe_for(source, compiled, self._builder, self._variants)
+            found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", error)
             return
@@ -264,15 +267,7 @@ class CompileSession:
     def _compile_forward(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
-        state = ForwardState(
-            gm,
-            num_user_outputs=self._num_user_outputs,
-            static_inputs=self._static_inputs,
-            device=self.device,
-            min_bytes=self.options.min_bytes,
-            whole="segments" in self.disabled,
-        )
-        run_steps(FIND, state, "forward")
+        state = self._builder.find(gm, self._num_user_outputs, self._static_inputs)
         self._count_skipped(state)
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
@@ -280,7 +275,7 @@ class CompileSession:
             log.debug("nothing to offload in this graph: plain Inductor")
             return self._compile_plain(gm, example_inputs, kwargs)
         donatable = frozenset(take_donated_placeholders())
-        run_steps(self._enabled(FORWARD), state, "forward")
+        self._builder.lower(state)
         assert state.outer is not None
 
         policy = self.options.policy
@@ -297,11 +292,7 @@ class CompileSession:
         if first is not None:
             reserved = max(reserved, first.simulation.bytes_offloaded)
         engine.reserve(reserved, self._runtime.budgets)
-        self._compile_segments(state, kwargs)
-
-        ordered, movables = movables_of(state)
-        place = {c.name: i for i, c in enumerate(state.saved.candidates)}
-        program = OuterProgram(state.outer, device=self.device, options=self._runtime, movables=movables)
+        built = self._builder.forward(state, kwargs)
         graph = CompiledGraph(
             forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
         )
@@ -309,27 +300,30 @@ class CompileSession:
         if first is not None and planned is not None:
             graph.planned, self._settled = self._choice(state, first), planned
         register(graph)
-        self._forward = _CompiledForward(state, movables, donatable, graph)
+        self._forward = _CompiledForward(state, built.movables, donatable, graph, kwargs)
         log.info(
             "forward: %d segments, %d of %d candidates (%.1f of %.1f MiB) offloaded by policy %s",
             len(state.segmentation.segments),
             sum(flags),
-            len(movables),
+            len(built.movables),
             moved / 2**20,
             state.saved.candidate_bytes / 2**20,
             policy,
         )
-        order = [place[c.name] for c in ordered]
-
         by_size = self._by_size(state)
         site = self._site = engine.calls.site()
+        variants = self._variants
 
         def decide(args: list[Any]) -> Choice:
             instead = site.followed
+            if instead is not None and instead.variant:
+                if graph.may_follow():
+                    return variants.in_order(instead)
+                instead = None
             if by_size is not None and graph.may_follow():
                 instead = by_size.choice(args)
             chosen = graph.choose(instead)
-            return Choice([chosen.offload[i] for i in order], chosen.windows)
+            return Choice([chosen.offload[i] for i in built.order], chosen.windows)
 
         def clock(args: list[Any]) -> SegmentClock | None:
             """What is measured is the step that was planned."""
@@ -339,7 +333,9 @@ class CompileSession:
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
             self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
             self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
-        return _when_ready(forward_callable(program, decide, self._hooks, clock, site), self._compiler.pending)
+        return _when_ready(
+            forward_callable(built.program, decide, self._hooks, clock, site, variants), self._builder.pending
+        )
 
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
         """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
@@ -395,46 +391,16 @@ class CompileSession:
     def _compile_backward(self, gm: fx.GraphModule, kwargs: GraphKwargs) -> Callable[[list[Any]], Any]:
         forward = self._forward
         assert forward is not None
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        names = {n.name for n in placeholders}
-        copies = frozenset(n.name for c in forward.state.saved.candidates for n in c.nodes)
-        if not copies <= names:
-            raise PassError(
-                f"expected every saved value among the backward's inputs, did not find {sorted(copies - names)[:5]}",
-                "insert_reloads",
-            )
-        donates = self.options.inner == "inductor" and "donation" not in self.disabled
-        state = BackwardState(
-            gm,
-            forward=forward.state,
-            copies=copies,
-            donatable=frozenset(n for i, n in enumerate(placeholders) if donates and i in forward.donatable),
-            device=self.device,
-            whole="segments" in self.disabled,
-        )
-        steps = self._enabled(BACKWARD) if donates else without(self._enabled(BACKWARD), "choose_donations")
-        run_steps(steps, state, "backward")
-        assert state.outer is not None
-        self._compile_segments(state, kwargs)
-        self._compiler.pending.finish(save=True)
-        rank_movables(forward.movables, forward.state.saved.candidates, state)
+        donatable = [n for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if i in forward.donatable]
+        state, program = self._builder.backward(gm, forward.state, forward.movables, donatable, kwargs)
         forward.graph.backward = state.outer
-        overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
-        program = OuterProgram(
-            state.outer,
-            device=self.device,
-            options=self._runtime,
-            copies={i: n.name for i, n in enumerate(placeholders) if n.name in copies},
-            overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
-        )
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
-        self._describe_for_tape(state)
+        self._describe_for_tape(state, kwargs)
         # Where sizes vary, the forward says which calls are measured.
         replan = self._replan if self._sized is None else None
-        return self._settling(
-            backward_callable(program, self._hooks, no_clock if replan is None else lambda _: replan.clock, self._site)
-        )
+        clock = no_clock if replan is None else lambda _: replan.clock
+        return self._settling(backward_callable(program, self._hooks, clock, self._site, self._variants))
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -447,15 +413,6 @@ class CompileSession:
             with contextlib.suppress(AttributeError):
                 run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
         return run
-
-    def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
-        if "verify" not in self.disabled:
-            return tuple(steps)
-        return without(steps, *(s.name for s in steps if s.name in PROOFS))
-
-    def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
-        for segment in state.segmentation.segments:
-            self._compiler.compile(state.gm, segment, state.modules[segment.name], kwargs)
 
     def _give_up(self, error: Exception) -> None:
         """Raise, or go on with plain Inductor where the user asked for it."""

@@ -21,7 +21,7 @@ import torch
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.recipe import Recipe
+from fxoffload.compiler.recipe import Recipe, with_all_inputs
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.chain import Chain, concatenate
@@ -119,7 +119,9 @@ def describe_part(
         min_bytes=max(forward.min_bytes, 1),
         device=forward.device,
     )
-    return Part(graph, step, rates, goal), edges
+    if recipe is not None:
+        edges = with_all_inputs(edges, forward)
+    return Part(graph, step, rates, goal, recipe), edges
 
 
 def _is_dynamic(state: ForwardState | BackwardState) -> bool:

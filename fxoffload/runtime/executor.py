@@ -35,12 +35,14 @@ from fxoffload.runtime.layout import HookWatch, layout_of
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
+from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.runtime.windows import Choice, Windows
 from fxoffload.stats import counters
 
 KEPT_FOR_HOOKS = "saved-tensor hooks"
 KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
 KEPT_IN_BACKWARD = "forward inside a backward (checkpoint recompute)"
+KEPT_WITHOUT_VARIANT = "a variant that is not compiled"
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class OuterProgram:
         self.movables = tuple(movables)
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
+        # Whether what the forward saves last may stay where it is.
+        self.has_turn = options.keeps_turn and any(m.of_turn for m in self.movables)
         self._movable_at = 0
         self._build(_Steps(outer))
 
@@ -397,47 +401,65 @@ def _sizes(args: list[Any]) -> tuple[int, ...]:
     return tuple(a for a in args if isinstance(a, int))
 
 
+def _settled(choice: Choice, program: OuterProgram, variants: Variants) -> tuple[Choice, Variant | None]:
+    """What a call does, and the variant that it runs (None: variant 0). One that must not save tokens runs variant 0
+    and keeps everything."""
+    variant = variants.get(choice.variant)
+    if not any(choice.offload) and not choice.variant:
+        return choice, None
+    reason = reason_to_keep()
+    if reason is None and choice.variant and variant is None:
+        reason = KEPT_WITHOUT_VARIANT
+    if reason is None:
+        return choice, variant
+    counters.add_reason("calls_kept", reason)
+    return Choice((False,) * len(program.movables), None if choice.variant else choice.windows), None
+
+
 def forward_callable(
     program: OuterProgram,
     decide: Callable[[list[Any]], Choice],
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
     site: Site | None = None,
+    variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
-    arguments. ``hooks``, ``site``: shared with its backward. ``clock``: what measures the call with these arguments."""
+    arguments. ``hooks``, ``site``, ``variants``: shared with its backward. ``clock``: what measures the call with these
+    arguments."""
     hooks = hooks or HookWatch()
     turn = TurnWatch()
-    has_turn = program.options.keeps_turn and any(m.of_turn for m in program.movables)
+    others = variants or Variants()
 
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
         if site is not None:
             site.forward_begins(args)
-        choice = decide(args)
+        choice, variant = _settled(decide(args), program, others)
         decisions = choice.offload
-        if any(decisions):
-            reason = reason_to_keep()
-            if reason is not None:
-                counters.add_reason("calls_kept", reason)
-                decisions = (False,) * len(decisions)
-        keeps_turn = has_turn and choice.windows is None and turn.is_here(engine.tape.live())
+        runs = program if variant is None else variant.forward
+        keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.tape.live())
         group = Group(engine.streams.compute_stream(), choice.windows)
         call = _Call(engine, program.options, group, decisions, keeps_turn=keeps_turn, windows=choice.windows)
         if keeps_turn:
             call.group.kept_turn_of = turn
-        measured = clock(args)
+        measured = clock(args) if variant is None else None
         if measured is not None and measured.measuring and choice.windows is not None:
             group.clock = measured
             call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
-        results = program.run(args, call)
+        token = None
+        if variant is None:
+            results = program.run(args, call)
+        else:
+            results = variant.forward.run(variant.arguments_of_forward(args), call)
+            results, token = variant.saved(choice.variant, results, call.group)
         if call.recorder is not None:
             call.recorder.end()
         if len(call.group):
             engine.tape.push(call.group)
         if site is not None:
-            site.forward_ends(call.group, results)
+            site.forward_ends(call.group, results, token)
         return results
 
     return boxed(forward)
@@ -448,32 +470,42 @@ def backward_callable(
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
     site: Site | None = None,
+    variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``: as its forward."""
+    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``, ``variants``: as its forward."""
     hooks = hooks or HookWatch()
-    copies = tuple((program.copies or {}).items())
+    others = variants or Variants()
 
     def backward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         keeps_graph = backward_keeps_graph()
-        slots = [s for i, name in copies if (s := slot_of(args[i], name)) is not None]
+        runs, own = program, None
+        if (bundle := others.bundle_in(args)) is not None:
+            variant = others.get(bundle.variant)
+            assert variant is not None
+            runs, own = variant.backward, bundle.group
+            args[:] = variant.arguments_of_backward(args, bundle.take(keeps_graph=keeps_graph))
+        del bundle
+        slots = [s for i, name in (runs.copies or {}).items() if (s := slot_of(args[i], name)) is not None]
         if hooks.seen:
-            for i, layout in program.layouts.items():
+            for i, layout in runs.layouts.items():
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = layout.restore(args[i])
         if keeps_graph:
             # Autograd hands these values out again next time; a segment may overwrite only a copy of them.
-            for i in program.overwritten:
+            for i in runs.overwritten:
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = _clone(args[i])
-        group = slots[0].group if slots else Group()
+        group = own if own is not None else slots[0].group if slots else Group()
         if site is not None:
-            group = site.backward_begins(group, args)
-        call = _Call(engine, program.options, group, windows=group.windows)
-        measured = group.clock or clock(args)
+            found = site.backward_begins(group, args)
+            group = group if own is not None else found
+            del found
+        call = _Call(engine, runs.options, group, windows=group.windows)
+        measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
-        del slots, group
+        del slots, group, own
         if len(call.group) or call.windows is not None:
             call.window = call.group.prefetch_window_bytes()
             engine.request(
@@ -482,7 +514,7 @@ def backward_callable(
                 prefetch=call.options.prefetch,
                 across_graphs=call.options.across_graphs,
             )
-        results = program.run(args, call)
+        results = runs.run(args, call)
         if call.recorder is not None:
             call.recorder.end()
         if site is not None:

@@ -192,9 +192,19 @@ class Slot:
 
 def make_token(slot: Slot) -> Tensor:
     """A tensor that stands for an offloaded one in what autograd saves."""
-    token = torch.empty(_TOKEN_SHAPE, dtype=_TOKEN_DTYPE)
+    token = empty_token()
     setattr(token, _TOKEN_ATTRIBUTE, slot)
     return token
+
+
+def empty_token() -> Tensor:
+    """A tensor of a token's form, which stands for nothing yet."""
+    return torch.empty(_TOKEN_SHAPE, dtype=_TOKEN_DTYPE)
+
+
+def is_token(value: Any) -> bool:
+    """Whether ``value`` stands for an offloaded tensor."""
+    return hasattr(value, _TOKEN_ATTRIBUTE)
 
 
 def slot_of(value: Any, name: str) -> Slot | None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fxoffload.compiler import session
+from fxoffload.compiler import build
 from fxoffload.passes import estimate_costs
 from fxoffload.passes.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
 from fxoffload.passes.op_costs import assumption_of, compute_dtype, node_kind, op_flops
@@ -759,7 +759,7 @@ def test_estimates_are_near_what_an_h200_took(name: str) -> None:
     (record,) = (r for r in records if r["case"]["name"] == name and r["variant"]["label"] == "inductor")
     case = schema.Case(**record["case"] | {"device": "cpu"})
     states: dict[str, Any] = {}
-    run_steps = session.run_steps
+    run_steps = build.run_steps
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
@@ -769,7 +769,7 @@ def test_estimates_are_near_what_an_h200_took(name: str) -> None:
         return result
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with mock.patch.object(workloads, "_fill_weights"), mock.patch.object(session, "run_steps", record_state), fake:
+    with mock.patch.object(workloads, "_fill_weights"), mock.patch.object(build, "run_steps", record_state), fake:
         job = workloads.build_job(case, torch.device("cpu"))
         options = {"device_types": ("cpu",), "inner": "aot_eager", "policy": "keep_all"}
         with pytest.raises(Exception, match="_Traced"):

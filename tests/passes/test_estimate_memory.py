@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from fxoffload.compiler import session
+from fxoffload.compiler import build
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.passes import segment_kernels
 from fxoffload.passes.cut_segments import CutSegments, Segment
@@ -384,7 +384,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     states: dict[str, Any] = {}
     movables: list[Any] = []
-    run_steps, rank = session.run_steps, session.rank_movables
+    run_steps, rank = build.run_steps, build.rank_movables
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
@@ -397,8 +397,8 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     with (
         mock.patch.object(workloads, "_fill_weights"),
-        mock.patch.object(session, "run_steps", record_state),
-        mock.patch.object(session, "rank_movables", rank_and_leave),
+        mock.patch.object(build, "run_steps", record_state),
+        mock.patch.object(build, "rank_movables", rank_and_leave),
         mock.patch.object(SegmentCompiler, "compile"),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from fxoffload import ops
-from fxoffload.compiler import session
+from fxoffload.compiler import build
 from fxoffload.compiler.pipeline import PROOFS
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.errors import VerificationError
@@ -996,4 +996,4 @@ def test_the_switch_leaves_every_proof_out(proof: Any, monkeypatch: pytest.Monke
 
 def test_the_session_hands_the_forward_to_the_backwards_proof() -> None:
     assert bare_tower().backward.forward is bare_tower().forward
-    assert session.PROOFS == PROOFS
+    assert build.PROOFS == PROOFS

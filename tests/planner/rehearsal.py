@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxoffload
-from fxoffload.compiler import session
+from fxoffload.compiler import build
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import executor
@@ -179,21 +179,21 @@ class Rehearsal:
         """Finds out what the session tells the executor."""
         rehearsal = self
 
-        class Recording(session.OuterProgram):
+        class Recording(build.OuterProgram):
             def __init__(self, outer: fx.GraphModule, **kwargs: Any) -> None:
                 super().__init__(outer, **kwargs)
                 rehearsal.programs.append(self)
                 if kwargs.get("movables"):
                     rehearsal.movables = kwargs["movables"]
 
-        original = session.run_steps
+        original = build.run_steps
 
         def run_steps(steps: Any, state: Any, what: str) -> Any:
             if what == "forward":
                 rehearsal.num_user_outputs = state.num_user_outputs
             return original(steps, state, what)
 
-        with mock.patch.object(session, "OuterProgram", Recording), mock.patch.object(session, "run_steps", run_steps):
+        with mock.patch.object(build, "OuterProgram", Recording), mock.patch.object(build, "run_steps", run_steps):
             yield
 
     def run(

@@ -1,0 +1,159 @@
+"""Builds the programs of a forward and its backward: passes, segments, kernels. Of what AOTAutograd hands over, and of
+variants of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload.compiler.movables import movables_of, rank_movables
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.errors import PassError
+from fxoffload.options import Options
+from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.runtime.engine import Budgets
+from fxoffload.runtime.executor import Movable, OuterProgram, RuntimeOptions
+
+GraphKwargs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BuiltForward:
+    """A forward that is compiled.
+
+    Attributes:
+        program: to be run.
+        movables: what the program knows of each storage; ranked when the backward is built.
+        order: for each of them, its place among the candidates.
+    """
+
+    program: OuterProgram
+    movables: list[Movable]
+    order: tuple[int, ...]
+
+
+class Builder:
+    """Builds the graphs of one call of the backend.
+
+    Args:
+        options: validated options.
+        disabled: pieces that are switched off, by option or environment.
+        device: the device that values leave and return to.
+    """
+
+    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device) -> None:
+        self.options = options
+        self.disabled = disabled
+        self.device = device
+        self.runtime = RuntimeOptions(
+            budgets=Budgets(options.host_budget, options.in_flight_budget, options.prefetch_budget),
+            min_bytes=options.min_bytes,
+            prefetch="prefetch" not in disabled,
+            across_graphs="cross_graph_prefetch" not in disabled,
+        )
+        # With a fallback at hand, a segment that fails has to say so at once.
+        together = "kernel_overlap" not in disabled and options.on_error == "raise"
+        self._compiler = SegmentCompiler(inner=options.inner, reuse="segment_reuse" not in disabled, together=together)
+        self.pending = self._compiler.pending
+
+    def another(self) -> Builder:
+        """One for the same options, which shares no compiled code with this one."""
+        return Builder(self.options, self.disabled, self.device)
+
+    @property
+    def donates(self) -> bool:
+        """Whether segments may overwrite what they are the last to read."""
+        return self.options.inner == "inductor" and "donation" not in self.disabled
+
+    def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
+        if "verify" not in self.disabled:
+            return tuple(steps)
+        return without(steps, *(s.name for s in steps if s.name in PROOFS))
+
+    def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
+        for segment in state.segmentation.segments:
+            self._compiler.compile(state.gm, segment, state.modules[segment.name], kwargs)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def find(self, gm: fx.GraphModule, num_user_outputs: int, static_inputs: frozenset[int]) -> ForwardState:
+        """What a forward graph saves and may move; no more is done to it."""
+        state = ForwardState(
+            gm,
+            num_user_outputs=num_user_outputs,
+            static_inputs=static_inputs,
+            device=self.device,
+            min_bytes=self.options.min_bytes,
+            whole="segments" in self.disabled,
+        )
+        run_steps(FIND, state, "forward")
+        return state
+
+    def lower(self, state: ForwardState) -> None:
+        """Make the outer graph of what ``find`` found."""
+        run_steps(self._enabled(FORWARD), state, "forward")
+
+    def forward(self, state: ForwardState, kwargs: GraphKwargs) -> BuiltForward:
+        """Compile what was lowered. ``kwargs``: what Inductor was given for the whole graph."""
+        assert state.outer is not None
+        self._compile_segments(state, kwargs)
+        ordered, movables = movables_of(state)
+        place = {c.name: i for i, c in enumerate(state.saved.candidates)}
+        program = OuterProgram(state.outer, device=self.device, options=self.runtime, movables=movables)
+        return BuiltForward(program, movables, tuple(place[c.name] for c in ordered))
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        gm: fx.GraphModule,
+        forward: ForwardState,
+        movables: Sequence[Movable],
+        donatable: Collection[fx.Node],
+        kwargs: GraphKwargs,
+    ) -> tuple[BackwardState, OuterProgram]:
+        """Compile a backward, and wait for the kernels of both graphs.
+
+        Args:
+            gm: the partitioned graph.
+            forward: of its forward.
+            movables: of its forward; they are ranked.
+            donatable: placeholders that belong to one backward alone.
+            kwargs: as of ``forward``.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        names = {n.name for n in placeholders}
+        copies = frozenset(n.name for c in forward.saved.candidates for n in c.nodes)
+        if not copies <= names:
+            raise PassError(
+                f"expected every saved value among the backward's inputs, did not find {sorted(copies - names)[:5]}",
+                "insert_reloads",
+            )
+        state = BackwardState(
+            gm,
+            forward=forward,
+            copies=copies,
+            donatable=frozenset(donatable) if self.donates else frozenset(),
+            device=self.device,
+            whole="segments" in self.disabled,
+        )
+        steps = self._enabled(BACKWARD)
+        run_steps(steps if self.donates else without(steps, "choose_donations"), state, "backward")
+        assert state.outer is not None
+        self._compile_segments(state, kwargs)
+        self.pending.finish(save=True)
+        rank_movables(movables, forward.saved.candidates, state)
+        overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
+        program = OuterProgram(
+            state.outer,
+            device=self.device,
+            options=self.runtime,
+            copies={i: n.name for i, n in enumerate(placeholders) if n.name in copies},
+            overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
+        )
+        return state, program
