@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -113,16 +113,23 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         yield Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
     if base is not None and base is not draft:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
-        for candidate in base.forward_state.saved.candidates:
-            if not any(n.name in saved for n in candidate.nodes):
-                yield Row(
-                    _layer(candidate.nodes),
-                    candidate.name,
-                    producer_of(candidate),
-                    candidate.nbytes or 0,
-                    "recompute",
-                    "computed again in the backward from what is saved",
-                )
+        yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer)
+
+
+def recomputed_rows(
+    base: Iterable[Candidate], saved: Collection[str], label_of: Callable[[Sequence[fx.Node]], str]
+) -> Iterable[Row]:
+    """What plain Inductor would save (``base``) and is not among the names of what is saved."""
+    for candidate in base:
+        if not any(n.name in saved for n in candidate.nodes):
+            yield Row(
+                label_of(candidate.nodes),
+                candidate.name,
+                producer_of(candidate),
+                candidate.nbytes or 0,
+                "recompute",
+                "computed again in the backward from what is saved",
+            )
 
 
 def producer_of(candidate: Candidate) -> str:

@@ -202,6 +202,10 @@ class Recipe:
             self._numbers[draft] = len(self._numbers) + 1
         return self._numbers[draft]
 
+    def drafts(self) -> list[VariantDraft]:
+        """Those that have a number, but for the ones that could not be compiled."""
+        return [d for d, number in self._numbers.items() if number not in self._lost]
+
     def is_compiled(self, number: int) -> bool:
         """Whether calls may run it."""
         return number in self._variants

@@ -1,9 +1,10 @@
-"""Plans keep and offload for all compiled graphs of a step together, where none of them has a plan of its own.
+"""Plans all compiled graphs of a step together, where none of them has a plan of its own.
 
 A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
-FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.calls``), it is planned like one graph. Nothing
-is compiled again and nothing is exchanged between ranks. What is computed again was settled when the graphs were
-compiled.
+FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.calls``), it is planned like one graph: what
+each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a graph
+gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time. Nothing
+is exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any
 import torch
 
 from fxoffload.compiler.draft import step_of
-from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of
+from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of, recomputed_rows
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, with_all_inputs
+from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
-from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.planner.chain import Chain
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Decision, Plan, Prediction
+from fxoffload.planner.plan import Plan, Prediction
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 _GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
 # A plan that saves less than this part of the peak is not worth its copies.
 _WORTH = 0.05
+# Likewise variants that save less of it, or less than this part of the step's time within a budget.
+_WORTH_MS = 0.005
 # What eager code between the graphs has at the peak, on a GPU: a tangent that adds up, workspaces of libraries. 24
 # layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
 AROUND_BYTES = 64 << 20
@@ -74,13 +79,15 @@ class Part:
         step: of one forward and backward of it.
         rates: that its times were estimated with.
         goal: of the chain.
-        recipe: makes variants of the graph that compute other things again; None: there are none.
+        edges: of the graph, in the names of ``step``.
+        recipe: makes variants of the graph that compute more again; None: there are none.
     """
 
     graph: CompiledGraph
     step: TrainingStep
     rates: ProfileRates
     goal: TapeGoal
+    edges: Edges
     recipe: Recipe | None = None
 
 
@@ -121,7 +128,7 @@ def describe_part(
     )
     if recipe is not None:
         edges = with_all_inputs(edges, forward)
-    return Part(graph, step, rates, goal, recipe), edges
+    return Part(graph, step, rates, goal, edges, recipe), edges
 
 
 def _is_dynamic(state: ForwardState | BackwardState) -> bool:
@@ -149,47 +156,62 @@ def plan_tape(sites: Sequence[Site], held: Sequence[Held]) -> Following | None:
     schedule = planning.run()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
-    choices = tuple(planning.choice(k, schedule) for k in range(len(parts)))
-    return Following(tuple(weakref.ref(s) for s in sites), choices, box)
+    return planning.following(tuple(weakref.ref(s) for s in sites), schedule, box)
 
 
 class _TapePlanning:
-    """Plans one chain."""
+    """Plans one chain.
+
+    Attributes:
+        option: what is taken: at first, every graph as it was compiled.
+    """
 
     def __init__(self, parts: Sequence[Part], held: Sequence[Held]) -> None:
         self.parts = parts
-        self.chain: Chain = concatenate([p.step for p in parts], held)
         goal = parts[0].goal
-        self.goal, self.rates, budgets = goal.goal, parts[0].rates, goal.budgets
-        self.device = goal.device
-        self.scheduler = Scheduler(
-            self.chain.step,
-            self.rates,
-            host_bytes=engine_for(goal.device).host_budget_bytes(budgets),
-            in_flight_budget=budgets.in_flight,
-            prefetch_budget=budgets.prefetch,
-        )
-        self.baseline: Simulation = self.scheduler.keep_all()
+        self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
+        self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
+        calls = [CallPart(p.step, p.edges, p.recipe) for p in parts]
+        self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
+        self.option = self.compiled = self.ways.as_compiled()
+        self.baseline: Simulation = self.compiled.scheduler.keep_all()
         self.summary = ""
+
+    @property
+    def chain(self) -> Chain:
+        """What is scheduled."""
+        return self.option.chain
+
+    def _scheduler(self, step: TrainingStep) -> Scheduler:
+        return Scheduler(
+            step,
+            self.rates,
+            host_bytes=self.host_bytes,
+            in_flight_budget=self.budgets.in_flight,
+            prefetch_budget=self.budgets.prefetch,
+        )
 
     def run(self) -> Schedule:
         """What to do."""
         if self.goal.budget_bytes is not None:
             return self._within(self.goal.budget_bytes)
         slowdown = self.goal.max_slowdown or 0.0
-        found = self.scheduler.least_peak(self.baseline.step_ms * (1 + slowdown))
+        aim = TapeAim(max_ms=self.baseline.step_ms * (1 + slowdown))
+        found = self._take(aim)
         if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
+            self.option = self.compiled
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
             return self._keep_all()
         self.summary = f"the least peak found within a slowdown of {100 * slowdown:.3g} %: {self._gain(found)}"
         return found
 
     def _within(self, budget: int) -> Schedule:
-        limit = bytes_for_graphs(budget, self.device)
-        found = self.scheduler.least_time(limit, refined=True)
+        aim = TapeAim(limit_bytes=bytes_for_graphs(budget, self.device))
+        found = self._take(aim)
         if found is None:
-            found = self.scheduler.smallest()
-            least = found.simulation.peak_bytes + budget - limit
+            assert aim.limit_bytes is not None
+            found = self.option.scheduler.smallest()
+            least = found.simulation.peak_bytes + budget - aim.limit_bytes
             warnings.warn(
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
                 f"{len(self.parts)} calls of compiled graphs, found {format_bytes(budget)}; the step takes the least "
@@ -208,9 +230,33 @@ class _TapePlanning:
             )
         return found
 
+    def _take(self, aim: TapeAim) -> Schedule | None:
+        """Set ``option`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
+        taken where others are hardly better: variants have to be compiled."""
+        self.compiled = self.ways.as_compiled(aim)
+        mine = self.compiled.schedule
+        self.option = self.compiled
+        if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
+            return mine
+        for option in self.ways.search(aim):
+            if aim.key(option) < aim.key(self.option):
+                self.option = option
+        best = self.option.schedule
+        if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
+            self.option = self.compiled
+        return self.option.schedule
+
+    def _is_slow(self, found: Schedule) -> bool:
+        return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms
+
+    def _is_worth_it(self, found: Schedule, compiled: Schedule, aim: TapeAim) -> bool:
+        if aim.limit_bytes is not None:
+            return found.simulation.step_ms < compiled.simulation.step_ms - _WORTH_MS * self.baseline.step_ms
+        return found.simulation.peak_bytes <= (1 - _WORTH) * compiled.simulation.peak_bytes
+
     def _keep_all(self) -> Schedule:
         """It moves nothing, so no window binds."""
-        found = self.scheduler.least_time(self.baseline.peak_bytes)
+        found = self.compiled.scheduler.least_time(self.baseline.peak_bytes)
         assert found is not None
         return found
 
@@ -218,18 +264,42 @@ class _TapePlanning:
         base, mine = self.baseline, found.simulation
         saved = 1 - mine.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
         slowdown = mine.step_ms / base.step_ms - 1 if base.step_ms else 0.0
-        return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time"
+        again = sum(v is not None for v in self.option.variants)
+        how = f", {again} of {len(self.parts)} calls computing more again" if again else ""
+        return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time{how}"
 
-    def choice(self, call: int, schedule: Schedule) -> Choice:
-        """What one call does, in the order of its graph's candidates."""
-        part = self.parts[call]
-        go = self._by_name(call, schedule)
-        offload = tuple(go[c.name] for c in part.graph.saved.candidates)
-        return Choice(offload, self.chain.windows_of(call, schedule.windows))
+    # -- to be followed ------------------------------------------------------------------------------------------------
 
-    def _by_name(self, call: int, schedule: Schedule) -> dict[str, bool]:
-        names = [c.name for c in self.parts[call].step.candidates]
-        return dict(zip(names, self.chain.offload_of(call, schedule.offload), strict=True))
+    def following(self, sites: tuple[weakref.ref[Site], ...], schedule: Schedule, box: PlanBox) -> Following:
+        """The plan as calls follow it. Variants are compiled when it is followed for the first time; where that fails,
+        graphs run as they were compiled."""
+        wanted = [(p.recipe, v) for p, v in zip(self.parts, self.option.variants, strict=True)]
+        numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
+        choices = tuple(self._choice(k, self.option, schedule, number) for k, number in enumerate(numbers))
+        if not any(numbers):
+            return Following(sites, choices, box)
+
+        def prepare() -> None:
+            began = time.perf_counter()
+            for (recipe, _), number in dict.fromkeys(zip(wanted, numbers, strict=True)):
+                if recipe is not None and number:
+                    recipe.compile(number)
+            log.info("compiled variants in %.1f s", time.perf_counter() - began)
+
+        instead = self.compiled.schedule or self.compiled.scheduler.smallest()
+        others = tuple(self._choice(k, self.compiled, instead, 0) for k in range(len(self.parts)))
+        return Following(sites, choices, box, prepare=prepare, otherwise=Following(sites, others))
+
+    def _choice(self, call: int, option: TapeOption, schedule: Schedule, number: int) -> Choice:
+        """What one call does, in the order of the candidates of what it runs."""
+        go = _by_name(option, call, schedule)
+        offload = tuple(go[c.name] for c in self._saved(option, call).candidates)
+        windows = option.chain.windows_of(call, schedule.windows)
+        return Choice(offload, windows, number) if number else Choice(offload, windows)
+
+    def _saved(self, option: TapeOption, call: int) -> SavedValues:
+        variant = option.variants[call]
+        return self.parts[call].graph.saved if variant is None else variant.saved
 
     # -- to be shown ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +307,7 @@ class _TapePlanning:
         """The plan to show."""
         graphs = len({id(p.graph) for p in self.parts})
         over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}"
+        smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in (self.compiled, self.option)}
         return Plan(
             graph=-1,
             label=f"a step {over}",
@@ -247,21 +318,18 @@ class _TapePlanning:
             summary=f"{over}, {self.summary}",
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
-            smallest_budget_bytes=self.scheduler.smallest().simulation.peak_bytes,
-            decisions=self._decisions(schedule),
+            smallest_budget_bytes=min(smallest.values()),
+            decisions=tuple(grouped(row for k in range(len(self.parts)) for row in self._rows(k, schedule))),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
             simulation=schedule.simulation,
         )
 
-    def _decisions(self, schedule: Schedule) -> tuple[Decision, ...]:
-        return tuple(grouped(row for k in range(len(self.parts)) for row in self._rows(k, schedule)))
-
     def _rows(self, call: int, schedule: Schedule) -> Iterable[Row]:
-        part, label = self.parts[call], f"call {call}"
+        label, saved = f"call {call}", self._saved(self.option, call)
         infos = {s.name: s for s in self.chain.step.candidates}
-        names = dict(zip((c.name for c in part.step.candidates), self.chain.candidates[call], strict=True))
-        go = self._by_name(call, schedule)
-        for c in part.graph.saved.candidates:
+        names = dict(zip(self.option.candidates_of(call), self.chain.candidates[call], strict=True))
+        go = _by_name(self.option, call, schedule)
+        for c in saved.candidates:
             name = names[c.name]
             info = None if name is None else infos[name]
             if info is None:
@@ -269,6 +337,13 @@ class _TapePlanning:
             else:
                 reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
             yield Row(label, c.name, producer_of(c), c.nbytes or 0, "offload" if go[c.name] else "keep", reason)
-        for item in part.graph.saved.skipped:
+        for item in saved.skipped:
             if not item.reason.startswith("parameter"):
                 yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)
+        if self.option.variants[call] is not None:
+            stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
+            yield from recomputed_rows(self.parts[call].graph.saved.candidates, stays, lambda _: label)
+
+
+def _by_name(option: TapeOption, call: int, schedule: Schedule) -> dict[str, bool]:
+    return dict(zip(option.candidates_of(call), option.chain.offload_of(call, schedule.offload), strict=True))

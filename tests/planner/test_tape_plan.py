@@ -24,7 +24,7 @@ import fxoffload
 from fxoffload.compiler import session, tape_plan
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.insert_transfers import STORAGE_KEY
-from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
@@ -49,11 +49,13 @@ def alone() -> Iterator[None]:
     _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     CHAINS.clear()
 
-    def concatenated(*args: Any) -> Chain:
-        CHAINS.append(concatenate(*args))
-        return CHAINS[-1]
+    describe = tape_plan._TapePlanning.describe
 
-    with mock.patch.object(tape_plan, "concatenate", concatenated):
+    def described(planning: Any, schedule: Schedule) -> fxoffload.Plan:
+        CHAINS.append(planning.chain)
+        return describe(planning, schedule)
+
+    with mock.patch.object(tape_plan._TapePlanning, "describe", described):
         yield
     engine_for(CPU).calls._step = None
     torch.set_num_threads(threads)

@@ -1,0 +1,292 @@
+"""Looks for a better plan of a chain of calls by what its graphs compute again.
+
+Each graph has a frontier of recompute choices (``Recipe.points``). Some of them are drafted; the solver chooses one for
+each call, together with what moves; at most two per graph are taken on, beside what was compiled first. A chain of them
+is laid out from their drafts and scheduled like any other, so what is compared is always simulated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxoffload.compiler.recipe import MOST_VARIANTS, Recipe, VariantDraft
+from fxoffload.planner import solve
+from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner.chain_problem import chain_problem
+from fxoffload.planner.problem import Problem, Solution
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.calls import Edges, Held
+
+log = logging.getLogger(__name__)
+
+# So many points of a graph's frontier are drafted.
+_MOST_DRAFTS = 6
+# How often a choice is made again because its chain misses what was promised, and when it does not.
+_MAX_ROUNDS = 4
+_ENOUGH = 0.005
+_CLOSE = 0.01
+_SOLVER_S = 3.0
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """One call of a chain, as the graph was compiled.
+
+    Attributes:
+        step: of one forward and backward.
+        edges: in the names of ``step``.
+        recipe: makes variants; None: there are none.
+    """
+
+    step: TrainingStep
+    edges: Edges
+    recipe: Recipe | None
+
+
+@dataclass(frozen=True)
+class TapeOption:
+    """A way to run a chain.
+
+    Attributes:
+        variants: per call, what it runs; None: the graph as compiled.
+        steps: per call, of that.
+        chain: so laid out.
+        scheduler: of ``chain``.
+        schedule: what moves when; None: the goal is not reached so.
+    """
+
+    variants: tuple[VariantDraft | None, ...]
+    steps: tuple[TrainingStep, ...]
+    chain: Chain
+    scheduler: Scheduler
+    schedule: Schedule | None = None
+
+    def candidates_of(self, call: int) -> tuple[str, ...]:
+        """Names in the step of one call, in its order."""
+        return tuple(c.name for c in self.steps[call].candidates)
+
+
+@dataclass(frozen=True)
+class TapeAim:
+    """What is sought: one of the two is None.
+
+    Attributes:
+        limit_bytes: the least time within so many bytes.
+        max_ms: the least peak within so much time.
+    """
+
+    limit_bytes: int | None = None
+    max_ms: float | None = None
+
+    def schedule(self, scheduler: Scheduler) -> Schedule | None:
+        """The best for one chain."""
+        if self.limit_bytes is not None:
+            return scheduler.least_time(self.limit_bytes, refined=True)
+        assert self.max_ms is not None
+        return scheduler.least_peak(self.max_ms)
+
+    def key(self, option: TapeOption) -> tuple[float, float]:
+        """What makes one option better than another."""
+        if option.schedule is None:
+            return (float("inf"), option.scheduler.smallest().simulation.peak_bytes)
+        if self.limit_bytes is not None:
+            return option.schedule.key
+        return (option.schedule.simulation.peak_bytes, option.schedule.simulation.step_ms)
+
+
+class TapeRecompute:
+    """The options of one chain.
+
+    Args:
+        calls: in the order of their forwards.
+        held: what was seen at their edges, in the names of the graphs as compiled.
+        scheduler: of a step.
+        rates: of the machine.
+        host_bytes: most bytes on the host.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[CallPart],
+        held: Sequence[Held],
+        scheduler: Callable[[TrainingStep], Scheduler],
+        rates: ProfileRates,
+        host_bytes: int | None,
+    ) -> None:
+        self._calls = list(calls)
+        self._held = list(held)
+        self._scheduler = scheduler
+        self._rates = rates
+        self._host_bytes = host_bytes
+        self._kinds = [id(c.recipe or c.step) for c in self._calls]
+
+    def as_compiled(self, aim: TapeAim | None = None) -> TapeOption:
+        """Every graph as it was compiled; scheduled where there is an aim."""
+        return self._option((None,) * len(self._calls), aim)
+
+    def search(self, aim: TapeAim) -> list[TapeOption]:
+        """Options that compute more again; none where no graph can."""
+        if not any(self._drafts.values()):
+            return []
+        # Whatever the solver thinks of it.
+        found = [self._option(tuple((self._drafts[kind] or [None])[-1] for kind in self._kinds), aim)]
+        seen: set[tuple[int, ...]] = set()
+        limit, max_ms = aim.limit_bytes, aim.max_ms
+        problem, picked = self._narrowed(limit, max_ms)
+        for _ in range(_MAX_ROUNDS if problem is not None else 0):
+            assert problem is not None
+            solution = _solve(problem, limit, max_ms)
+            if solution is None or solution.alternatives in seen:
+                break
+            seen.add(solution.alternatives)
+            pairs = zip(self._kinds, solution.alternatives, strict=True)
+            option = self._option(tuple(picked[kind][a] for kind, a in pairs), aim)
+            found.append(option)
+            outcome = option.schedule.simulation if option.schedule is not None else None
+            log.debug(
+                "recompute choice of a chain: promised %.1f ms, %.2f GiB; laid out %s",
+                solution.ms,
+                solution.peak_bytes / 2**30,
+                "nothing that meets the goal"
+                if outcome is None
+                else f"{outcome.step_ms:.1f} ms, {outcome.peak_bytes / 2**30:.2f} GiB",
+            )
+            if limit is not None:
+                assert aim.limit_bytes is not None
+                if outcome is not None and outcome.step_ms <= solution.ms * (1 + _ENOUGH):
+                    break
+                excess = 0
+                if outcome is None:
+                    excess = option.scheduler.smallest().simulation.peak_bytes - aim.limit_bytes
+                limit -= max(excess, int(2 * _CLOSE * aim.limit_bytes))
+            else:
+                assert max_ms is not None and aim.max_ms is not None
+                if outcome is not None and outcome.peak_bytes <= solution.peak_bytes * (1 + _CLOSE):
+                    break
+                # What the chain computes beyond what was promised, it will compute the next time too.
+                beyond = option.chain.step.compute_ms - (solution.ms - solution.exposed_ms)
+                max_ms = min(max_ms, aim.max_ms - max(beyond, 0.0)) - _CLOSE / 10 * aim.max_ms
+        return found
+
+    # -- what there is to choose from ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _drafts(self) -> dict[int, list[VariantDraft]]:
+        """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation."""
+        began = time.perf_counter()
+        found: dict[int, list[VariantDraft]] = {}
+        for kind, call in zip(self._kinds, self._calls, strict=True):
+            if kind in found:
+                continue
+            found[kind] = [] if call.recipe is None else list(_drafts_of(call.recipe, call.step))
+        log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
+        return found
+
+    def _narrowed(
+        self, limit: int | None, max_ms: float | None
+    ) -> tuple[Problem | None, dict[int, list[VariantDraft | None]]]:
+        """The problem with as many variants per kind as a graph may have: those that the solver would use most."""
+        every: dict[int, list[VariantDraft | None]] = {kind: [None, *found] for kind, found in self._drafts.items()}
+        if all(len(found) <= MOST_VARIANTS for found in self._drafts.values()):
+            return self._problem(every), every
+        solution = _solve(self._problem(every), limit, max_ms)
+        if solution is None:
+            return None, every
+        used: dict[int, Counter[int]] = {kind: Counter() for kind in every}
+        for kind, alternative in zip(self._kinds, solution.alternatives, strict=True):
+            used[kind][alternative] += 1
+        picked: dict[int, list[VariantDraft | None]] = {}
+        for kind, options in every.items():
+            best = [a for a, _ in used[kind].most_common() if a][:MOST_VARIANTS]
+            picked[kind] = [None, *(options[a] for a in sorted(best))]
+        return self._problem(picked), picked
+
+    def _problem(self, options: dict[int, list[VariantDraft | None]]) -> Problem:
+        """``options``: per kind, variants; the first is the graph as compiled."""
+        counts = [len(options[kind]) for kind in self._kinds]
+        layouts = [
+            self._layout([options[kind][min(j, len(options[kind]) - 1)] for kind in self._kinds])
+            for j in range(max(counts))
+        ]
+        return chain_problem(layouts, counts, self._kinds, self._rates, host_bytes=self._host_bytes)
+
+    # -- chains --------------------------------------------------------------------------------------------------------
+
+    def _option(self, variants: tuple[VariantDraft | None, ...], aim: TapeAim | None) -> TapeOption:
+        chain = self._layout(variants)
+        scheduler = self._scheduler(chain.step)
+        steps = tuple(self._steps(variants))
+        return TapeOption(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
+
+    def _steps(self, variants: Sequence[VariantDraft | None]) -> list[TrainingStep]:
+        return [c.step if v is None else v.step for c, v in zip(self._calls, variants, strict=True)]
+
+    def _layout(self, variants: Sequence[VariantDraft | None]) -> Chain:
+        """The chain whose calls run these."""
+        steps = self._steps(variants)
+        known = [{s.name for s in step.storages} for step in steps]
+        names: dict[int, dict[str, str]] = {}
+        for k, (call, variant) in enumerate(zip(self._calls, variants, strict=True)):
+            if variant is not None:
+                names[k] = _renamed(call.edges, variant.edges)
+        held = []
+        for item in self._held:
+            members = [(k, names[k].get(n, "") if k in names else n) for k, n in item.members]
+            members = [(k, n) for k, n in members if n in known[k]]
+            if members:
+                held.append(replace(item, members=tuple(members)))
+        return concatenate(steps, held)
+
+
+def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> Sequence[VariantDraft]:
+    if there := recipe.drafts():
+        return sorted(there, key=lambda d: -_saved_bytes(d.step))  # an earlier plan's: they are compiled
+    saved = _saved_bytes(compiled)
+    points = recipe.points()
+    if not points:
+        return []
+    sizes = [sum(p.nbytes for p in point.values()) for point in points]
+    count = min(_MOST_DRAFTS, len(points))
+    # Evenly spaced in bytes: many points differ by little.
+    levels = [sizes[-1] + (sizes[0] - sizes[-1]) * i // max(count - 1, 1) for i in range(count)]
+    wanted = sorted({min(range(len(points)), key=lambda i, level=level: abs(sizes[i] - level)) for level in levels})
+    drafts = [recipe.draft(points[i]) for i in wanted]
+    found: list[VariantDraft] = []
+    for draft in drafts:
+        least = _saved_bytes(found[-1].step) if found else saved
+        if draft is not None and _saved_bytes(draft.step) < least:
+            found.append(draft)
+    return found
+
+
+def _saved_bytes(step: TrainingStep) -> int:
+    return sum(c.nbytes for c in step.candidates)
+
+
+def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
+    """What storages at the edges of a graph are called under a variant."""
+    found: dict[str, str] = {}
+    for mine, others in (
+        (compiled.inputs, variant.inputs),
+        (compiled.outputs, variant.outputs),
+        (compiled.tangents, variant.tangents),
+        (compiled.gradients, variant.gradients),
+    ):
+        pairs = zip(mine, others, strict=True)
+        found.update((a, b) for a, b in pairs if a is not None and b is not None and a not in found)
+    return found
+
+
+def _solve(problem: Problem, limit: int | None, max_ms: float | None) -> Solution | None:
+    if limit is not None:
+        found = solve.least_time(problem, limit, deadline_s=_SOLVER_S)
+        return found if found is not None else solve.smallest_peak(problem, deadline_s=_SOLVER_S)
+    assert max_ms is not None
+    return solve.least_peak(problem, max_ms, deadline_s=_SOLVER_S)

@@ -1,0 +1,276 @@
+"""What the calls of a chain compute again: chosen by the solver, laid out, simulated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute
+from fxoffload.machine.shelf import load_profile
+from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
+from fxoffload.planner.chain import concatenate
+from fxoffload.planner.chain_problem import chain_problem
+from fxoffload.planner.formulate import problem_of
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Scheduler
+from fxoffload.runtime.calls import Edges, Held, Moment
+
+MB = 1 << 20
+
+
+@functools.cache
+def rates() -> ProfileRates:
+    return ProfileRates(load_profile("h200"))
+
+
+def layer(
+    saved_mb: Sequence[int] = (64, 64), *, ms: float = 1.0, again_ms: float = 0.0, halves: int = 1, x: str = "x"
+) -> TrainingStep:
+    """Reads x, which it saves, and makes y; saves some values; its backward makes dx, dw and what is computed again.
+    ``halves``: segments of the backward."""
+    own = [f"h{i}" for i in range(len(saved_mb))]
+    backward = [SegmentStep(f"b{i}", ms=(2 * ms + again_ms) / halves, reads=("dy", x, *own)) for i in range(halves)]
+    backward[-1] = SegmentStep(
+        f"b{halves - 1}", ms=backward[-1].ms, reads=backward[-1].reads, writes=("dx", "dw"), temp_bytes=40 * MB
+    )
+    return TrainingStep(
+        storages=(
+            StorageInfo(x, 16 * MB, moved_bytes=16 * MB, is_input=True),
+            *(StorageInfo(name, mb * MB, moved_bytes=mb * MB) for name, mb in zip(own, saved_mb, strict=True)),
+            StorageInfo("y", 16 * MB, is_output=True),
+            StorageInfo("dy", 16 * MB, is_tangent=True),
+            StorageInfo("dx", 16 * MB, is_gradient=True),
+            StorageInfo("dw", MB, is_gradient=True),
+        ),
+        forward=(SegmentStep("f", ms=ms, reads=(x,), writes=(*own, "y")),),
+        backward=tuple(backward),
+    )
+
+
+def edges(x: str = "x") -> Edges:
+    return Edges((x,), ("y",), ("dy",), ("dx", "dw"))
+
+
+def passed(count: int) -> list[Held]:
+    """What is seen of layers that run one behind the other, and whose weights' gradients are added up and dropped."""
+    found = [Held(((0, "x"),), None)]
+    found += [Held(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)) for k in range(count - 1)]
+    found.append(Held(((count - 1, "y"),), Moment("forward", count - 1)))
+    for k in range(count - 1, 0, -1):
+        found.append(Held(((k, "dx"), (k - 1, "dy")), Moment("backward", k - 1)))
+    found += [Held(((k, "dw"),), Moment("backward", k)) for k in range(count)]
+    return found
+
+
+@dataclass(frozen=True)
+class _Point:
+    nbytes: int
+
+
+@dataclass(eq=False)
+class _Draft:
+    step: TrainingStep
+    edges: Edges
+
+
+@dataclass(eq=False)
+class _Recipe:
+    """A graph whose variants are given."""
+
+    given: list[_Draft | None]
+    asked: list[int] = field(default_factory=list)
+
+    def points(self) -> Sequence[Mapping[str, Any]]:
+        sizes = [10**9 - i for i in range(len(self.given))]
+        return [{"": _Point(n)} for n in sizes]
+
+    def draft(self, point: Mapping[str, Any]) -> Any:
+        number = 10**9 - point[""].nbytes
+        self.asked.append(number)
+        return self.given[number]
+
+    def drafts(self) -> Sequence[Any]:
+        """Of earlier plans."""
+        return ()
+
+
+def ways(
+    step: TrainingStep, variants: Sequence[TrainingStep], count: int, *, host_bytes: int | None = None
+) -> TapeRecompute:
+    """A chain of ``count`` calls of one graph."""
+    names = [next(s.name for s in v.storages if s.is_input) for v in variants]
+    recipe = _Recipe([_Draft(v, edges(x)) for v, x in zip(variants, names, strict=True)])
+    part = CallPart(step, edges(), recipe)  # type: ignore[arg-type]
+    return TapeRecompute(
+        [part] * count, passed(count), lambda s: Scheduler(s, rates(), host_bytes=host_bytes), rates(), host_bytes
+    )
+
+
+def best(found: Sequence[TapeOption], aim: TapeAim) -> TapeOption:
+    return min(found, key=aim.key)
+
+
+def again(option: TapeOption) -> int:
+    return sum(v is not None for v in option.variants)
+
+
+def test_one_variant_is_the_chain_itself() -> None:
+    chain = concatenate([layer()] * 4, passed(4))
+    made = chain_problem([chain], [1] * 4, ["a"] * 4, rates())
+    plain = problem_of(chain.step, rates())
+    found = [i for la in made.layers for i in la.alternatives[0].items]
+    strip = {i.name.split(": ", 1)[1]: i for i in found}
+    assert len(strip) == len(found)
+    for item in plain.layers[0].alternatives[0].items:
+        mine = strip[item.name]
+        assert (mine.held_bytes, mine.made_at, mine.copy_after, mine.freed_after, mine.needed_at, mine.dies_at) == (
+            (item.held_bytes, item.made_at, item.copy_after, item.freed_after, item.needed_at, item.dies_at)
+        )
+    assert made.forward_bytes == plain.forward_bytes and made.backward_bytes == plain.backward_bytes
+    assert not any(la.alternatives[0].extra_ms or la.alternatives[0].extra_bytes for la in made.layers)
+
+
+def test_places_of_a_variant_with_other_segments() -> None:
+    """A backward in three segments in the places of one, and the other way round."""
+    one = concatenate([layer()] * 3, passed(3))
+    three = concatenate([layer((8,), again_ms=3.0, halves=3)] * 3, passed(3))
+    for first, second in ((one, three), (three, one)):
+        problem = chain_problem([first, second], [2] * 3, ["a"] * 3, rates())
+        for k, la in enumerate(problem.layers):
+            spans = []
+            for alternative in la.alternatives:
+                (item,) = [i for i in alternative.items if i.name.endswith("h0")]
+                spans.append((item.needed_at, item.dies_at))
+                assert item.made_at == item.copy_after == first.forward[k] + 1
+            begin, size = first.backward[k], first.sizes[k][1]
+            assert spans == [(begin, begin + size - 1)] * 2
+    problem = chain_problem([one, three], [2] * 3, ["a"] * 3, rates())
+    assert [la.alternatives[1].extra_ms for la in problem.layers] == [
+        {one.backward[k]: pytest.approx(3.0)} for k in range(3)
+    ]
+
+
+def test_layouts_of_different_chains_are_refused() -> None:
+    two, three = (concatenate([layer()] * n, passed(n)) for n in (2, 3))
+    with pytest.raises(ValueError, match="layouts of one chain"):
+        chain_problem([two, three], [2] * 2, ["a"] * 2, rates())
+
+
+def test_where_copies_cannot_hide_layers_compute_again() -> None:
+    """A layer saves 128 MiB, 2.4 ms on the link, and its forward takes 1 ms: what moves would have to be waited for.
+    Recomputing takes 0.5 ms."""
+    found = ways(layer(), [layer((), again_ms=0.5)], 12)
+    keep = found.as_compiled().scheduler.keep_all()
+    aim = TapeAim(limit_bytes=keep.peak_bytes // 2)
+    compiled = found.as_compiled(aim)
+    option = best(found.search(aim), aim)
+    assert compiled.schedule is not None and option.schedule is not None
+    assert option.schedule.simulation.peak_bytes <= keep.peak_bytes // 2
+    assert option.schedule.simulation.step_ms < compiled.schedule.simulation.step_ms
+    assert 0 < again(option) < 12
+    # Most of it hides: only some calls compute again, which takes less than if all did.
+    assert option.schedule.simulation.step_ms < keep.step_ms + 12 * 0.5
+
+
+def test_where_copies_hide_nothing_is_computed_again() -> None:
+    found = ways(layer((16, 16), ms=10.0), [layer((), ms=10.0, again_ms=5.0)], 8)
+    keep = found.as_compiled().scheduler.keep_all()
+    aim = TapeAim(limit_bytes=keep.peak_bytes * 2 // 3)
+    compiled = found.as_compiled(aim)
+    assert compiled.schedule is not None
+    assert compiled.schedule.simulation.step_ms <= 1.01 * keep.step_ms
+    for option in found.search(aim):
+        assert aim.key(compiled) < aim.key(option) or not again(option)
+
+
+def test_the_least_peak_within_a_slowdown() -> None:
+    found = ways(layer(), [layer((64,), again_ms=0.02), layer((), again_ms=0.5)], 12)
+    keep = found.as_compiled().scheduler.keep_all()
+    aim = TapeAim(max_ms=1.05 * keep.step_ms)
+    compiled, option = found.as_compiled(aim), best(found.search(aim), aim)
+    assert compiled.schedule is not None and option.schedule is not None
+    assert option.schedule.simulation.step_ms <= 1.05 * keep.step_ms
+    assert option.schedule.simulation.peak_bytes < 0.8 * compiled.schedule.simulation.peak_bytes
+
+
+def test_a_budget_that_only_recomputation_meets() -> None:
+    """The host has no room."""
+    found = ways(layer(), [layer((), again_ms=0.5)], 12, host_bytes=64 * MB)
+    keep = found.as_compiled().scheduler.keep_all()
+    aim = TapeAim(limit_bytes=keep.peak_bytes // 3)
+    assert found.as_compiled(aim).schedule is None
+    option = best(found.search(aim), aim)
+    assert option.schedule is not None
+    assert option.schedule.simulation.peak_bytes <= keep.peak_bytes // 3
+
+
+def test_at_most_two_variants_of_a_graph_are_taken() -> None:
+    several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
+    found = ways(layer(), several, 10)
+    keep = found.as_compiled().scheduler.keep_all()
+    aim = TapeAim(limit_bytes=keep.peak_bytes * 2 // 3)
+    for option in found.search(aim):
+        assert len({id(v) for v in option.variants if v is not None}) <= 2
+
+
+def test_a_variant_that_saves_no_less_is_not_drafted_for_nothing() -> None:
+    found = ways(layer((8,)), [layer((64,), again_ms=0.1)], 4)
+    assert found.search(TapeAim(limit_bytes=50 * MB)) == []
+
+
+def test_an_input_that_only_a_variant_saves() -> None:
+    """The layer's input dies in its own forward, unless a variant saves it: then it is that variant's to move."""
+    compiled = layer()
+    without = TrainingStep(
+        tuple(s for s in compiled.storages if not s.is_input),
+        tuple(SegmentStep(s.name, ms=s.ms, writes=s.writes) for s in compiled.forward),
+        tuple(
+            SegmentStep(s.name, ms=s.ms, reads=tuple(r for r in s.reads if r != "x"), writes=s.writes)
+            for s in compiled.backward
+        ),
+    )
+    recipe = _Recipe([_Draft(layer((), again_ms=0.5, x="view of x"), edges("view of x"))])
+    part = CallPart(without, edges(), recipe)  # type: ignore[arg-type]
+    found = TapeRecompute([part] * 6, passed(6), lambda s: Scheduler(s, rates()), rates(), None)
+    assert all("x" not in names for names in found.as_compiled().chain.candidates)
+    option = found.search(TapeAim(limit_bytes=300 * MB))[0]
+    assert again(option) == 6
+    assert option.chain.candidates[1:] == tuple((f"call {k}/y",) for k in range(5))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(1, 96), min_size=1, max_size=4),
+    st.floats(0.2, 6.0),
+    st.floats(0.05, 3.0),
+    st.integers(2, 8),
+    st.floats(0.0, 1.0),
+)
+def test_no_option_exceeds_the_budget_and_none_plain_is_faster(
+    saved: list[int], ms: float, again_ms: float, count: int, share: float
+) -> None:
+    variant = layer(saved[: len(saved) // 2], ms=ms, again_ms=again_ms)
+    found = ways(layer(saved, ms=ms), [variant], count)
+    plain = found.as_compiled()
+    keep = plain.scheduler.keep_all()
+    uniform = concatenate([variant] * count, passed(count))
+    recompute = Scheduler(uniform.step, rates()).keep_all()
+    least = min(recompute.peak_bytes, plain.scheduler.smallest().simulation.peak_bytes)
+    budget = round(least + share * (keep.peak_bytes - least))
+    aim = TapeAim(limit_bytes=budget)
+    options = [found.as_compiled(aim), *found.search(aim)]
+    for option in options:
+        if option.schedule is not None:
+            assert option.schedule.simulation.peak_bytes <= budget
+            assert len(option.schedule.offload) == len(option.chain.step.candidates)
+    chosen = best(options, aim).schedule
+    assert chosen is not None
+    for other in (keep, recompute):
+        if other.peak_bytes <= budget:
+            assert chosen.simulation.step_ms <= other.step_ms + 1e-3
