@@ -358,9 +358,11 @@ class StepCalls:
 
     def _begin(self, site: Site) -> _Step:
         step = _Step()
-        if site.plan is not None:
-            step.plan = site.plan
-            step.was_planned = True
+        plan = site.plan
+        if plan is not None:
+            # One that was made this moment may have to be made ready: the next step does that, and follows it.
+            step.plan = plan if plan.prepare is None else None
+            step.was_planned = step.plan is not None
         else:
             tired = site.num_plans >= _MOST_PLANS or site.num_records >= _MOST_RECORDS
             step.records = site.planner is not None and not site.is_planning and not tired

@@ -192,15 +192,16 @@ def recorded(make: Callable[[], nn.Module], *, steps: int = 2, **changes: Any) -
 
 def _tell_callers(watch: Watch, graph: CompiledGraph) -> None:
     """What is given to a graph is not what the step makes."""
-    assert graph.backward is not None
-    given = [n for n in graph.forward.graph.nodes if n.op in ("placeholder", "get_attr")]
-    names = {n.name for n in given}
-    watch.callers |= {f"forward/{n.meta.get(STORAGE_KEY)}" for n in given}
-    watch.callers |= {
-        f"backward/{n.meta.get(STORAGE_KEY)}"
-        for n in graph.backward.graph.find_nodes(op="placeholder")
-        if n.name in names
-    }
+    for ran in (graph, *graph.variants):
+        assert ran.backward is not None
+        given = [n for n in ran.forward.graph.nodes if n.op in ("placeholder", "get_attr")]
+        names = {n.name for n in given}
+        watch.callers |= {f"forward/{n.meta.get(STORAGE_KEY)}" for n in given}
+        watch.callers |= {
+            f"backward/{n.meta.get(STORAGE_KEY)}"
+            for n in ran.backward.graph.find_nodes(op="placeholder")
+            if n.name in names
+        }
 
 
 def expected(chain: Chain, simulation: Simulation) -> list[Seen]:
@@ -302,6 +303,86 @@ def test_every_byte(name: str) -> None:
     assert simulation.bytes_offloaded > 0
     actions = {d.action for d in plan.decisions}
     assert {"keep", "offload"} <= actions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_byte_whatever_is_computed_again(name: str) -> None:
+    """Each call runs a variant of its graph at random, with random decisions; several in one step."""
+    generator = random.Random(name)
+    plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]
+    ran: set[int] = set()
+    for factor in (0.9, 1.5):
+        found: list[Simulation] = []
+
+        def decide(planning: Any, factor: float = factor, found: list[Simulation] = found) -> Schedule:
+            ways = planning.ways
+            drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
+            variants = tuple(generator.choice(drafts[kind]) for kind in ways._kinds)
+            assert len(set(variants)) > 1
+            planning.option = ways._option(variants, None)
+            step = planning.chain.step
+            offload = tuple(bool(c.moved_bytes) and generator.random() < 0.7 for c in step.candidates)
+            limit = int(factor * planning.baseline.peak_bytes)
+            windows = windows_for(step, offload, limit) or no_windows(step)
+            found.append(simulate(step, offload, copies=planning.rates, windows=windows))
+            return Schedule(offload, windows, found[0])
+
+        torch.compiler.reset()
+        alive = set(fxoffload.graphs())
+        with mock.patch.object(tape_plan._TapePlanning, "run", decide):
+            run = recorded(MODELS[name], steps=3, activation_budget="1GiB")
+            assert_equal(run.step(), plain)
+            for graph in set(fxoffload.graphs()) - alive:
+                _tell_callers(run.watch, graph)
+                ran.update(v.number for v in graph.variants)
+            check_bytes(run, found[0])
+            assert_equal(run.step(), plain)
+        (plan,) = [p for p in new_plans() if p.simulation is found[0]]
+        assert "recompute" in {d.action for d in plan.decisions}
+    assert ran
+
+
+def test_what_only_recomputation_fits_into_is_computed_again() -> None:
+    """The host has next to no room."""
+    plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
+    least, most = range_of_peaks("stack")
+    _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    before = compile_counts()["segments"]
+    run = recorded(MODELS["stack"], activation_budget=(least + 2 * most) // 3, host_budget="1KiB", steps=3)
+    compiled = compile_counts()["segments"] - before  # of the two graphs
+    for _ in range(3):
+        assert_equal(run.step(), plain)
+    (plan,) = new_plans()
+    assert plan.predicted_peak_bytes <= plan.activation_budget < plan.baseline_peak_bytes
+    assert "computing more again" in plan.summary
+    assert compile_counts()["segments"] > before + compiled
+    assert {d.action for d in plan.decisions} >= {"keep", "recompute"}
+    assert fxoffload.Plan.from_json(plan.to_json()).decisions == plan.decisions
+    # Without it the budget cannot be met.
+    torch.compiler.reset()
+    run = recorded(
+        MODELS["stack"],
+        activation_budget=plan.activation_budget,
+        host_budget="1KiB",
+        disable=("tape_recompute",),
+    )
+    with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
+        run.step()
+
+
+def test_a_variant_that_cannot_be_compiled() -> None:
+    """The plan for the graphs as they were compiled is followed instead."""
+    plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
+    run = recorded(MODELS["stack"], activation_budget=1, steps=3)
+    with (
+        mock.patch("fxoffload.compiler.recipe.Recipe._compile", _raise),
+        pytest.warns(UserWarning, match="on purpose"),
+    ):
+        assert_equal(run.step(), plain)
+    moved = moved_by(run)
+    assert moved > 0
+    assert moved_by(run) == moved
+    assert not any(g.variants for g in fxoffload.graphs())
 
 
 # -- what is planned, and when -----------------------------------------------------------------------------------------
