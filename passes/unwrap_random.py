@@ -76,7 +76,7 @@ def _unwrap(graph: fx.Graph, node: fx.Node, original: fx.Node) -> None:
             if item.args[1] == 1:
                 item.replace_all_uses_with(plain)
             else:
-                graph.output_node().args = (tuple(v for v in output_values(graph) if v is not item),)
+                graph.output_node().args = (tuple(v for v in output_values(graph) if v is not item),)  # type: ignore[assignment]
             graph.erase_node(item)
     else:
         node.replace_all_uses_with(plain)

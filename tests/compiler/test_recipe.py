@@ -1,0 +1,416 @@
+"""Variants of a compiled graph before they run: what there is to choose from, what fits, what is compiled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxoffload.compiler import recipe
+from fxoffload.compiler.build import Builder
+from fxoffload.compiler.draft import copy_graph
+from fxoffload.compiler.fit import Signature, fit
+from fxoffload.passes.unwrap_random import UnwrapRandom
+from fxoffload.runtime.calls import Site, StepCalls
+from fxoffload.runtime.engine import engine_for
+from tests.runtime.forced import CPU, Forced, Layers, part_of, recipe_of
+from tests.support import assert_equal, rehearsal
+
+aten, order = torch.ops.aten, torch.ops.higher_order
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Nothing compiled before."""
+    torch.compiler.reset()
+    yield
+    engine_for(CPU).calls._step = None
+
+
+def sites_of(model: nn.Module, *inputs: Tensor, steps: int = 1, **changes: Any) -> list[Site]:
+    """Where the graphs of a model's layers are called, in order of compilation."""
+    found: list[Site] = []
+    make = StepCalls.site
+
+    def site(calls: StepCalls) -> Site:
+        found.append(make(calls))
+        return found[-1]
+
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="fxoffload", options=rehearsal(**{"policy": "auto", **changes}))
+    with mock.patch.object(StepCalls, "site", site):
+        for _ in range(steps):
+            model(*inputs).square().mean().backward()
+    return found
+
+
+class Same(nn.Module):
+    """One layer, in a list."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.layers[0](x)
+
+
+class Dropping(nn.Module):
+    """Attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The attention's output."""
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(1, 2).flatten(2)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        with torch.no_grad():
+            self.seen.add_(x.detach().mean(0))
+        return self.down(F.gelu(self.up(x)))
+
+
+class Adding(nn.Module):
+    """Saves what it makes of its input, or its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.up((x + y).exp())
+
+
+# -- what there is to choose from --------------------------------------------------------------------------------------
+
+
+def test_points_go_from_least_to_most_recomputation() -> None:
+    forced = Forced(compiles=False)
+    for site in forced.order:
+        points = recipe_of(site).points()
+        assert points is recipe_of(site).points()
+        assert [set(p) for p in points] == [{""}] * len(points)
+        saved = [p[""].nbytes for p in points]
+        assert len(saved) > 2 and saved == sorted(set(saved), reverse=True)
+
+
+def test_a_draft_changes_nothing_and_says_what_it_saves() -> None:
+    forced = Forced(compiles=False)
+    site = forced.order[1]
+    mine, graph = recipe_of(site), part_of(site).graph
+    joint = str(mine._source.joint.graph)
+    tags = [n.meta.get("recompute") for n in mine._source.joint.graph.nodes]
+    drafts = [mine.draft(p) for p in mine.points()]
+    assert str(mine._source.joint.graph) == joint
+    assert [n.meta.get("recompute") for n in mine._source.joint.graph.nodes] == tags
+    found = [d for d in drafts if d is not None]
+    assert len(found) == len(drafts)
+    nbytes = [d.saved.candidate_bytes for d in found]
+    assert nbytes == sorted(nbytes, reverse=True) and nbytes[-1] < nbytes[0] == graph.saved.candidate_bytes
+    assert [c.name for c in found[0].step.candidates] == [c.name for c in found[0].saved.candidates]
+    edges = site.edges
+    assert edges is not None
+    for draft in found:
+        assert len(draft.edges.inputs) == len(edges.inputs)
+        assert len(draft.edges.tangents) == len(edges.tangents)
+        assert draft.edges.outputs == edges.outputs
+        assert [t is None for t in draft.edges.tangents] == [t is None for t in edges.tangents]
+        assert len(draft.edges.gradients) == len(edges.gradients)
+    assert not graph.variants and not mine.is_compiled(1)
+
+
+def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Adding()])
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layers[0](x, y)
+
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 16), torch.randn(4, 16)
+    (site,) = sites_of(Two(), *inputs)
+    (edges,) = [site.edges]
+    assert edges is not None
+    placeholders = part_of(site).graph.forward.graph.find_nodes(op="placeholder")
+    given = [n.name if n.meta["val"].shape == (4, 16) else None for n in placeholders]
+    saved = {c.name for c in part_of(site).graph.saved.candidates}
+    assert saved.isdisjoint(n.name for n in placeholders)
+    assert list(edges.inputs) == given
+    assert sum(n is not None for n in given) == 2
+    torch.compiler.reset()
+    (site,) = sites_of(Two(), *inputs, disable=("tape_recompute",))
+    assert site.edges is not None and not any(site.edges.inputs)
+
+
+def test_without_the_piece_there_is_no_recipe() -> None:
+    for changes in ({"disable": ("tape_recompute",)}, {"recompute": "cheap"}):
+        torch.compiler.reset()
+        found = sites_of(Layers(2), torch.randn(2, 12, 16), **changes)
+        assert found and all(part_of(s).recipe is None for s in found)
+
+
+@pytest.mark.parametrize("changes", [{"policy": "offload_all"}, {"disable": ("tape_plan",)}])
+def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None:
+    with mock.patch.object(recipe, "Recipe") as made:
+        assert [s.part for s in sites_of(Layers(2), torch.randn(2, 12, 16), **changes)] == [None, None]
+    made.assert_not_called()
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_writes_to_its_inputs_has_no_variants() -> None:
+    found = sites_of(Same(Counting()), torch.randn(8, 16))
+    assert [part_of(s).recipe for s in found] == [None]
+
+
+def test_random_numbers_are_not_drawn_again() -> None:
+    """No point computes dropout again; a partition that did would not fit."""
+    torch.manual_seed(0)
+    (site,) = sites_of(Same(Dropping()), torch.randn(2, 12, 16))
+    assert any(recipe_of(site).draft(p) is not None for p in recipe_of(site).points())
+    forced = Forced(Layers(2), compiles=False)
+    points = recipe_of(forced.first).points()[-1]
+    assert recipe_of(forced.first).draft(points) is not None
+    with mock.patch("fxoffload.passes.unwrap_random.never_drops", lambda node: False):
+        assert recipe_of(forced.first).draft(points) is None
+
+
+SIGNATURE = Signature(
+    inputs=("x", "w", "b"),
+    outputs=("out",),
+    saved=("x", "mm", "gelu"),
+    given=("x", "mm", "gelu", "tangents_1"),
+    gradients=("dx", "dw", "None"),
+)
+
+
+def test_where_values_lie() -> None:
+    other = replace(SIGNATURE, saved=("b", "x", "norm"), given=("b", "x", "norm", "tangents_1"), inputs=("x", "w", "b"))
+    found = fit(SIGNATURE, other)
+    assert found is not None
+    assert found.direct == ((2, 1),)
+    assert (found.bundled, found.names) == ((1, 3), ("b", "norm"))
+    assert (found.carrier, found.carried_to, found.carrier_name) == (2, 1, "mm")
+    assert found.arguments == (-1, 0, -2, 3)
+    assert (found.num_user_outputs, found.num_results, found.inputs) == (1, 4, (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"outputs": ("other",)},
+        {"gradients": ("dx", "None", "dw")},
+        {"gradients": ("dx", "dw")},
+        {"inputs": ("x", "w", "b", "fwd_rng_state_0")},
+        {"given": ("x", "mm", "gelu", "bwd_rng_state_0", "tangents_1")},
+        {"given": ("x", "mm", "gelu", "tangents_2")},
+        {"saved": ("x", "mm", None)},
+        {"saved": ("x", "mm"), "given": ("x", "mm", "gelu", "tangents_1")},  # what it does not save it is not given
+    ],
+)
+def test_what_does_not_fit(changes: dict[str, Any]) -> None:
+    assert fit(SIGNATURE, SIGNATURE) is not None
+    assert fit(SIGNATURE, replace(SIGNATURE, **changes)) is None
+
+
+def test_there_must_be_a_slot_for_the_token() -> None:
+    only_inputs = replace(SIGNATURE, saved=("x", "w"), given=("x", "w", "tangents_1"))
+    assert fit(only_inputs, only_inputs) is None
+    assert fit(only_inputs, replace(only_inputs, saved=("x", "b"), given=("x", "b", "tangents_1"))) is not None
+
+
+# -- random states -----------------------------------------------------------------------------------------------------
+
+_FLASH = aten._scaled_dot_product_flash_attention.default
+
+
+def _joint(dropout: float) -> fx.GraphModule:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    attention = graph.call_function(_FLASH, (q, q, q, dropout, True), {"scale": 0.5})
+    attention.meta["layer"] = "kept"
+    item = graph.call_function(operator.getitem, (attention, 0))
+    graph.output((item,))
+    return fx.GraphModule({}, graph)
+
+
+def _wrapped(kind: str, dropout: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """As the partitioner leaves forward and backward: ``kind`` is the form of the wrappers."""
+    found = []
+    for direction in ("fwd", "bwd"):
+        graph = fx.Graph()
+        q = graph.placeholder("q")
+        args = (_FLASH, q, q, q, dropout, True)
+        outputs: list[fx.Node] = []
+        if kind == "graphsafe":
+            state = graph.placeholder(f"{direction}_rng_state_0")
+            node = graph.call_function(order.graphsafe_run_with_rng_state, args, {"scale": 0.5, "rng_state": state})
+        elif direction == "fwd":
+            pair = graph.call_function(order.run_and_save_rng_state, args, {"scale": 0.5})
+            outputs = [graph.call_function(operator.getitem, (pair, 0))]
+            node = graph.call_function(operator.getitem, (pair, 1))
+        else:
+            state = graph.placeholder("rng_state_output_0")
+            tangent = graph.placeholder("tangents_1")
+            node = graph.call_function(order.run_with_rng_state, (state, *args), {"scale": 0.5})
+            outputs = [tangent]
+        item = graph.call_function(operator.getitem, (node, 0))
+        graph.output((item, *outputs))
+        found.append(fx.GraphModule({}, graph))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["saved", "graphsafe"])
+def test_attention_without_dropout_needs_no_state(kind: str) -> None:
+    unwrap = UnwrapRandom(_joint(0.0))
+    for gm in _wrapped(kind, 0.0):
+        assert unwrap(gm)
+        nodes = list(gm.graph.nodes)
+        assert [n.name for n in nodes if n.op == "placeholder"] in (["q"], ["q", "tangents_1"])
+        (attention,) = (n for n in nodes if n.target is _FLASH)
+        assert attention.kwargs == {"scale": 0.5}
+        assert [getattr(a, "name", a) for a in attention.args] == ["q", "q", "q", 0.0, True]
+        assert attention.meta["layer"] == "kept"
+        assert [u.args for u in attention.users] == [(attention, 0)]
+        assert {n.target for n in nodes if n.op == "call_function"} == {_FLASH, operator.getitem}
+        (values,) = gm.graph.output_node().args
+        assert [v.name for v in values] in (["getitem"], ["getitem_2"], ["getitem", "tangents_1"])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["saved", "graphsafe"])
+def test_attention_with_dropout_keeps_its_state(kind: str) -> None:
+    unwrap = UnwrapRandom(_joint(0.5))
+    assert [unwrap(gm) for gm in _wrapped(kind, 0.5)] == [False, False]
+
+
+def test_what_is_not_known_is_left_alone() -> None:
+    other = fx.Graph()
+    other.output((other.placeholder("q"),))
+    unwrap = UnwrapRandom(fx.GraphModule({}, other))
+    assert [unwrap(gm) for gm in _wrapped("saved", 0.0)] == [False, False]
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_at_most_two_variants() -> None:
+    forced = Forced(compiles=False)
+    site = forced.first
+    mine = recipe_of(site)
+    for number in (1, 2):
+        assert mine.add(forced.drafts[site, number]) == number
+    third = mine.draft(mine.points()[0])
+    assert third is not None
+    with pytest.raises(RuntimeError, match="at most 2 variants"):
+        mine.add(third)
+    with pytest.raises(RuntimeError, match="found 3, which cannot"):
+        mine.compile(3)
+
+
+def test_a_variant_is_compiled_once() -> None:
+    forced = Forced(compiles=False)
+    mine = recipe_of(forced.first)
+    mine.compile(2)
+    assert (mine.is_compiled(1), mine.is_compiled(2)) == (False, True)
+    with mock.patch.object(Builder, "forward") as build:
+        mine.compile(2)
+    build.assert_not_called()
+    (shown,) = part_of(forced.first).graph.variants
+    assert shown.number == 2
+    saved = forced.drafts[forced.first, 2].saved
+    assert [c.name for c in shown.saved.candidates] == [c.name for c in saved.candidates]
+    assert shown.forward.graph.find_nodes(op="call_module") and shown.backward.graph.find_nodes(op="call_module")
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
+    forced = Forced(compiles=False)
+    expected = forced.step()
+    mine = recipe_of(forced.first)
+    with mock.patch.object(Builder, step, side_effect=ValueError("on purpose")):
+        with pytest.raises(ValueError, match="on purpose"):
+            mine.compile(1)
+    with pytest.raises(RuntimeError, match="found 1, which cannot"):
+        mine.compile(1)
+    assert not mine.is_compiled(1) and not part_of(forced.first).graph.variants
+    assert torch._guards.TracingContext.try_get() is None
+    mine.compile(2)
+    for site in forced.order[1:]:
+        recipe_of(site).compile(2)
+    forced.force(2, 2, 2)
+    assert_equal(forced.step(), expected)
+
+
+def test_compiling_draws_no_random_numbers() -> None:
+    forced = Forced(compiles=False)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    find = Builder.find
+
+    def drawing(*args: Any) -> Any:
+        torch.rand(100)
+        return find(*args)
+
+    with mock.patch.object(Builder, "find", drawing):
+        recipe_of(forced.first).compile(1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_copies_of_a_joint_graph_share_nothing_that_changes() -> None:
+    forced = Forced(compiles=False)
+    joint = recipe_of(forced.first)._source.joint
+    copied = copy_graph(joint)
+    for node in copied.graph.nodes:
+        node.meta["recompute"] = "changed"
+    assert not any(n.meta.get("recompute") == "changed" for n in joint.graph.nodes)
+
+
+def test_the_settings_of_the_first_compilation_hold_for_variants() -> None:
+    """Those that the backend patched, and those that the user has changed since."""
+    import torch._functorch.config as functorch_config
+    from torch._inductor import config
+
+    seen: list[tuple[bool, int, float]] = []
+    forced = Forced(compiles=False, inner="inductor", inductor={"max_fusion_size": 3})
+    find = Builder.find
+
+    def looking(*args: Any) -> Any:
+        seen.append((config.fallback_random, config.max_fusion_size, functorch_config.activation_memory_budget))
+        return find(*args)
+
+    with (
+        mock.patch.object(Builder, "find", looking),
+        config.patch(fallback_random=True),
+        functorch_config.patch(activation_memory_budget=0.5),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        recipe_of(forced.first).compile(1)
+        assert config.fallback_random and torch.is_autocast_enabled("cpu")
+    assert seen == [(False, 3, 1.0)]
