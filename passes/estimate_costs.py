@@ -44,6 +44,7 @@ from fxoffload.passes.op_costs import (
     distinct_bytes,
     fused_form,
     is_backward_attention,
+    is_grouped,
     is_wait,
     node_kind,
     op_flops,
@@ -79,6 +80,15 @@ class Rates(Protocol):
 
     def memory_ms(self, nbytes: float) -> float:
         """Time to read or write that much device memory."""
+        ...
+
+
+@runtime_checkable
+class GroupedRates(Protocol):
+    """Rates that tell grouped matrix products from others."""
+
+    def grouped_matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
+        """Time of a grouped matrix product (a layer of experts)."""
         ...
 
 
@@ -474,6 +484,8 @@ class _Estimate(_Walk):
     def _compute_ms(self, node: fx.Node, kind: str, flops: float) -> float:
         if kind == "attention":
             return self._rates.attention_ms(flops, compute_dtype(node), is_backward_attention(node))
+        if flops and is_grouped(node) and isinstance(self._rates, GroupedRates):
+            return self._rates.grouped_matmul_ms(flops, compute_dtype(node))
         return self._rates.matmul_ms(flops, compute_dtype(node)) if flops else 0.0
 
     def _fused_cost(self, kernel: _Kernel, results: list[fx.Node]) -> KindCost:

@@ -107,6 +107,11 @@ def sets_random_state(node: fx.Node) -> bool:
     return op_name(node.target) in _RNG_WRAPPERS
 
 
+def is_grouped(node: fx.Node) -> bool:
+    """Whether ``node`` is a grouped matrix product."""
+    return op_name(call_of(node)[0]) in _GROUPED
+
+
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The op that ``node`` runs and its positional arguments, without a wrapper that saves or sets the random state."""
     skip = _RNG_WRAPPERS.get(op_name(node.target))

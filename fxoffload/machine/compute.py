@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxoffload.machine.clocks import Clock
-from fxoffload.machine.profile import FLOAT8, TF32, dtype_name
+from fxoffload.machine.profile import FLOAT8, TF32, dtype_name, grouped_name
 
 log = logging.getLogger(__name__)
 
+# Grouped products as in a layer of experts: 128 of them, some hundred rows each; the gate and up projections of
+# Qwen3-30B-A3B (2048 to twice 768).
+_GROUPS, _ROWS, _INNER, _OUTER = 128, 512, 2048, 1536
 # FlashAttention's convention: five matmuls against the forward's two.
 BACKWARD_FLOPS = 2.5
 
@@ -60,6 +63,7 @@ def matmul_rates(device: torch.device, clock: Clock) -> dict[str, float]:
         with _float32_matmuls("tf32"):
             _add(found, TF32, lambda: _matmul_rate(device, clock, torch.float32, size))
         _add(found, FLOAT8, lambda: _float8_rate(device, clock, size))
+        _add(found, grouped_name(torch.bfloat16), lambda: _grouped_rate(device, clock, torch.bfloat16))
     return found
 
 
@@ -135,6 +139,23 @@ def _float8_rate(device: torch.device, clock: Clock, size: int) -> float:
         return F.scaled_mm(left, right.t(), scale, recipe, scale, recipe, output_dtype=torch.bfloat16)
 
     return _tflop_per_s(2 * size**3, clock.ms(multiply, sustained=True))
+
+
+def _grouped_rate(device: torch.device, clock: Clock, dtype: torch.dtype) -> float:
+    """All three products of a training step, which run at different speeds: rows by weights, gradients by transposed
+    weights, and rows by gradients (one weight's gradient per group)."""
+    rows = _random(device, dtype, _GROUPS * _ROWS, _INNER)
+    grads = _random(device, dtype, _GROUPS * _ROWS, _OUTER)
+    weights = _random(device, dtype, _GROUPS, _INNER, _OUTER)
+    ends = torch.arange(_ROWS, _GROUPS * _ROWS + 1, _ROWS, dtype=torch.int32, device=device)
+
+    def multiply() -> None:
+        F.grouped_mm(rows, weights, offs=ends)
+        F.grouped_mm(grads, weights.transpose(-2, -1), offs=ends)
+        F.grouped_mm(rows.t(), grads, offs=ends)
+
+    flops = 3 * 2 * _GROUPS * _ROWS * _INNER * _OUTER
+    return _tflop_per_s(flops, clock.ms(multiply, sustained=True))
 
 
 def _add(rates: dict[str, float], name: str, measure: Callable[[], float]) -> None:

@@ -155,6 +155,11 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return FLOAT8 if name.startswith("float8") else name
 
 
+def grouped_name(dtype: torch.dtype | str) -> str:
+    """The name, among the rates of matmuls, of many small ones at once (a layer of experts)."""
+    return f"{dtype_name(dtype)} grouped"
+
+
 def _tf32_is_on() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

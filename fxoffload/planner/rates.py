@@ -9,7 +9,7 @@ import torch
 
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
-from fxoffload.machine.profile import MachineProfile, dtype_name
+from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
 
@@ -41,6 +41,13 @@ class ProfileRates:
         except OptionsError:
             name, factor = self._stand_in(dtype)
             return factor * self.profile.matmul_ms(flops, name)
+
+    def grouped_matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
+        """Time of a grouped matrix product; as any other where the profile does not know better."""
+        name = grouped_name(dtype)
+        if name in self.profile.matmul_tflop_per_s:
+            return self.profile.matmul_ms(flops, name)
+        return self.matmul_ms(flops, dtype)
 
     def attention_ms(self, flops: float, dtype: torch.dtype, backward: bool) -> float:
         """Time of an attention kernel."""

@@ -35,7 +35,7 @@ def test_it_takes_seconds_and_leaves_nothing(device: torch.device) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     measure(device)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 20
     # cuBLAS may keep a workspace for each thread that used it.
     assert torch.cuda.memory_allocated(device) - on_device <= 64 * MIB
     assert torch.cuda.host_memory_stats() == pinned
@@ -51,6 +51,8 @@ def test_every_rate_is_there_and_of_this_world(profile: MachineProfile, device: 
     assert profile.driver != "unknown"
     assert {"float16", "float32", "tf32"} <= set(profile.matmul_tflop_per_s)
     assert ("float8" in profile.matmul_tflop_per_s) == (torch.cuda.get_device_capability(device) >= (8, 9))
+    grouped, dense = (profile.matmul_tflop_per_s[name] for name in ("bfloat16 grouped", "bfloat16"))
+    assert 0.1 * dense < grouped < dense
     assert {"bfloat16", "float16", "float32"} == set(profile.attention_forward_tflop_per_s)
     assert set(profile.attention_backward_tflop_per_s) == set(profile.attention_forward_tflop_per_s)
     assert profile.matmul_tflop_per_s["float16"] > profile.matmul_tflop_per_s["float32"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 import itertools
 import json
@@ -23,9 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fxoffload.compiler import build
+from fxoffload.machine.profile import grouped_name
+from fxoffload.machine.shelf import load_profile
 from fxoffload.passes import estimate_costs
 from fxoffload.passes.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
-from fxoffload.passes.op_costs import assumption_of, compute_dtype, node_kind, op_flops
+from fxoffload.passes.op_costs import assumption_of, compute_dtype, is_grouped, node_kind, op_flops
+from fxoffload.planner.rates import ProfileRates
 from tests.capture import Sketch, tiny_tower
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -154,6 +158,26 @@ def test_flops_of_grouped_products(a: tuple[int, ...], b: tuple[int, ...], flops
     else:
         node = call(aten._grouped_mm.default, value(*a), value(*b), offsets, out=value(1))
     assert (node_kind(node), op_flops(node)) == ("matmul", flops)
+
+
+def test_grouped_products_have_a_rate_of_their_own_where_it_was_measured() -> None:
+    profile = load_profile("h200")
+    dense = {k: v for k, v in profile.matmul_tflop_per_s.items() if "grouped" not in k}
+    products = [
+        call(aten._grouped_mm.default, value(4096, 2048), value(8, 2048, 1536), value(8), out=value(4096, 1536)),
+        call(aten.mm.default, value(4096, 2048), value(2048, 1536), out=value(4096, 1536)),
+    ]
+    assert [is_grouped(p) for p in products] == [True, False]
+    (dtype,) = {compute_dtype(p) for p in products}
+
+    def times(rates: dict[str, float]) -> list[float]:
+        machine = ProfileRates(dataclasses.replace(profile, matmul_tflop_per_s=rates))
+        return [estimate_segment([p], machine).ms for p in products]
+
+    unknown, known = times(dense), times({**dense, grouped_name(dtype): 1.0})
+    assert unknown[0] == pytest.approx(unknown[1], rel=0.3)
+    assert known[0] == pytest.approx(2 * 4096 * 2048 * 1536 / 1e9, rel=0.01)
+    assert known[1] == unknown[1]
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
