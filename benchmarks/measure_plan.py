@@ -15,7 +15,7 @@ from benchmarks.limits import Limit, empty_cache, run_limited, run_long, total_b
 from benchmarks.measure import Measurement
 from benchmarks.offload import uses_fxoffload
 from benchmarks.phases import Phases
-from benchmarks.plans import PlanWatch
+from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
 from benchmarks.steps import Stepper, end_memory_window, measure_warmup, start_memory_window
 
@@ -105,10 +105,19 @@ class PlanMeasurement(Measurement):
     def _await_plan(self, watch: PlanWatch) -> None:
         """The plan of a step over several graphs is made behind the first steps, and followed by the next one."""
         for _ in range(self.request.protocol.calibration_steps):
+            join_planning()
             self.result.plan = watch.freeze(self._num_steps)
             self._one_more()
             if self.result.plan is not None:
                 break
+        if self.result.plan is None:
+            return
+        for _ in range(self.request.protocol.calibration_steps):
+            join_planning()
+            if watch.is_calibrated():
+                break
+            self._one_more()
+        watch.freeze_calibrated(self.result.plan, self._num_steps)
 
     def _one_more(self) -> None:
         self.result.losses.append(self.stepper.step().loss)

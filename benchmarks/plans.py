@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,13 @@ from benchmarks.schema import PlanFacts
 
 PLANNING_LOGGER = "fxoffload.compiler.planning"
 _PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) drafts")
+
+
+def join_planning() -> None:
+    """Wait for the threads on which fxoffload plans behind the steps."""
+    for thread in threading.enumerate():
+        if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+            thread.join()
 
 
 class PlanWatch:
