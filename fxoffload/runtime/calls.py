@@ -218,7 +218,7 @@ class _Call:
     group: weakref.ref[Group] | None = None  # None until the forward has returned
     empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
     kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
-    is_bundled: bool = False  # of a variant: its backward knows its group
+    is_bundled: bool = False  # of a variant: its backward knows its group, and no other backward may have it
 
     def waits(self) -> bool:
         """Whether a backward of it may still come."""

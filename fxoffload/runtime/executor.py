@@ -498,9 +498,7 @@ def backward_callable(
                     args[i] = _clone(args[i])
         group = own if own is not None else slots[0].group if slots else Group()
         if site is not None:
-            found = site.backward_begins(group, args)
-            group = group if own is not None else found
-            del found
+            group = site.backward_begins(group, args)
         call = _Call(engine, runs.options, group, windows=group.windows)
         measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:

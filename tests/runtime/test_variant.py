@@ -244,6 +244,29 @@ def test_a_segment_is_given_the_only_references_to_what_a_bundle_held() -> None:
         backward([token, filler, torch.ones(3)])
 
 
+def test_a_value_that_a_segment_overwrites_is_copied_where_the_graph_is_kept() -> None:
+    def use(args: list[Any]) -> list[Any]:
+        return [args[0].mul_(args[1]).mul_(args[2])]
+
+    variant = hand_made(lambda a: [a[0] + 1, a[0] + 2, a[0] + 3], use)
+    variant.backward.overwritten = (0,)
+    variants = variants_of(variant)
+    forward = forward_callable(first_program(), lambda _: Choice((), variant=1), variants=variants)
+    _, token, filler = forward([torch.ones(3)])
+    backward = backward_callable(first_program(), variants=variants)
+    for keeps_graph in (True, True, False):
+        with mock.patch.object(executor, "backward_keeps_graph", lambda keeps=keeps_graph: keeps):
+            assert torch.equal(backward([token, filler, torch.full((3,), 5.0)])[0], torch.full((3,), 60.0))
+
+
+def test_decisions_are_in_the_order_of_the_candidates() -> None:
+    made = hand_made(lambda a: a, lambda a: a)
+    variants = variants_of(Variant(made.forward, made.backward, (2, 0, 1), made.layout))
+    choice = Choice((True, False, False), None, 1)
+    assert variants.in_order(choice) == Choice([False, True, False], None, 1)
+    assert variants.in_order(Choice((True,), None, 2)) == Choice((True,), None, 2)
+
+
 def test_a_call_of_variant_0_between_others() -> None:
     """The backward knows from what it is given."""
     variant = hand_made(lambda a: [a[0], a[0], a[0]], lambda a: [a[2]])
@@ -382,8 +405,14 @@ def test_policies_and_decisions_outweigh_a_variant() -> None:
         with fxoffload.override_policy("offload_all"):
             assert_equal(forced.step(), expected)
         forced.force(1, 2, 1)
-        graph = forced.graphs[0]
-        graph.decisions[graph.saved.candidates[0].name] = True
+        forced.force(1, 2, 1)
+        for site in forced.order:  # should a choice slip through
+            site.may_follow = lambda: True
+        with fxoffload.override_policy("offload_all"):
+            assert_equal(forced.step(), expected)
+        for graph in forced.graphs:
+            graph.decisions[graph.saved.candidates[0].name] = True
+        forced.force(1, 2, 1)
         assert_equal(forced.step(), expected)
     assert not made
 
@@ -462,6 +491,22 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
     assert seen == [(0, True, 3), (0, True, 2), (0, True, 1)]
     assert engine_for(CPU).calls._step is not None
     assert engine_for(CPU).calls._step.is_complete
+
+
+def test_a_backward_of_variant_0_does_not_take_a_variants_call() -> None:
+    """Of the same graph, later in the chain: its windows are for other segments."""
+    forced = Forced()
+    forced.force(0, 0, 1)
+    first, second, third = forced.model.layers  # type: ignore[misc]
+    x = second(first(forced.x))
+    y = third(x.detach().requires_grad_())
+    step = engine_for(CPU).calls._step
+    assert step is not None
+    assert [c.is_bundled for c in step.pending] == [False, False, True]
+    x.sum().backward()
+    assert [c.place for c in step.pending] == [2]
+    y.sum().backward()
+    assert not step.pending
 
 
 def test_a_call_waits_for_its_backward_as_long_as_its_token_lives() -> None:
