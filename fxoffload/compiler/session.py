@@ -45,6 +45,7 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import Movable, backward_callable, forward_callable, no_clock
@@ -229,6 +230,9 @@ class CompileSession:
         if found is not None:
             site.part, site.edges = found
             site.planner, site.may_follow = plan_tape, forward.graph.may_follow
+            if self._goal.budget_bytes is not None:
+                # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
+                site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

@@ -135,6 +135,7 @@ class Site:
         planner: plans a chain that begins here.
         may_follow: whether the graph does what a plan says, at the moment.
         followed: what the forward that begins now is to do; None: what it does without a plan.
+        at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
     """
 
     calls: StepCalls
@@ -143,6 +144,7 @@ class Site:
     planner: Planner | None = None
     may_follow: Callable[[], bool] = lambda: False
     followed: Choice | None = None
+    at_first: Choice | None = None
     # Of the chains that begin here:
     plan: Following | None = None
     seen: _Record | None = None
@@ -248,6 +250,7 @@ class _Step:
     phase: Phase = "forward"
     plan: Following | None = None
     was_planned: bool = False
+    awaits_plan: bool = False
     records: bool = False
     regular: bool = True
     missed: bool = False
@@ -323,6 +326,8 @@ class StepCalls:
             step.calls.append(_Call(weakref.ref(site), place))
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
+            elif step.awaits_plan:
+                site.followed = site.at_first
             if step.records and site.edges is not None:
                 self._look(step)
                 step.now = Moment("forward", place)
@@ -363,9 +368,11 @@ class StepCalls:
             # One that was made this moment may have to be made ready: the next step does that, and follows it.
             step.plan = plan if plan.prepare is None else None
             step.was_planned = step.plan is not None
+            step.awaits_plan = step.plan is None
         else:
             tired = site.num_plans >= _MOST_PLANS or site.num_records >= _MOST_RECORDS
-            step.records = site.planner is not None and not site.is_planning and not tired
+            step.awaits_plan = site.planner is not None and not tired
+            step.records = step.awaits_plan and not site.is_planning
             site.num_records += step.records
         return step
 

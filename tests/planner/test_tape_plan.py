@@ -385,6 +385,23 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     assert not any(g.variants for g in fxoffload.graphs())
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_steps_take_the_least_that_offloading_does(name: str) -> None:
+    """Under a budget; without one copies may be under way."""
+
+    def first_peaks(**changes: Any) -> list[int]:
+        torch.compiler.reset()
+        run = Run(per_layer(MODELS[name](), **changes), batch(length=LENGTH))
+        found = []
+        for _ in range(2):
+            run.step()
+            found.append(max(s.in_flight_bytes + s.ahead_bytes for s in run.watch.seen))
+        return found
+
+    # Only what the caller lends is still held behind the segment that read it.
+    assert 2 * max(first_peaks(activation_budget="1GiB")) <= min(first_peaks())
+
+
 # -- what is planned, and when -----------------------------------------------------------------------------------------
 
 
