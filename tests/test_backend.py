@@ -320,6 +320,27 @@ class TestPieces:
             model.zero_grad()
         assert (fxoffload.stats().bytes_offloaded > 0) == disabled
 
+    @pytest.mark.parametrize("disabled", [True, False])
+    def test_tape_recompute(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whether what variants are made from is kept."""
+        pieces = ("tape_recompute",) if disabled else ()
+        if by == "environment":
+            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
+            pieces = ()
+        found: list[Any] = []
+        describe = session.describe_part
+
+        def describe_part(*args: Any) -> Any:
+            found.append(args[-1])
+            return describe(*args)
+
+        monkeypatch.setattr(session, "describe_part", describe_part)
+        model = make_model(2)
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.compile(backend="fxoffload", options=rehearsal_options(policy="auto", disable=pieces))
+        assert_close(gradients(model, model), eager(2))
+        assert {recipe is None for recipe in found} == {disabled}
+
     def test_offload(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = disabled_run("offload", by, monkeypatch)
         stats = fxoffload.stats()
