@@ -7,7 +7,6 @@ running the variant that it runs.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -66,22 +65,19 @@ class TapeReplan(Replan[ChainClock]):
 
     def step_begins(self) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured. Never raises."""
+        now = self.clock
+        if now is None:
+            return None
         try:
             clock = self.poll()
-            if clock is None:
-                return None
-            if clock.gave_up():
-                self.stop()
-                return None
-            return clock.begin_step()
+            recording = None if clock is None else clock.begin_step()
         except Exception as error:
+            now.fail(error)
             self.stop()
-            warnings.warn(
-                f"fxoffload could not measure steps of {len(self._sites)} compiled graphs and goes on with their plan: "
-                f"{error}",
-                stacklevel=2,
-            )
             return None
+        if clock is not None and clock.gave_up():
+            self.stop()
+        return recording
 
     def stop(self) -> None:
         """Nothing is measured or planned any more."""

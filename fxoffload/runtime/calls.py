@@ -177,11 +177,7 @@ class Site:
     def recorder(self) -> Recorder | None:
         """Of the call that has just begun; None: it is not measured."""
         measure, self.measure = self.measure, None
-        try:
-            return None if measure is None else measure()
-        except Exception as error:
-            self.calls.give_up(error)
-            return None
+        return None if measure is None else measure()
 
     def forward_ends(self, group: Group, results: Sequence[Any], token: Tensor | None = None) -> None:
         """It has saved ``group`` and returns ``results``. ``token``: of the bundle of a call of a variant."""

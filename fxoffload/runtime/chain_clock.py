@@ -19,6 +19,7 @@ is read once the device has passed all of it. Once enough steps have been read n
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable
 
@@ -54,25 +55,38 @@ class StepRecording:
         sources: what its recorders read.
         num_calls: of the chain.
         ended: called by ``end`` with a step that counts.
+        failed: called with what kept a call from being measured.
     """
 
-    def __init__(self, sources: Sources, num_calls: int, ended: Callable[[StepRecording], None]) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        num_calls: int,
+        ended: Callable[[StepRecording], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._sources = sources
         self._num_calls = num_calls
         self._ended = ended
+        self._failed = failed
         self._recorders: list[Recorder] = []
         self._num_ended = 0
         self._dropped = False
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
-        """A call begins: its recorder; None where the step does not count any more."""
+        """A call begins: its recorder; None where the step does not count any more. Never raises."""
         at = len(self._recorders)
         expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
         if self._dropped or at != expected or self._num_ended != at:
             self.drop()
             return None
         earlier = self._recorders[-1] if at else None
-        recorder = Recorder(self._sources, phase, (), earlier, self._call_ended)
+        try:
+            recorder = Recorder(self._sources, phase, (), earlier, self._call_ended)
+        except Exception as error:
+            self.drop()
+            self._failed(error)
+            return None
         self._recorders.append(recorder)
         return recorder
 
@@ -174,6 +188,7 @@ class ChainClock:
         self._seen = self._recorded = self._counted = 0
         self._unread: deque[StepRecording] = deque()
         self._samples: list[tuple[Sample, Sample]] = []
+        self._failed = False
 
     def begin_step(self) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured."""
@@ -187,7 +202,7 @@ class ChainClock:
                 self.measuring = False
                 return None
             self._recorded += 1
-            return StepRecording(self._sources, self._num_calls, self._ended)
+            return StepRecording(self._sources, self._num_calls, self._ended, self.fail)
 
     def _ended(self, step: StepRecording) -> None:
         with self._lock:
@@ -197,6 +212,19 @@ class ChainClock:
             self._unread.append(step)
             self._counted += 1
             self.measuring = self._counted < self._count
+
+    def fail(self, error: Exception) -> None:
+        """Something cannot be measured: nothing is, and what was is thrown away. Warns once."""
+        with self._lock:
+            is_known, self._failed, self.measuring = self._failed, True, False
+            self._unread.clear()
+            self._samples.clear()
+        if not is_known:
+            warnings.warn(
+                f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "
+                f"its plan as it is: {error}",
+                stacklevel=2,
+            )
 
     def _read_completed(self) -> None:
         if not self._unread or not self._sources.events.usable():  # to ask an event would break a capture
