@@ -1,4 +1,4 @@
-"""Plans again, once, when the first steps have been measured; then measures whether the prediction came true.
+"""Plans a graph again, once, when its first steps have been measured; then measures whether the prediction came true.
 
 Nothing waits for it: the segment clock is asked whether it is done, the new schedule is worked out on a thread of its
 own, and the next forward follows it. Only keep, offload and windows change; nothing is compiled, and nothing is
@@ -7,38 +7,42 @@ exchanged between ranks.
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Prediction
-from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
-from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.segment_clock import SegmentClock, clock_for
 from fxoffload.runtime.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
-from fxoffload.sizes import format_bytes
-
-log = logging.getLogger(__name__)
-
-# A new schedule has to be better by this part of the step, or of the peak, to replace the one that runs.
-_BETTER = 0.003
 
 Phases = Mapping[Phase, Mapping[str, float]]
 
 
-class Replan:
-    """Follows one planned graph through its first steps.
+class Clock(Protocol):
+    """What measures; see ``SegmentClock``."""
+
+    def ready(self) -> bool: ...
+    def readings(self) -> Readings: ...
+
+
+_C = TypeVar("_C", bound=Clock)
+
+
+class Replan(Generic[_C]):
+    """Follows one plan through its first steps.
 
     The drafts of the plan, whose graphs are as large as what was compiled, are held until the calibration has ended.
 
@@ -51,20 +55,20 @@ class Replan:
 
     def __init__(
         self,
-        calibration: Calibration,
+        calibration: PlanAgain,
         box: PlanBox,
         *,
-        make_clock: Callable[[], SegmentClock],
+        make_clock: Callable[[], _C],
         in_background: bool = True,
     ) -> None:
-        self._calibration: Calibration | None = calibration
+        self._calibration: PlanAgain | None = calibration
         self._box = box
         self._make_clock = make_clock
         self._in_background = in_background
         self._lock = threading.Lock()
-        self.clock: SegmentClock | None = make_clock()
+        self.clock: _C | None = make_clock()
 
-    def poll(self) -> SegmentClock | None:
+    def poll(self) -> _C | None:
         """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
         clock = self.clock
         if clock is None or not clock.ready():
@@ -84,7 +88,7 @@ class Replan:
             self._calibrate(calibration, clock)
         return self.clock
 
-    def _calibrate(self, calibration: Calibration, clock: SegmentClock) -> None:
+    def _calibrate(self, calibration: PlanAgain, clock: _C) -> None:
         try:
             calibration.plan_again(clock.readings())
         except Exception as error:
@@ -94,7 +98,7 @@ class Replan:
             )
         self.clock = self._make_clock()
 
-    def _check(self, clock: SegmentClock) -> None:
+    def _check(self, clock: _C) -> None:
         """What the steps behind the calibration took."""
         readings = clock.readings()
         segments = readings.segment_ms()
@@ -106,7 +110,7 @@ class Replan:
         )
 
 
-class Calibration:
+class Calibration(PlanAgain):
     """Plans one graph again, once, with what was measured of it.
 
     Args:
@@ -128,61 +132,28 @@ class Calibration:
         alike: Mapping[Phase, Mapping[str, object]],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
+        super().__init__(planned.schedule, planned.scheduler, box, goal)
         self._graph = graph
         self._planned = planned
-        self._schedule: Schedule = planned.schedule
-        self._scheduler: Scheduler = planned.scheduler
-        self._box = box
-        self._goal = goal
         self._order = order
         self._alike = alike
 
-    def plan_again(self, readings: Readings) -> None:
-        """From the next forward on the graph follows the new schedule, where that is better."""
+    def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
+        """See ``PlanAgain``."""
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
-        rates, budget = self._scheduler.rates, self._goal.budget_bytes
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
-        baseline = scale(self._box.plan.baseline, ratio)
-        offload, windows = self._schedule.offload, self._schedule.windows
-        now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
-        # No more than is pinned already, or a later step would wait for pinning; but the budget comes first.
-        exceeds = budget is not None and now.simulation.peak_bytes > budget
-        host_bytes = self._scheduler.host_bytes if exceeds else now.simulation.bytes_offloaded
-        scheduler = self._scheduler.with_step(step, host_bytes)
-        found = self._aim(scheduler, baseline)
-        if found is not None and self._is_better(found, now, baseline):
-            log.info(
-                "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
-            )
-            now = found
-            self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
-        if budget is not None and now.simulation.peak_bytes > budget:
-            warnings.warn(
-                f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes)}, more than the "
-                f"activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it",
-                stacklevel=2,
-            )
-        if self._planned.base is not None:
-            self._box.update(decisions=decisions_of(self._planned.draft, now, self._planned.base, now.simulation))
-        self._box.update(
-            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
-        )
+        return step, scale(self._box.plan.baseline, ratio)
 
-    def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
-        if self._goal.budget_bytes is not None:
-            return scheduler.least_time(self._goal.budget_bytes, refined=True)
-        assert self._goal.max_slowdown is not None
-        return scheduler.least_peak(baseline.step_ms * (1 + self._goal.max_slowdown))
+    def follow(self, found: Schedule) -> None:
+        """See ``PlanAgain``."""
+        self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
-    def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
-        budget, slowdown = self._goal.budget_bytes, self._goal.max_slowdown
-        mine, other = now.simulation, found.simulation
-        if budget is not None:
-            return mine.peak_bytes > budget or other.step_ms < mine.step_ms * (1 - _BETTER)
-        assert slowdown is not None
-        too_slow = mine.step_ms > baseline.step_ms * (1 + slowdown + _BETTER)
-        return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
+    def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
+        """See ``PlanAgain``."""
+        if self._planned.base is None:
+            return None
+        return decisions_of(self._planned.draft, now, self._planned.base, now.simulation)
 
 
 def measured_step(
@@ -240,7 +211,7 @@ def replan_for(
     goal: PlanGoal,
     alike: Mapping[Phase, Mapping[str, object]],
     device: torch.device,
-) -> Replan | None:
+) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
     if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
         return None

@@ -125,7 +125,7 @@ class CompileSession:
         self._range: Range | None = None  # of them
         self._plan_box: PlanBox | None = None
         self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
-        self._replan: Replan | None = None
+        self._replan: Replan[SegmentClock] | None = None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
@@ -217,7 +217,8 @@ class CompileSession:
         source, self._source = self._source, None
         if forward is None or site is None or self._plan_box is not None or not self._joins_a_tape():
             return
-        goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device)
+        calibrates = "calibration" not in self.disabled
+        goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device, calibrates)
         try:
             recipe = None
             if source is not None:

@@ -24,12 +24,13 @@ from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, rea
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, with_all_inputs
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute
+from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Plan, Prediction
+from fxoffload.planner.plan import Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
@@ -62,12 +63,14 @@ class TapeGoal:
         budgets: of the options.
         profile: name of the profile, None for the device's.
         device: of the graphs.
+        calibrates: whether the plan is made again with measured times.
     """
 
     goal: PlanGoal
     budgets: Budgets
     profile: str | None
     device: torch.device
+    calibrates: bool = True
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class _TapePlanning:
 
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
+        numbers: per call, that of its variant; once it is to be followed.
     """
 
     def __init__(self, parts: Sequence[Part], held: Sequence[Held]) -> None:
@@ -175,7 +179,19 @@ class _TapePlanning:
         self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
         self.option = self.compiled = self.ways.as_compiled()
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
+        self.numbers = [0] * len(parts)
         self.summary = ""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What of the budget the graphs may take; None: there is none."""
+        budget = self.goal.budget_bytes
+        return None if budget is None else bytes_for_graphs(budget, self.device)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it is planned again with measured times."""
+        return self.parts[0].goal.calibrates
 
     @property
     def chain(self) -> Chain:
@@ -206,7 +222,7 @@ class _TapePlanning:
         return found
 
     def _within(self, budget: int) -> Schedule:
-        aim = TapeAim(limit_bytes=bytes_for_graphs(budget, self.device))
+        aim = TapeAim(limit_bytes=self.limit_bytes)
         found = self._take(aim)
         if found is None:
             assert aim.limit_bytes is not None
@@ -274,10 +290,11 @@ class _TapePlanning:
         """The plan as calls follow it. Variants are compiled when it is followed for the first time; where that fails,
         graphs run as they were compiled."""
         wanted = [(p.recipe, v) for p, v in zip(self.parts, self.option.variants, strict=True)]
-        numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
-        choices = tuple(self._choice(k, self.option, schedule, number) for k, number in enumerate(numbers))
+        self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
+        choices = self.choices(schedule)
+        follower = replan_for_tape(self, schedule, sites, box)
         if not any(numbers):
-            return Following(sites, choices, box)
+            return Following(sites, choices, box, follower=follower)
 
         def prepare() -> None:
             began = time.perf_counter()
@@ -288,7 +305,11 @@ class _TapePlanning:
 
         instead = self.compiled.schedule or self.compiled.scheduler.smallest()
         others = tuple(self._choice(k, self.compiled, instead, 0) for k in range(len(self.parts)))
-        return Following(sites, choices, box, prepare=prepare, otherwise=Following(sites, others))
+        return Following(sites, choices, box, prepare=prepare, otherwise=Following(sites, others), follower=follower)
+
+    def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
+        """What each call does under a schedule for what is taken."""
+        return tuple(self._choice(k, self.option, schedule, number) for k, number in enumerate(self.numbers))
 
     def _choice(self, call: int, option: TapeOption, schedule: Schedule, number: int) -> Choice:
         """What one call does, in the order of the candidates of what it runs."""
@@ -319,10 +340,14 @@ class _TapePlanning:
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
             smallest_budget_bytes=min(smallest.values()),
-            decisions=tuple(grouped(row for k in range(len(self.parts)) for row in self._rows(k, schedule))),
+            decisions=self.decisions(schedule),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
             simulation=schedule.simulation,
         )
+
+    def decisions(self, schedule: Schedule) -> tuple[Decision, ...]:
+        """What happens to every value."""
+        return tuple(grouped(row for k in range(len(self.parts)) for row in self._rows(k, schedule)))
 
     def _rows(self, call: int, schedule: Schedule) -> Iterable[Row]:
         label, saved = f"call {call}", self._saved(self.option, call)

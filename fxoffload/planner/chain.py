@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
 from fxoffload.runtime.calls import Held, Moment
+from fxoffload.runtime.chain_clock import entry_of, segment_of
 from fxoffload.runtime.windows import Windows
 
 
@@ -222,13 +223,13 @@ class _Builder:
         releases: list[int] = []
         end = self.backward[0] + len(self.calls[0].backward)
         for k, step in enumerate(self.calls):
-            forward.append(SegmentStep(f"call {k}/entry"))
+            forward.append(SegmentStep(entry_of("forward", k)))
             forward.extend(self._named(k, s) for s in step.forward)
             releases.extend(self.forward[k] + i for i, found in enumerate(self.programs[k].releases) if found)
         for k in range(len(self.calls) - 1, -1, -1):
             step, offset = self.calls[k], self.backward[k]
             if offset:
-                backward.append(SegmentStep(f"call {k}/backward entry"))
+                backward.append(SegmentStep(entry_of("backward", k)))
             backward.extend(self._named(k, s) for s in step.backward)
             for take in self._takes(k):
                 name = self.names[k, take.storage]
@@ -265,7 +266,7 @@ class _Builder:
             return tuple(dict.fromkeys(self.names[call, n] for n in own))
 
         return replace(
-            segment, name=f"call {call}/{segment.name}", reads=names(segment.reads), writes=names(segment.writes)
+            segment, name=segment_of(call, segment.name), reads=names(segment.reads), writes=names(segment.writes)
         )
 
 

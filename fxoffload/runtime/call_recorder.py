@@ -43,9 +43,10 @@ class Recorder:
         sources: what it reads.
         phase: of the graph.
         signature: what tells this call from others whose times differ.
-        forward: of a backward, the recorder of its forward where that is known; without it there are no bytes.
+        earlier: the recorder of the call that this one goes on from: of a backward that of its forward, where that is
+            known (without it there are no bytes); in a chain of calls that of the call before it.
         ended: called once, by ``end``, with this recorder and whether it can count: its segments were told in order,
-            and nothing was compiled since its forward began.
+            and nothing was compiled since the first of these calls began.
 
     Attributes:
         dropped: of a forward, whether it has ended and does not count; set by who made it.
@@ -71,7 +72,7 @@ class Recorder:
         sources: Sources,
         phase: Phase,
         signature: Hashable,
-        forward: Recorder | None,
+        earlier: Recorder | None,
         ended: Callable[[Recorder, bool], None],
     ) -> None:
         self.phase: Phase = phase
@@ -79,17 +80,17 @@ class Recorder:
         self.dropped = False
         self._sources = sources
         self._ended = ended
-        self._epoch = sources.epoch() if forward is None else forward._epoch
+        self._epoch = sources.epoch() if earlier is None else earlier._epoch
         self._brackets: list[_Bracket] = []
         self._open: tuple[str, Event, Memory | None] | None = None
         self._broken = False
         self._end: Event | None = None
         self._trace: AllocatorTrace | None = None
-        if phase == "forward" and sources.memory is not None:
-            self._trace = AllocatorTrace.begin(sources.memory())
-        elif forward is not None and forward._trace is not None:
-            self._trace = forward._trace.go_on()
+        if earlier is not None:
+            self._trace = None if earlier._trace is None else earlier._trace.go_on()
             self._read_memory()
+        elif phase == "forward" and sources.memory is not None:
+            self._trace = AllocatorTrace.begin(sources.memory())
         self._begin: Event = sources.events.record()
 
     def before(self, segment: str) -> None:
@@ -123,6 +124,16 @@ class Recorder:
         """Whether the device has passed the end of the call. Never waits."""
         # All events of a call are on one stream, this one behind the others.
         return self._end is not None and self._end.query()
+
+    def ms_behind(self, earlier: Recorder) -> float:
+        """Milliseconds from the end of an earlier call to the beginning of this one. As ``sample``."""
+        assert earlier._end is not None
+        return earlier._end.elapsed_ms(self._begin)
+
+    def ms_from(self, first: Recorder) -> float:
+        """Milliseconds from the beginning of a first call to the end of this one. As ``sample``."""
+        assert self._end is not None
+        return first._begin.elapsed_ms(self._end)
 
     def sample(self) -> Sample:
         """What was recorded. Only of a call that has completed, before ``release``."""

@@ -17,8 +17,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from fxoffload._torch_compat import (
     is_traceable_wrapper_subclass,
     saved_tensor_hooks_active,
 )
+from fxoffload.runtime.call_recorder import Recorder
+from fxoffload.runtime.chain_clock import StepRecording
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 
@@ -98,6 +101,14 @@ class Held:
     until: Moment | None
 
 
+class Follower(Protocol):
+    """Measures the first steps that follow a plan, and may replace it (``StepCalls.follow_instead``)."""
+
+    def step_begins(self) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured."""
+        ...
+
+
 @dataclass(eq=False)
 class Following:
     """A plan for a chain.
@@ -109,6 +120,7 @@ class Following:
         prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
             the thread that runs the forwards, when a step begins.
         otherwise: the plan that takes the place of this one should ``prepare`` fail.
+        follower: measures steps that follow it; None: nothing does.
     """
 
     sites: tuple[weakref.ref[Site], ...]
@@ -116,6 +128,7 @@ class Following:
     shown: object = None
     prepare: Callable[[], None] | None = None
     otherwise: Following | None = None
+    follower: Follower | None = None
 
     def has(self, place: int, site: Site) -> bool:
         """Whether the call at ``place`` is one of ``site``."""
@@ -136,6 +149,7 @@ class Site:
         may_follow: whether the graph does what a plan says, at the moment.
         followed: what the forward that begins now is to do; None: what it does without a plan.
         at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
+        measure: makes the recorder of the call that begins now; None: it is not measured.
     """
 
     calls: StepCalls
@@ -145,6 +159,7 @@ class Site:
     may_follow: Callable[[], bool] = lambda: False
     followed: Choice | None = None
     at_first: Choice | None = None
+    measure: Callable[[], Recorder | None] | None = None
     # Of the chains that begin here:
     plan: Following | None = None
     seen: _Record | None = None
@@ -160,6 +175,11 @@ class Site:
         except Exception as error:
             self.followed = None
             self.calls.give_up(error)
+
+    def recorder(self) -> Recorder | None:
+        """Of the call that has just begun; None: it is not measured."""
+        measure, self.measure = self.measure, None
+        return None if measure is None else measure()
 
     def forward_ends(self, group: Group, results: Sequence[Any], token: Tensor | None = None) -> None:
         """It has saved ``group`` and returns ``results``. ``token``: of the bundle of a call of a variant."""
@@ -249,6 +269,7 @@ class _Step:
     running: _Call | None = None  # whose backward runs
     phase: Phase = "forward"
     plan: Following | None = None
+    recording: StepRecording | None = None  # of a step that follows a plan and is measured
     was_planned: bool = False
     awaits_plan: bool = False
     records: bool = False
@@ -268,6 +289,15 @@ class _Step:
         self.records = False
         self.watched.clear()
         self.by_key.clear()
+        self.end_recording()
+
+    def end_recording(self) -> None:
+        """What was measured counts if the step was what was planned, to its end."""
+        recording, self.recording = self.recording, None
+        if recording is not None and self.regular and self.is_complete:
+            recording.end()
+        elif recording is not None:
+            recording.drop()
 
 
 class StepCalls:
@@ -288,6 +318,12 @@ class StepCalls:
         """A place for one more compiled graph."""
         return Site(self)
 
+    def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...]) -> None:
+        """The next step that begins at ``site`` makes other choices, if it still follows the plan of ``follower``."""
+        with self._lock:
+            if site.plan is not None and site.plan.follower is follower:
+                site.plan = replace(site.plan, choices=choices)
+
     def give_up(self, error: Exception) -> None:
         """Watching failed: the step goes on without."""
         log.warning("a step is not watched any further: %s: %s", type(error).__name__, error)
@@ -298,7 +334,7 @@ class StepCalls:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, site: Site, args: Sequence[Any]) -> None:
-        site.followed = None
+        site.followed = site.measure = None
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
         if not unusual:
             self._prepare(site)
@@ -328,6 +364,8 @@ class StepCalls:
                 site.followed = step.plan.choices[place]
             elif step.awaits_plan:
                 site.followed = site.at_first
+            if step.recording is not None:
+                site.measure = partial(step.recording.begin, "forward", place)
             if step.records and site.edges is not None:
                 self._look(step)
                 step.now = Moment("forward", place)
@@ -363,7 +401,10 @@ class StepCalls:
 
     def _begin(self, site: Site) -> _Step:
         step = _Step()
-        plan = site.plan
+        follower = None if site.plan is None or site.plan.prepare is not None else site.plan.follower
+        if follower is not None:
+            step.recording = follower.step_begins()
+        plan = site.plan  # which the follower may have replaced
         if plan is not None:
             # One that was made this moment may have to be made ready: the next step does that, and follows it.
             step.plan = plan if plan.prepare is None else None
@@ -387,6 +428,8 @@ class StepCalls:
             call.group = weakref.ref(group)
             step.pending.append(call)
             if step.plan is not None:
+                if step.recording is not None and (token is None) == bool(step.plan.choices[call.place].variant):
+                    step.recording.drop()  # another variant ran than was planned
                 group.takes_below = True
                 if token is not None:
                     call.kept, call.is_bundled = StorageRef(token), True
@@ -401,6 +444,7 @@ class StepCalls:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _backward_begins(self, site: Site, group: Group, args: Sequence[Any]) -> Group:
+        site.measure = None
         with self._lock:
             step = self._step
             if step is None:
@@ -416,6 +460,8 @@ class StepCalls:
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
+            if step.recording is not None:
+                site.measure = partial(step.recording.begin, "backward", call.place)
             if step.records and site.edges is not None:
                 self._look(step)
                 step.now = Moment("backward", call.place)
@@ -517,6 +563,8 @@ class StepCalls:
     def _finish(self) -> None:
         """The step is over: was it what was planned?"""
         step, self._step = self._step, None
+        if step is not None:
+            step.end_recording()
         if step is None or not step.calls or step.phase == "forward":
             return
         first = step.calls[0].site()

@@ -448,6 +448,8 @@ def forward_callable(
         if measured is not None and measured.measuring and choice.windows is not None:
             group.clock = measured
             call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
+        elif site is not None and site.measure is not None:
+            call.recorder = site.recorder()
         token = None
         if variant is None:
             results = program.run(args, call)
@@ -503,6 +505,8 @@ def backward_callable(
         measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
+        elif site is not None and site.measure is not None:
+            call.recorder = site.recorder()
         del slots, group, own
         if len(call.group) or call.windows is not None:
             call.window = call.group.prefetch_window_bytes()

@@ -216,11 +216,11 @@ def clock_for(device: torch.device, *, skip: int = 1, count: int = 3) -> Segment
     """A clock for graphs that run on ``device``."""
     if device.type == "cuda" and torch.cuda.is_available():
         events, memory = cuda_events(device), cuda_memory(device)
-        return SegmentClock(skip=skip, count=count, events=events, memory=memory, epoch=_compilations)
-    return SegmentClock(skip=skip, count=count, events=host_events(), epoch=_compilations)
+        return SegmentClock(skip=skip, count=count, events=events, memory=memory, epoch=compilations)
+    return SegmentClock(skip=skip, count=count, events=host_events(), epoch=compilations)
 
 
-def _compilations() -> int:
+def compilations() -> int:
     """Grows with every segment that fxoffload compiles."""
     stats = counters.snapshot()
     return stats.num_segments_compiled + stats.num_segments_reused

@@ -1,0 +1,106 @@
+"""What is planned again, once, with measured times: the rules that graphs and chains of graphs share."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import ABC, abstractmethod
+
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import simulate
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.segment_readings import Readings
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+# A new schedule has to be better by this part of the step, or of the peak, to replace the one that runs.
+_BETTER = 0.003
+
+
+class PlanAgain(ABC):
+    """Plans once more what has a plan.
+
+    Args:
+        schedule: that runs.
+        scheduler: that it was made with.
+        box: where the plan is shown.
+        goal: of the plan.
+        limit_bytes: what of the goal's budget the schedule may take; None: all of it, or there is no budget.
+    """
+
+    def __init__(
+        self, schedule: Schedule, scheduler: Scheduler, box: PlanBox, goal: PlanGoal, limit_bytes: int | None = None
+    ) -> None:
+        self._schedule = schedule
+        self._scheduler = scheduler
+        self._box = box
+        self._goal = goal
+        self._limit = goal.budget_bytes if limit_bytes is None else limit_bytes
+
+    @abstractmethod
+    def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
+        """The step with measured times and working sets, and what plain Inductor would take."""
+
+    @abstractmethod
+    def follow(self, found: Schedule) -> None:
+        """From the next forward on ``found`` is followed."""
+
+    @abstractmethod
+    def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
+        """What is done, to be shown; None: as before."""
+
+    def plan_again(self, readings: Readings) -> None:
+        """From the next forward on the new schedule is followed, where that is better."""
+        step, baseline = self.measured(readings)
+        rates, limit = self._scheduler.rates, self._limit
+        offload, windows = self._schedule.offload, self._schedule.windows
+        now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
+        # No more than is pinned already, or a later step would wait for pinning; but the budget comes first.
+        exceeds = limit is not None and now.simulation.peak_bytes > limit
+        host_bytes = self._scheduler.host_bytes if exceeds else now.simulation.bytes_offloaded
+        scheduler = self._scheduler.with_step(step, host_bytes)
+        found = self._aim(scheduler, baseline)
+        if found is not None and self._is_better(found, now, baseline):
+            log.info(
+                "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
+            )
+            now = found
+            self.follow(found)
+        self._warn_of_the_budget(now)
+        decisions = self.decisions(now)
+        if decisions is not None:
+            self._box.update(decisions=decisions)
+        self._box.update(
+            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
+        )
+
+    def _warn_of_the_budget(self, now: Schedule) -> None:
+        budget, limit = self._goal.budget_bytes, self._limit
+        if budget is None or limit is None or now.simulation.peak_bytes <= limit:
+            return
+        if self._schedule.simulation.peak_bytes > limit:
+            return  # that was known, and said, when it was planned
+        warnings.warn(
+            f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes + budget - limit)}, more "
+            f"than the activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it",
+            stacklevel=2,
+        )
+
+    def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
+        if self._limit is not None:
+            return scheduler.least_time(self._limit, refined=True)
+        assert self._goal.max_slowdown is not None
+        return scheduler.least_peak(baseline.step_ms * (1 + self._goal.max_slowdown))
+
+    def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
+        mine, other = now.simulation, found.simulation
+        if self._limit is not None:
+            return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _BETTER)
+        slowdown = self._goal.max_slowdown
+        assert slowdown is not None
+        too_slow = mine.step_ms > baseline.step_ms * (1 + slowdown + _BETTER)
+        return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)

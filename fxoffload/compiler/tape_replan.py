@@ -1,0 +1,175 @@
+"""Plans a step over several graphs again, once, when its first steps have been measured; then measures whether that
+came true.
+
+As for a graph (``fxoffload.compiler.replan``): nothing waits, only keep, offload and windows change. Every call goes on
+running the variant that it runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fxoffload.compiler.calibration import PlanAgain
+from fxoffload.compiler.replan import Replan, measured_step, shared
+from fxoffload.planner.chain import Chain
+from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import simulate
+from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime.calls import Site
+from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, segment_of
+from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
+
+if TYPE_CHECKING:
+    from fxoffload.compiler.tape_plan import _TapePlanning
+
+Sites = tuple[weakref.ref[Site], ...]
+Times = Mapping[Phase, Mapping[str, float]]
+
+
+class TapeReplan(Replan[ChainClock]):
+    """Follows a plan over several graphs through its first steps.
+
+    What it was planned from is held until the calibration has ended, or one of the graphs is gone.
+
+    Args:
+        calibration: what plans again.
+        box: where the plan is shown.
+        sites: of the chain.
+        make_clock: makes the clock of the next measurement.
+        in_background: whether to plan on a thread of its own.
+    """
+
+    def __init__(
+        self,
+        calibration: TapeCalibration,
+        box: PlanBox,
+        sites: Sites,
+        *,
+        make_clock: Callable[[], ChainClock],
+        in_background: bool = True,
+    ) -> None:
+        super().__init__(calibration, box, make_clock=make_clock, in_background=in_background)
+        calibration.follower = weakref.ref(self)
+        me = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            if (found := me()) is not None:
+                found.stop()
+
+        self._sites = tuple(weakref.ref(site, gone) for ref in sites if (site := ref()) is not None)
+
+    def step_begins(self) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured. Never raises."""
+        now = self.clock
+        if now is None:
+            return None
+        try:
+            clock = self.poll()
+            recording = None if clock is None else clock.begin_step()
+        except Exception as error:
+            now.fail(error)
+            self.stop()
+            return None
+        if clock is not None and clock.gave_up():
+            self.stop()
+        return recording
+
+    def stop(self) -> None:
+        """Nothing is measured or planned any more."""
+        self._calibration, self.clock = None, None
+
+
+class TapeCalibration(PlanAgain):
+    """Plans one chain again, once, with what was measured of it.
+
+    Args:
+        planning: of the chain, which has settled what each call runs.
+        schedule: that runs.
+        first: the place where the chain begins.
+        box: where the plan is shown.
+
+    Attributes:
+        follower: of the plan; set by it.
+    """
+
+    def __init__(self, planning: _TapePlanning, schedule: Schedule, first: weakref.ref[Site], box: PlanBox) -> None:
+        super().__init__(schedule, planning.option.scheduler, box, planning.goal, planning.limit_bytes)
+        self.follower: Callable[[], TapeReplan | None] = lambda: None
+        self._planning = planning
+        self._first = first
+
+    def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
+        """See ``PlanAgain``."""
+        ms = readings.segment_ms()
+        option, compiled = self._planning.option, self._planning.compiled.chain
+        sizes = shared(readings.temp_bytes(), self._alike())
+        varied = [v is not None for v in option.variants]
+        plain = measured_step(with_turn(compiled.step), as_compiled(compiled, option.chain, varied, ms))
+        keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
+        return measured_step(with_turn(option.chain.step), ms, sizes), Prediction.of(keep)
+
+    def follow(self, found: Schedule) -> None:
+        """See ``PlanAgain``."""
+        first, follower = self._first(), self.follower()
+        if first is not None and follower is not None:
+            first.calls.follow_instead(first, follower, self._planning.choices(found))
+
+    def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
+        """See ``PlanAgain``."""
+        return self._planning.decisions(now)
+
+    def _alike(self) -> dict[Phase, dict[str, object]]:
+        """What code segments have: calls of one graph that run the same variant have the same."""
+        planning = self._planning
+        found: dict[Phase, dict[str, object]] = {phase: {} for phase in PHASES}
+        ran = zip(planning.parts, planning.numbers, planning.option.steps, strict=True)
+        for k, (part, number, step) in enumerate(ran):
+            for phase in PHASES:
+                segments = step.forward if phase == "forward" else step.backward
+                found[phase].update({segment_of(k, s.name): (id(part.graph), number, s.name) for s in segments})
+        return found
+
+
+def with_turn(step: TrainingStep) -> TrainingStep:
+    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
+    meanwhile; nothing is released, and all positions stay."""
+    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
+
+
+def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) -> dict[Phase, dict[str, float]]:
+    """Times of a chain whose calls run their graphs as they were compiled, by what was measured of one in which some
+    run variants: the estimate of such a call is as wrong as that of what it ran. Between the calls nothing changes."""
+    found: dict[Phase, dict[str, float]] = {}
+    for phase in PHASES:
+        mine, others = (_by_call(c, phase) for c in (compiled, ran))
+        times = found[phase] = dict(ms.get(phase, {}))
+        for own, other, varies in zip(mine, others, varied, strict=True):
+            estimated = sum(s.ms for s in other)
+            if varies and estimated > 0:
+                ratio = sum(times.get(s.name, s.ms) for s in other) / estimated
+                times.update({s.name: s.ms * ratio for s in own})
+    return found
+
+
+def _by_call(chain: Chain, phase: Phase) -> list[tuple[SegmentStep, ...]]:
+    """The segments of each call, without its entry."""
+    if phase == "forward":
+        begins, segments = [at + 1 for at in chain.forward], chain.step.forward
+    else:
+        begins, segments = list(chain.backward), chain.step.backward
+    counts = [size[phase == "backward"] for size in chain.sizes]
+    return [segments[at : at + count] for at, count in zip(begins, counts, strict=True)]
+
+
+def replan_for_tape(planning: _TapePlanning, schedule: Schedule, sites: Sites, box: PlanBox) -> TapeReplan | None:
+    """A follower for a chain on a GPU. On the CPU, times are no prediction of anything."""
+    device = planning.device
+    if device.type != "cuda" or not planning.calibrates:
+        return None
+    calibration = TapeCalibration(planning, schedule, sites[0], box)
+    return TapeReplan(calibration, box, sites, make_clock=lambda: chain_clock_for(device, len(sites)))

@@ -1,0 +1,259 @@
+"""Measures whole steps that follow a plan over several graphs: every call's segments, and what lies between the calls.
+
+Each call has a ``Recorder``, which goes on from that of the call before it. When a step is over, and was the chain to
+its end, it counts; otherwise its recorders are dropped. As in ``segment_clock``, nothing waits for the device: a step
+is read once the device has passed all of it. Once enough steps have been read nothing is recorded any more.
+
+[Note: What a chain's times mean]
+- Segments are those of [Note: What the times mean] in ``segment_readings``, named by their calls.
+- The time between the end of one call and the beginning of the next is that of the second one's entry, an empty segment
+  of the chain (``planner.chain``): eager code, collectives, or a host that is late. Copies run beside it, and no call
+  waits for a copy in it, so a plan counts it as computation. What lies between the last forward and the first backward
+  (the loss, and a head that is not compiled) is the ``TURN``.
+- The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
+  where the first backward begins. What stands before and behind (an embedding, the optimizer) is in neither.
+- What is left of a step is inside calls and outside segments: waits for copies, and the executor's own host time where
+  the device notices it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from fxoffload.runtime.allocator_trace import Memory, cuda_memory
+from fxoffload.runtime.call_recorder import Recorder, Sources
+from fxoffload.runtime.segment_clock import compilations
+from fxoffload.runtime.segment_readings import Phase, Readings, Sample
+from fxoffload.runtime.stream_events import EventSource, cuda_events, host_events
+
+# Steps over ``count`` after which it gives up: steps that never are the chain to their end.
+_PATIENCE = 4
+
+# What lies between the forwards and the backwards: a segment behind the forward's last one.
+TURN = "turn entry"
+
+
+def entry_of(phase: Phase, call: int) -> str:
+    """The empty segment of a chain that stands before a call."""
+    return f"call {call}/entry" if phase == "forward" else f"call {call}/backward entry"
+
+
+def segment_of(call: int, segment: str) -> str:
+    """A segment of a call, as the chain names it."""
+    return f"call {call}/{segment}"
+
+
+class StepRecording:
+    """One step that is measured. Used by one call at a time.
+
+    Args:
+        sources: what its recorders read.
+        num_calls: of the chain.
+        ended: called by ``end`` with a step that counts.
+        failed: called with what kept a call from being measured.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        num_calls: int,
+        ended: Callable[[StepRecording], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._sources = sources
+        self._num_calls = num_calls
+        self._ended = ended
+        self._failed = failed
+        self._recorders: list[Recorder] = []
+        self._num_ended = 0
+        self._dropped = False
+
+    def begin(self, phase: Phase, call: int) -> Recorder | None:
+        """A call begins: its recorder; None where the step does not count any more. Never raises."""
+        at = len(self._recorders)
+        expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
+        if self._dropped or at != expected or self._num_ended != at:
+            self.drop()
+            return None
+        earlier = self._recorders[-1] if at else None
+        try:
+            recorder = Recorder(self._sources, phase, (), earlier, self._call_ended)
+        except Exception as error:
+            self.drop()
+            self._failed(error)
+            return None
+        self._recorders.append(recorder)
+        return recorder
+
+    def _call_ended(self, recorder: Recorder, counts: bool) -> None:
+        if self._dropped:
+            recorder.release()
+            return
+        self._num_ended += 1
+        if not counts:
+            self.drop()
+
+    def end(self) -> None:
+        """The step is over, and was the chain to its end."""
+        if not self._dropped and self._num_ended == 2 * self._num_calls:
+            self._ended(self)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """It does not count."""
+        self._dropped = True
+        for recorder in self._recorders[: self._num_ended]:
+            recorder.release()
+        self._recorders, self._num_ended = [], 0
+
+    def has_completed(self) -> bool:
+        """Whether the device has passed all of it. Never waits."""
+        return all(r.has_completed() for r in reversed(self._recorders))
+
+    def samples(self) -> tuple[Sample, Sample]:
+        """Its forward and its backward. Only of a step that has completed."""
+        recorders = self._recorders
+        turn = self._num_calls
+        first, last = recorders[0], recorders[-1]
+        whole, backward_ms = last.ms_from(first), last.ms_from(recorders[turn])
+        found = Sample(whole - backward_ms), Sample(backward_ms)
+        found[0].segment_ms[entry_of("forward", 0)] = 0.0
+        for at, recorder in enumerate(recorders):
+            call = at if at < turn else 2 * turn - 1 - at
+            into = found[recorder.phase == "backward"]
+            if at == turn:
+                found[0].segment_ms[TURN] = recorder.ms_behind(recorders[at - 1])
+            elif at:
+                into.segment_ms[entry_of(recorder.phase, call)] = recorder.ms_behind(recorders[at - 1])
+            _add(into, recorder.sample(), call)
+        return found
+
+
+def _add(whole: Sample, call: Sample, number: int) -> None:
+    """Put a call's segments into its phase's; what is known of the step up to its end."""
+
+    def named(values: dict[str, int]) -> dict[str, int]:
+        return {segment_of(number, name): value for name, value in values.items()}
+
+    whole.segment_ms.update({segment_of(number, name): ms for name, ms in call.segment_ms.items()})
+    whole.live_before.update(named(call.live_before))
+    whole.live_after.update(named(call.live_after))
+    whole.peaks.update({segment_of(number, name): peak for name, peak in call.peaks.items()})
+    whole.temp_bytes.update({segment_of(number, name): size for name, size in call.temp_bytes.items()})
+    whole.peak, whole.bounds = call.peak, call.bounds
+
+
+class ChainClock:
+    """Times and bytes of steps of one chain. Thread-safe.
+
+    Not counted: the first ``skip`` steps (variants are new), and steps in which something was compiled, that were not
+    the chain to their end, or that run under CUDA graph capture.
+
+    Args:
+        num_calls: of the chain.
+        skip: steps that are not measured.
+        count: steps that are enough. It gives up after four times as many.
+        events: see ``cuda_events`` and ``host_events``.
+        memory: reads the allocator; None where there is nothing to read.
+        epoch: a value that changes when something is compiled.
+
+    Attributes:
+        measuring: whether ``begin_step`` may still return a recording.
+    """
+
+    def __init__(
+        self,
+        num_calls: int,
+        *,
+        skip: int = 1,
+        count: int = 3,
+        events: EventSource,
+        memory: Callable[[], Memory] | None = None,
+        epoch: Callable[[], object] = lambda: None,
+    ) -> None:
+        if num_calls < 1 or skip < 0 or count < 1:
+            raise ValueError(
+                f"expected calls, skip of 0 or more and count of 1 or more, found {num_calls}, {skip} and {count}"
+            )
+        self.measuring = True
+        self._num_calls, self._skip, self._count = num_calls, skip, count
+        self._sources = Sources(events, memory, epoch)
+        self._lock = threading.Lock()
+        self._seen = self._recorded = self._counted = 0
+        self._unread: deque[StepRecording] = deque()
+        self._samples: list[tuple[Sample, Sample]] = []
+        self._failed = False
+
+    def begin_step(self) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured."""
+        with self._lock:
+            if not self.measuring:
+                return None
+            self._seen += 1
+            if self._seen <= self._skip or not self._sources.events.usable():
+                return None
+            if self._recorded >= _PATIENCE * self._count:
+                self.measuring = False
+                return None
+            self._recorded += 1
+            return StepRecording(self._sources, self._num_calls, self._ended, self.fail)
+
+    def _ended(self, step: StepRecording) -> None:
+        with self._lock:
+            if not self.measuring:
+                step.drop()
+                return
+            self._unread.append(step)
+            self._counted += 1
+            self.measuring = self._counted < self._count
+
+    def fail(self, error: Exception) -> None:
+        """Something cannot be measured: nothing is, and what was is thrown away. Warns once."""
+        with self._lock:
+            is_known, self._failed, self.measuring = self._failed, True, False
+            self._unread.clear()
+            self._samples.clear()
+        if not is_known:
+            warnings.warn(
+                f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "
+                f"its plan as it is: {error}",
+                stacklevel=2,
+            )
+
+    def _read_completed(self) -> None:
+        if not self._unread or not self._sources.events.usable():  # to ask an event would break a capture
+            return
+        while self._unread and self._unread[0].has_completed():
+            step = self._unread.popleft()
+            self._samples.append(step.samples())
+            step.drop()  # its events are used again
+
+    def ready(self) -> bool:
+        """Whether all that is to be measured was measured, and the device has passed it. Never waits."""
+        with self._lock:
+            self._read_completed()
+            return not self.measuring and not self._unread and bool(self._samples)
+
+    def gave_up(self) -> bool:
+        """Whether it will never be ready."""
+        with self._lock:
+            return not self.measuring and not self._unread and not self._samples
+
+    def readings(self) -> Readings:
+        """What was measured, as of one forward and one backward. See [Note: What a chain's times mean]."""
+        with self._lock:
+            self._read_completed()
+            return Readings({"forward": [f for f, _ in self._samples], "backward": [b for _, b in self._samples]})
+
+
+def chain_clock_for(device: torch.device, num_calls: int) -> ChainClock:
+    """A clock for a chain whose graphs run on ``device``."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return ChainClock(num_calls, events=cuda_events(device), memory=cuda_memory(device), epoch=compilations)
+    return ChainClock(num_calls, events=host_events(), epoch=compilations)

@@ -1,0 +1,605 @@
+"""Plans over several graphs, made again with measured times: on the CPU, in a time of its own."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import fxoffload
+from fxoffload.compiler import replan, tape_plan, tape_replan
+from fxoffload.compiler.calibration import PlanAgain
+from fxoffload.compiler.tape_replan import TapeCalibration, TapeReplan, as_compiled, with_turn
+from fxoffload.planner.chain import concatenate
+from fxoffload.planner.link import ConstantRates
+from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import no_windows, windows_for
+from fxoffload.runtime.calls import StepCalls
+from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.stream_events import PooledEvents, host_events
+from tests.planner import test_tape_plan as chains
+from tests.planner.chains import decided_steps
+from tests.planner.rehearsal import CPU
+from tests.planner.test_tape_plan import MODELS, Run, alone, loss_of, moved_by, new_plans, recorded
+from tests.support import Stack, assert_equal, batch
+
+__all__ = ["alone"]  # the fixture
+
+LAYERS, CALLS = 5, 10
+
+
+class Measured:
+    """Plans that are made meanwhile are followed, as on a GPU, in a time of its own.
+
+    Args:
+        tick_ms: by how much every reading of the time is later than the last.
+        count: steps that each of the two clocks counts. The first that follows a plan is skipped.
+    """
+
+    def __init__(self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False) -> None:
+        self.tick_ms, self.count, self.in_background = tick_ms, count, in_background
+        self.now = 0.0
+        self.followers: list[TapeReplan] = []
+        self.clocks: list[ChainClock] = []
+        self.events: list[PooledEvents[Any]] = []
+        self.planning: list[Any] = []
+
+    def _time(self) -> float:
+        self.now += self.tick_ms
+        return self.now
+
+    def _clock(self, num_calls: int) -> ChainClock:
+        self.events.append(host_events(self._time))
+        self.clocks.append(ChainClock(num_calls, skip=1, count=self.count, events=self.events[-1]))
+        return self.clocks[-1]
+
+    def follow(self, planning: Any, schedule: Schedule, sites: Any, box: Any) -> TapeReplan:
+        calibration = TapeCalibration(planning, schedule, sites[0], box)
+        found = TapeReplan(
+            calibration, box, sites, make_clock=lambda: self._clock(len(sites)), in_background=self.in_background
+        )
+        self.followers.append(found)
+        self.planning.append(weakref.ref(planning))
+        return found
+
+    @property
+    def counted(self) -> int:
+        """Steps that the first clock has counted."""
+        return self.clocks[0]._counted
+
+
+@contextmanager
+def measured(tick_ms: float = 1.0, **changes: Any) -> Iterator[Measured]:
+    found = Measured(tick_ms, **changes)
+    with mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+        yield found
+
+
+@contextmanager
+def estimated(factor: float) -> Iterator[None]:
+    """Segments are thought to take so many times longer."""
+    step_of = tape_plan.step_of
+
+    def slower(*args: Any) -> TrainingStep:
+        step = step_of(*args)
+        down, up = (tuple(replace(s, ms=s.ms * factor) for s in side) for side in (step.forward, step.backward))
+        return replace(step, forward=down, backward=up)
+
+    with mock.patch.object(tape_plan, "step_of", slower):
+        yield
+
+
+def the_plan() -> fxoffload.Plan:
+    (plan,) = new_plans()
+    return plan
+
+
+def without_turn(simulation: Simulation) -> Simulation:
+    """What the watch can see of it."""
+    return replace(simulation, boundaries=tuple(b for b in simulation.boundaries if b.segment != TURN))
+
+
+def segments_of(plan: fxoffload.Plan, phase: str | None = None) -> int:
+    """How many segments of calls the step has."""
+    found = [b for b in plan.boundaries if phase in (None, b.phase)]
+    return sum(not b.segment.endswith("entry") for b in found)
+
+
+def kept(name: str = "stack") -> dict[str, Tensor]:
+    """A step that keeps everything."""
+    return recorded(MODELS[name], policy="keep_all").steps(1)[0]
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_shown_is_the_step_that_was_measured() -> None:
+    """A reading is a millisecond behind the last one; eager code between the layers takes seven, and the loss and the
+    head twenty."""
+    plain = kept()
+    with measured() as time:
+
+        def between(i: int, x: Tensor) -> Tensor:
+            time.now += 20.0 if i == LAYERS - 1 else 7.0
+            return x
+
+        run = recorded(lambda: Stack(LAYERS, between=between), activation_budget="1GiB")
+        shown = []
+        for _ in range(9):
+            assert_equal(run.step(), plain)
+            shown.append((the_plan().calibrated is not None, the_plan().measured_step_ms is not None))
+    #                skipped          measured         planned, skipped measured        shown
+    assert shown == [(False, False)] * 3 + [(True, False)] * 3 + [(True, True)] * 3
+    plan = the_plan()
+    segments = segments_of(plan)
+    gaps = 4 * 8.0 + 21.0 + 4 * 1.0  # and one for each reading
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None
+    assert plan.calibrated.exposed_ms == 0.0  # nothing moves
+    assert plan.calibrated.step_ms == pytest.approx(segments + gaps)
+    assert plan.calibrated.forward_ms == pytest.approx(segments_of(plan, "forward") + 4 * 8.0 + 21.0)
+    assert plan.calibrated_baseline.step_ms == pytest.approx(plan.calibrated.step_ms)
+    # Between the events of segments, and of calls.
+    exposed = segments + CALLS
+    assert plan.measured_exposed_ms == pytest.approx(exposed)
+    assert plan.measured_step_ms == pytest.approx(segments + gaps + exposed)
+    assert plan.predicted.step_ms < 1.0
+    assert plan.measured_peak_bytes is None
+    (turn,) = [b for b in plan.boundaries if b.segment == TURN]
+    assert turn.phase == "forward" and turn.end_ms - turn.begin_ms == pytest.approx(21.0)
+    assert "measured" in str(plan) and "calibrated" in str(plan)
+
+
+def test_afterwards_nothing_is_measured() -> None:
+    begin = StepRecording.begin
+    with measured() as time, mock.patch.object(StepRecording, "begin", autospec=True, side_effect=begin) as began:
+        run = recorded(MODELS["stack"], activation_budget="1GiB")
+        run.steps(6)
+        assert began.call_count == CALLS * 2 * time.count
+        (follower,) = time.followers
+        assert follower._calibration is None and follower.clock is not None
+        run.step()
+        assert follower.clock is None
+        made, now, plan = [e.num_made for e in time.events], time.now, the_plan()
+        run.steps(3)
+        assert began.call_count == CALLS * 2 * time.count
+    assert [e.num_made for e in time.events] == made and len(made) == 2
+    assert (time.now, the_plan()) == (now, plan)
+    step = engine_for(CPU).calls._step
+    assert step is not None and step.recording is None
+    assert all(c.site().measure is None for c in step.calls)  # type: ignore[union-attr]
+    gc.collect()
+    assert time.planning[0]() is None, "what was planned from is let go"
+
+
+# -- what is planned again ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tick_ms", "moves"), [(2e-4, False), (5e-3, True)])
+def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
+    """Segments are thousands of times faster than was thought: what hid behind them does not any more. From the next
+    step on other values move, byte for byte what is simulated now, and no bit of a gradient changes."""
+    plain = kept()
+    with measured(tick_ms), estimated(1e4):
+        run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",))
+        moved = [moved_by(run) for _ in range(2)]
+        before = the_plan()
+        assert moved == [before.predicted.bytes_offloaded] * 2
+        assert before.simulation is not None
+        chains.check_bytes(run, before.simulation)
+        assert the_plan().calibrated is None
+        assert_equal(run.step(), plain)  # planned again when it begins
+    plan = the_plan()
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None and plan.simulation is not None
+    assert plan.calibrated.bytes_offloaded < moved[0]
+    assert (plan.calibrated.bytes_offloaded > 0) == moves
+    chains.check_bytes(run, without_turn(plan.simulation))
+    assert plan.calibrated.step_ms <= plan.calibrated_baseline.step_ms * 1.1
+    assert plan.predicted == before.predicted and plan.baseline == before.baseline
+    assert plan.decisions != before.decisions
+    offloaded = sum(d.total_bytes for d in plan.decisions if d.action == "offload")
+    assert offloaded == plan.calibrated.bytes_offloaded
+    for _ in range(4):
+        assert_equal(run.step(), plain)
+    assert the_plan().measured_step_ms is not None
+    assert moved_by(run) == plan.calibrated.bytes_offloaded
+
+
+def test_equal_measurements_change_nothing() -> None:
+    """What everything fits into is kept, whatever it takes."""
+    with measured(1e-2) as time, mock.patch.object(StepCalls, "follow_instead") as instead:
+        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=6)
+        assert the_plan().calibrated is not None
+        assert time.counted == time.count
+        assert not instead.called
+        assert moved_by(run) == 0
+
+
+def test_every_call_goes_on_running_its_variant() -> None:
+    """Random decisions and variants; with measured times all of it is kept. Nothing is compiled for it."""
+    generator = random.Random(7)
+    plain = kept()
+    budget = 1 << 30
+
+    def decide(planning: Any) -> Schedule:
+        ways = planning.ways
+        drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
+        planning.option = ways._option(tuple(generator.choice(drafts[kind]) for kind in ways._kinds), None)
+        step = planning.chain.step
+        offload = tuple(bool(c.moved_bytes) for c in step.candidates)
+        windows = windows_for(step, offload, budget) or no_windows(step)
+        return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
+
+    with measured(1e-3), mock.patch.object(tape_plan._TapePlanning, "run", decide):
+        alive = set(fxoffload.graphs())
+        run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
+        for graph in set(fxoffload.graphs()) - alive:
+            chains._tell_callers(run.watch, graph)
+        before = the_plan()
+        moved = moved_by(run)
+        assert moved == before.predicted.bytes_offloaded > 0
+        site = engine_for(CPU).calls._step.calls[0].site()  # type: ignore[union-attr]
+        assert site is not None and site.plan is not None
+        first = site.plan
+        counts = chains.compile_counts()
+        for _ in range(3):
+            assert site.plan is first
+            assert_equal(run.step(), plain)  # planned again when the third one begins
+        assert site.plan is not first
+        assert [c.variant for c in site.plan.choices] == [c.variant for c in first.choices]
+        assert len({c.variant for c in first.choices}) > 1
+        plan = the_plan()
+        assert plan.calibrated is not None and plan.simulation is not None
+        assert plan.calibrated.bytes_offloaded == 0
+        chains.check_bytes(run, without_turn(plan.simulation))
+        assert_equal(run.step(), plain)
+        run.steps(2)
+        assert {**chains.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+    assert the_plan().measured_step_ms is not None
+    assert "recompute" in {d.action for d in plan.decisions}
+    # What computes again takes longer than the graphs as they were compiled.
+    assert plan.calibrated_baseline is not None
+    assert plan.calibrated_baseline.step_ms < plan.calibrated.step_ms
+
+
+@pytest.mark.parametrize("extra", [40 << 10, 1 << 20])
+def test_working_sets_that_exceed_the_budget(extra: int) -> None:
+    """More is moved, beyond what is pinned; where that does not help there is a warning."""
+    fits = extra < 1 << 20
+    plain = kept()
+    budget = chains.in_between()
+
+    def larger(_: Any, alike: Any) -> Any:
+        return {"backward": dict.fromkeys(alike["backward"], extra)}
+
+    with measured(1e-3), mock.patch.object(tape_replan, "shared", larger):
+        run = recorded(MODELS["stack"], activation_budget=budget, disable=("tape_recompute",), steps=5)
+        before = the_plan()
+        assert before.calibrated is None and before.predicted_peak_bytes <= budget
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step()
+        found = [w for w in caught if "by what was measured, the plan takes" in str(w.message)]
+        assert len(found) == (not fits)
+        plan = the_plan()
+        assert plan.calibrated is not None
+        if fits:
+            assert plan.calibrated.peak_bytes <= budget
+            assert plan.calibrated.bytes_offloaded > before.predicted.bytes_offloaded
+        else:
+            assert plan.calibrated.peak_bytes > budget
+            assert plan.calibrated.bytes_offloaded == before.predicted.bytes_offloaded
+        assert moved_by(run) == plan.calibrated.bytes_offloaded
+        assert_equal(run.step(), plain)
+
+
+def test_a_budget_that_was_missed_from_the_beginning_is_not_warned_of_again() -> None:
+    with measured(1e-3):
+        with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
+            run = recorded(MODELS["stack"], activation_budget=1, disable=("tape_recompute",), steps=5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.steps(4)
+    plan = the_plan()
+    assert plan.calibrated is not None and plan.measured_step_ms is not None
+    assert plan.calibrated.peak_bytes == plan.predicted_peak_bytes
+
+
+def test_on_a_thread_of_its_own() -> None:
+    """No step waits for it, and steps meanwhile follow the first plan and are not measured."""
+    release = threading.Event()
+    plan_again = PlanAgain.plan_again
+
+    def slow(self: PlanAgain, readings: Any) -> None:
+        assert release.wait(60)
+        plan_again(self, readings)
+
+    plain = kept()
+    with measured(2e-4, in_background=True) as time, estimated(1e4), mock.patch.object(PlanAgain, "plan_again", slow):
+        run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=5)
+        moved = [moved_by(run) for _ in range(3)]
+        assert moved == [the_plan().predicted.bytes_offloaded] * 3
+        assert the_plan().calibrated is None
+        assert len(time.clocks) == 1
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-replan":
+                thread.join()
+        assert_equal(run.step(), plain)
+        plan = the_plan()
+        assert plan.calibrated is not None and plan.calibrated.bytes_offloaded < moved[0]
+        assert moved_by(run) == plan.calibrated.bytes_offloaded
+        run.steps(2)
+    assert the_plan().measured_step_ms is not None
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def _hooked(on: Run) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        on.step()
+
+
+def _raises_in_forward(on: Run) -> None:
+    on.model.between = lambda i, x: x if i < 2 else chains._raise(x)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        on.step()
+    on.model.between = None  # type: ignore[assignment]
+
+
+def _raises_in_backward(on: Run) -> None:
+    def hook(i: int, x: Tensor) -> Tensor:
+        if i == 2:
+            x.register_hook(chains._raise)
+        return x
+
+    on.model.between = hook
+    with pytest.raises(RuntimeError, match="on purpose"):
+        on.step()
+    on.model.between = None  # type: ignore[assignment]
+
+
+def _twice(on: Run) -> None:
+    loss = loss_of(on.model(on.x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _two_forwards(on: Run) -> None:
+    losses = [loss_of(on.model(on.x)) for _ in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def _no_backward(on: Run) -> None:
+    on.model(on.x)
+
+
+def _another_policy(on: Run) -> None:
+    with fxoffload.override_policy("offload_all"):
+        on.step()
+
+
+ODD = (_hooked, _raises_in_forward, _raises_in_backward, _twice, _two_forwards, _no_backward, _another_policy)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None]) -> None:
+    """What they take is in no reading; those before and behind them count."""
+    plain = kept()
+    with measured(1.0, count=3) as time:
+        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=4)
+        time.tick_ms = 1000.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            odd(run)
+        time.tick_ms = 1.0
+        run.model.zero_grad(set_to_none=True)
+        assert_equal(run.step(), plain)
+        assert_equal(run.step(), plain)
+        assert time.counted <= 2
+        while the_plan().calibrated is None:
+            assert_equal(run.step(), plain)
+        plan = the_plan()
+        assert plan.calibrated is not None
+        assert plan.calibrated.step_ms == pytest.approx(segments_of(plan) + CALLS - 1)
+        samples = time.clocks[0]._samples
+        assert len(samples) == 3
+        assert max(ms for both in samples for s in both for ms in s.segment_ms.values()) == 1.0
+
+
+def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
+    plain = chains.Run(chains.per_layer(chains.Paths(), policy="keep_all"), batch(length=chains.LENGTH))
+    with measured() as time:
+        run = chains.Run(chains.per_layer(chains.Paths(), activation_budget="1GiB"), batch(length=chains.LENGTH))
+        run.steps(4)
+        follower = weakref.ref(time.followers.pop())
+        clock = weakref.ref(time.clocks.pop())
+        for on in (run, plain):
+            on.model.path = (0, 1, 3, 3, 4)  # type: ignore[assignment]
+        for _ in range(3):
+            assert_equal(run.step(), plain.step())
+        gc.collect()
+        assert follower() is None and clock() is None
+        assert time.planning[0]() is None
+        run.steps(4)
+        assert len(time.followers) == 1, "the other chain is planned, and measured"
+
+
+def test_it_goes_with_its_graphs() -> None:
+    with measured() as time:
+        run = recorded(MODELS["stack"], steps=4)
+        found = [weakref.ref(x) for x in (time.followers.pop(), time.clocks.pop(), engine_for(CPU).calls._step)]
+        graphs = [weakref.ref(g) for g in fxoffload.graphs()]
+        assert time.planning[0]() is not None
+        del run
+        chains.WATCHES.clear()
+        engine_for(CPU).calls._step = None
+        torch.compiler.reset()
+        gc.collect()
+        assert [ref() for ref in (*found, *graphs, *time.planning)] == [None] * (len(found) + len(graphs) + 1)
+        assert not new_plans()
+
+
+def test_it_lets_go_where_one_of_its_graphs_is_gone() -> None:
+    places = StepCalls(dict, in_background=False)
+    sites = [places.site() for _ in range(3)]
+    calibration = SimpleNamespace()
+    follower = TapeReplan(
+        calibration,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        tuple(weakref.ref(s) for s in sites),
+        make_clock=lambda: ChainClock(3, skip=0, events=host_events()),
+    )
+    assert follower.step_begins() is not None
+    held = weakref.ref(sites[0])
+    del sites[1]
+    assert follower._calibration is None and follower.clock is None
+    assert follower.step_begins() is None
+    sites.clear()
+    assert held() is None
+
+
+@pytest.mark.parametrize("where", ["time", "readings", "plan"])
+def test_a_failure_is_one_warning(where: str) -> None:
+    """The first plan stays."""
+    plain = kept()
+    broken = {
+        "time": (PooledEvents, "record"),
+        "readings": (StepRecording, "samples"),
+        "plan": (TapeCalibration, "measured"),
+    }
+    with measured(2e-4) as time, estimated(1e4):
+        run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=3)
+        with mock.patch.object(*broken[where], chains._raise), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            moved = [moved_by(run) for _ in range(4)]
+            assert_equal(run.step(), plain)
+        told = [str(w.message) for w in caught if "on purpose" in str(w.message)]
+        assert len(told) == 1, told
+        assert "goes on with its" in told[0]
+        assert moved == [the_plan().predicted.bytes_offloaded] * 4
+        run.steps(4)
+        assert the_plan().calibrated is None
+        # Where only the plan failed, steps are still measured.
+        assert (the_plan().measured_step_ms is not None) == (where == "plan")
+        assert time.followers[0].clock is None
+
+
+def test_a_chain_that_is_never_complete_is_not_measured_for_ever() -> None:
+    with measured(count=1) as time:
+        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
+        for _ in range(6):
+            _raises_in_backward(run)
+            run.model.zero_grad(set_to_none=True)
+        assert time.followers[0].clock is None
+        gc.collect()
+        assert time.planning[0]() is None
+        assert moved_by(run) == 0
+    assert the_plan().calibrated is None and the_plan().measured_step_ms is None
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
+    seen = []
+
+    def follow(planning: Any, *args: Any) -> None:
+        seen.append(planning.calibrates)
+        assert tape_replan.replan_for_tape(planning, *args) is None
+
+    with mock.patch.object(tape_plan, "replan_for_tape", follow):
+        for changes in ({}, {"disable": ("calibration",)}):
+            torch.compiler.reset()
+            recorded(MODELS["stack"], activation_budget="1GiB", steps=3, **changes)
+    assert seen == [True, False]
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), calibrates=False)
+    assert tape_replan.replan_for_tape(gpu, None, (), None) is None  # type: ignore[arg-type]
+
+
+def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
+    """What is compared is the graphs' part; what is told is the whole."""
+    limit, budget = 100 << 20, (100 << 20) + tape_plan.AROUND_BYTES
+    simulation: Any = SimpleNamespace(peak_bytes=limit)
+    goal: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None)
+
+    class Again(TapeCalibration):
+        def __init__(self) -> None:
+            PlanAgain.__init__(self, SimpleNamespace(simulation=simulation), None, None, goal, limit)  # type: ignore[arg-type]
+
+    too_much: Any = SimpleNamespace(simulation=SimpleNamespace(peak_bytes=limit + (1 << 20), step_ms=1.0))
+    with pytest.warns(UserWarning, match=r"takes 165.* more than the activation_budget of 164"):
+        Again()._warn_of_the_budget(too_much)
+    assert Again()._is_better(too_much, too_much, None)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(decided_steps(4))
+def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tuple[bool, ...]]) -> None:
+    """It stands behind all segments of the forward, also under windows that were made without it."""
+    step, decisions = made
+    step = replace(step, followed=True) if hasattr(step, "followed") else step
+    chain = concatenate([step, step]).step
+    offload = tuple(decisions[i % len(decisions)] for i in range(len(chain.candidates))) if decisions else ()
+    if not decisions:
+        offload = (False,) * len(chain.candidates)
+    rates = ConstantRates(20.0, 20.0)
+    whole = simulate(chain, (False,) * len(chain.candidates), copies=rates).peak_bytes
+    windows = windows_for(chain, offload, whole) or no_windows(chain)
+    plain = simulate(chain, offload, copies=rates, windows=windows)
+    for ms in (0.0, 3.0):
+        later = with_turn(chain)
+        later = replace(later, forward=(*later.forward[:-1], replace(later.forward[-1], ms=ms)))
+        found = simulate(later, offload, copies=rates, windows=windows)
+        assert (found.peak_bytes, found.bytes_offloaded, found.bytes_reclaimed, found.num_prefetch_misses) == (
+            (plain.peak_bytes, plain.bytes_offloaded, plain.bytes_reclaimed, plain.num_prefetch_misses)
+        )
+        assert found.step_ms <= plain.step_ms + ms + 1e-6
+        assert found.step_ms >= plain.step_ms - 1e-6
+        if not any(offload):
+            assert found.step_ms == pytest.approx(plain.step_ms + ms)
+        kinds = [b for b in found.boundaries if b.segment != TURN]
+        assert [b.live_bytes for b in kinds] == [b.live_bytes for b in plain.boundaries]
+
+
+def test_what_graphs_would_take_as_they_were_compiled() -> None:
+    """Two calls: the second computes again, by its estimate 5 ms instead of 2, and takes three times as long."""
+    from tests.planner.test_tape_recompute import layer, passed
+
+    compiled = concatenate([layer((8,), ms=1.0)] * 2, passed(2))
+    ran = concatenate([layer((8,), ms=1.0), layer((8,), ms=1.0, again_ms=3.0, halves=2)], passed(2))
+    ms: Any = {
+        "forward": {"call 0/entry": 0.0, "call 0/f": 7.0, "call 1/entry": 0.5, "call 1/f": 3.0, TURN: 4.0},
+        "backward": {"call 1/b0": 7.0, "call 1/b1": 8.0, "call 0/backward entry": 0.25, "call 0/b0": 9.0},
+    }
+    found = as_compiled(compiled, ran, [False, True], ms)
+    step = replan.measured_step(with_turn(compiled.step), found)
+    assert [(s.name, s.ms) for s in step.forward] == [
+        ("call 0/entry", 0.0),
+        ("call 0/f", 7.0),
+        ("call 1/entry", 0.5),
+        ("call 1/f", 3.0),
+        (TURN, 4.0),
+    ]
+    assert [(s.name, s.ms) for s in step.backward] == [
+        ("call 1/b0", pytest.approx(6.0)),
+        ("call 0/backward entry", 0.25),
+        ("call 0/b0", 9.0),
+    ]

@@ -1,0 +1,239 @@
+"""The clock of a chain of calls, in a time of its own."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, entry_of, segment_of
+from fxoffload.runtime.stream_events import host_events
+
+
+class Time:
+    """Stands still unless somebody lets it pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.epoch = 0
+        self.memory = Memory(1000, 1000)
+
+    def clock(self, num_calls: int = 2, **changes: Any) -> ChainClock:
+        given = {"skip": 0, "count": 1, "events": host_events(lambda: self.now), "epoch": lambda: self.epoch}
+        return ChainClock(num_calls, **{**given, **changes})
+
+    def allocate(self, nbytes: int) -> None:
+        allocated = self.memory.allocated + nbytes
+        self.memory = Memory(allocated, max(allocated, self.memory.peak))
+
+    def call(
+        self, step: StepRecording, phase: Any, number: int, segments: dict[str, float], inside: float = 0.0
+    ) -> None:
+        recorder = step.begin(phase, number)
+        assert recorder is not None
+        for name, ms in segments.items():
+            self.now += inside
+            recorder.before(name)
+            self.now += ms
+            recorder.after(name)
+        recorder.end()
+
+    def step(self, clock: ChainClock, gaps: Iterator[float] | None = None, inside: float = 0.0) -> StepRecording | None:
+        """Two calls; what lies between the calls takes ``gaps``."""
+        gaps = gaps or itertools.repeat(0.0)
+        step = clock.begin_step()
+        if step is None:
+            return None
+        self.call(step, "forward", 0, {"a": 1.0, "b": 2.0}, inside)
+        self.now += next(gaps)
+        self.call(step, "forward", 1, {"a": 3.0}, inside)
+        self.now += next(gaps)
+        self.call(step, "backward", 1, {"a": 4.0}, inside)
+        self.now += next(gaps)
+        self.call(step, "backward", 0, {"a": 5.0, "b": 6.0}, inside)
+        return step
+
+
+def test_names() -> None:
+    assert entry_of("forward", 3) == "call 3/entry"
+    assert entry_of("backward", 3) == "call 3/backward entry"
+    assert segment_of(3, "layers_0") == "call 3/layers_0"
+
+
+def test_a_step_from_the_first_forward_to_the_last_backward() -> None:
+    time = Time()
+    clock = time.clock()
+    step = time.step(clock, iter((10.0, 20.0, 40.0)), inside=0.5)
+    assert step is not None
+    time.now += 1000.0  # the optimizer
+    assert not clock.ready()
+    step.end()
+    assert clock.ready() and not clock.measuring and not clock.gave_up()
+    found = clock.readings()
+    assert found.segment_ms() == {
+        "forward": {
+            "call 0/entry": 0.0,
+            "call 0/a": 1.0,
+            "call 0/b": 2.0,
+            "call 1/entry": 10.0,
+            "call 1/a": 3.0,
+            TURN: 20.0,
+        },
+        "backward": {"call 1/a": 4.0, "call 0/backward entry": 40.0, "call 0/a": 5.0, "call 0/b": 6.0},
+    }
+    # The forward ends where the first backward begins.
+    assert found.step_ms() == {"forward": 6.0 + 30.0 + 3 * 0.5, "backward": 15.0 + 40.0 + 3 * 0.5}
+    assert found.peak_bytes() is None
+
+
+def test_medians_of_steps_behind_those_that_are_skipped() -> None:
+    time = Time()
+    clock = time.clock(skip=2, count=3)
+    found = []
+    for gap in (999.0, 999.0, 1.0, 50.0, 2.0, 999.0):
+        step = time.step(clock, itertools.repeat(gap))
+        found.append(step is not None)
+        if step is not None:
+            step.end()
+    assert found == [False, False, True, True, True, False]
+    assert clock.readings().segment_ms()["forward"][TURN] == 2.0
+
+
+def test_bytes_are_those_of_the_whole_step() -> None:
+    time = Time()
+    clock = time.clock(memory=lambda: time.memory)
+    step = clock.begin_step()
+    assert step is not None
+    made = [100, 200, 400, -300]
+    for (phase, number), nbytes in zip(
+        (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)), made, strict=True
+    ):
+        recorder = step.begin(phase, number)  # type: ignore[arg-type]
+        assert recorder is not None
+        recorder.before("a")
+        time.allocate(50)
+        time.allocate(nbytes - 50)
+        recorder.after("a")
+        recorder.end()
+        if (phase, number) == ("forward", 1):
+            time.allocate(5000)  # the head
+            time.allocate(-5000)
+    step.end()
+    found = clock.readings()
+    assert found.live_before() == {
+        "forward": {"call 0/a": 0, "call 1/a": 100},
+        "backward": {"call 1/a": 300, "call 0/a": 700},
+    }
+    assert found.live_after()["backward"] == {"call 1/a": 700, "call 0/a": 400}
+    assert found.temp_bytes()["forward"] == {"call 0/a": 100, "call 1/a": 200}
+    assert found.peak_bytes() == 5300
+    assert time.memory.peak == 6300  # nobody resets it
+
+
+def test_steps_that_do_not_count() -> None:
+    time = Time()
+    clock = time.clock(count=2)
+
+    def begun() -> StepRecording:
+        step = clock.begin_step()
+        assert step is not None
+        return step
+
+    step = begun()  # not to its end
+    time.call(step, "forward", 0, {"a": 1.0})
+    step.end()
+    step = begun()  # in another order
+    time.call(step, "forward", 0, {"a": 1.0})
+    assert step.begin("backward", 0) is None
+    assert step.begin("forward", 1) is None
+    step.end()
+    step = begun()  # a call that raised
+    assert step.begin("forward", 0) is not None
+    assert step.begin("forward", 1) is None
+    step = begun()  # something is compiled
+    time.call(step, "forward", 0, {"a": 1.0})
+    time.epoch += 1
+    time.call(step, "forward", 1, {"a": 1.0})
+    assert step.begin("backward", 1) is None
+    found = time.step(clock)  # thrown away at the end
+    assert found is not None
+    found.drop()
+    found.end()
+    assert not clock.ready() and clock.measuring
+    assert clock.readings().segment_ms() == {"forward": {}, "backward": {}}
+
+
+def test_it_gives_up() -> None:
+    time = Time()
+    clock = time.clock(count=2)
+    for _ in range(8):
+        step = clock.begin_step()
+        assert step is not None
+        step.drop()
+    assert not clock.gave_up()
+    assert clock.begin_step() is None
+    assert clock.gave_up() and not clock.ready()
+
+
+def test_events_are_used_again() -> None:
+    time = Time()
+    events = host_events(lambda: time.now)
+    clock = time.clock(count=3, events=events)
+    made = []
+    for drop in (False, True, False, True, False):
+        step = time.step(clock)
+        assert step is not None
+        if drop:
+            step.drop()
+        else:
+            step.end()
+        assert clock.ready() is (len(made) == 4)  # which reads
+        made.append(events.num_made)
+    assert len(set(made)) == 1
+
+
+def test_a_capture_is_left_alone() -> None:
+    time = Time()
+    events = host_events(lambda: time.now)
+    clock = time.clock(events=events)
+    step = time.step(clock)
+    assert step is not None
+    step.end()
+    with mock.patch.object(events, "usable", lambda: False):
+        assert not clock.ready()
+    assert clock.ready()
+    other = time.clock(events=events)
+    with mock.patch.object(events, "usable", lambda: False):
+        assert other.begin_step() is None
+    assert other.begin_step() is not None
+
+
+def test_what_fails_is_told_once() -> None:
+    time = Time()
+    memory = mock.Mock(side_effect=RuntimeError("no such counter"))
+    clock = time.clock(memory=memory, count=2)
+    step = clock.begin_step()
+    assert step is not None
+    with pytest.warns(UserWarning, match="goes on with its plan as it is: no such counter"):
+        assert step.begin("forward", 0) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert step.begin("forward", 1) is None
+        step.end()
+        clock.fail(RuntimeError("again"))
+        assert clock.begin_step() is None
+    assert clock.gave_up()
+
+
+def test_what_it_is_given() -> None:
+    with pytest.raises(ValueError, match="expected calls"):
+        Time().clock(0)
+    clock = chain_clock_for(torch.device("cpu"), 2)
+    assert clock.begin_step() is None  # the first is skipped
+    assert clock.begin_step() is not None
