@@ -36,9 +36,10 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import Simulation
 from fxoffload.planner.steps import TrainingStep, edges_of
-from fxoffload.runtime.calls import Edges, Following, Held, Site
+from fxoffload.runtime.calls import Following, Site
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import Movable
+from fxoffload.runtime.held import Edges, Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 

@@ -18,9 +18,9 @@ from fxoffload._torch_compat import hint
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.passes.values import extent_bytes, output_values, tensor_of
-from fxoffload.runtime.calls import Edges
 from fxoffload.runtime.engine import _RANGE_ALIGNMENT
 from fxoffload.runtime.executor import Movable
+from fxoffload.runtime.held import Edges
 
 
 @dataclass(frozen=True)

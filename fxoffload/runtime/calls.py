@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,11 @@ from fxoffload._torch_compat import (
 )
 from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.chain_clock import StepRecording
+from fxoffload.runtime.held import Edges, Held, Moment, Phase, later
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)
-
-Phase = Literal["forward", "backward"]
 
 # So many steps in a row that are not the chain that was planned, and it is recorded anew.
 _MOST_MISSES = 2
@@ -47,58 +46,6 @@ _MOST_PLANS = 3
 _MOST_RECORDS = 16
 # After so many forwards it is asked whether any of them waits for a backward: if not, none of them is remembered.
 _MOST_FORWARDS = 64
-
-
-@dataclass(frozen=True)
-class Edges:
-    """What enters and leaves a compiled graph, by position: names of storages of its step; None for what it does not
-    list.
-
-    Attributes:
-        inputs: of the forward; candidates only.
-        outputs: of the forward, those that the caller sees.
-        tangents: what the backward is given; None where it is a saved value.
-        gradients: what the backward returns.
-        saved: positions among the forward's results of what is made and saved for its backward alone.
-    """
-
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
-    tangents: tuple[str | None, ...]
-    gradients: tuple[str | None, ...]
-    saved: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The end of one call of a chain.
-
-    Attributes:
-        phase: "forward" or "backward".
-        call: the place in the chain, counted in the order of the forwards.
-    """
-
-    phase: Phase
-    call: int
-
-    def is_before(self, other: Moment) -> bool:
-        """Whether it comes first: forwards in order, then backwards in reverse."""
-        if self.phase != other.phase:
-            return self.phase == "forward"
-        return self.call < other.call if self.phase == "forward" else self.call > other.call
-
-
-@dataclass(frozen=True)
-class Held:
-    """Memory that was seen at the edge of some call.
-
-    Attributes:
-        members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
-        until: the last end of a call at which somebody besides the copy engine held it; None: to the step's end.
-    """
-
-    members: tuple[tuple[int, str], ...]
-    until: Moment | None
 
 
 class Follower(Protocol):
@@ -222,13 +169,7 @@ class _Record:
         mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
         if mine.keys() != others.keys():
             return None
-        return tuple(Held(members, _later(until, others[members])) for members, until in mine.items())
-
-
-def _later(a: Moment | None, b: Moment | None) -> Moment | None:
-    if a is None or b is None:
-        return None
-    return b if a.is_before(b) else a
+        return tuple(Held(members, later(until, others[members])) for members, until in mine.items())
 
 
 @dataclass(eq=False)

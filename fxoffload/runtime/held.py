@@ -1,0 +1,67 @@
+"""Memory at the edges of compiled graphs, and how long somebody was seen to hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What enters and leaves a compiled graph, by position: names of storages of its step; None for what it does not
+    list.
+
+    Attributes:
+        inputs: of the forward; candidates only.
+        outputs: of the forward, those that the caller sees.
+        tangents: what the backward is given; None where it is a saved value.
+        gradients: what the backward returns.
+        saved: positions among the forward's results of what is made and saved for its backward alone.
+    """
+
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    tangents: tuple[str | None, ...]
+    gradients: tuple[str | None, ...]
+    saved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The end of one call of a chain.
+
+    Attributes:
+        phase: "forward" or "backward".
+        call: the place in the chain, counted in the order of the forwards.
+    """
+
+    phase: Phase
+    call: int
+
+    def is_before(self, other: Moment) -> bool:
+        """Whether it comes first: forwards in order, then backwards in reverse."""
+        if self.phase != other.phase:
+            return self.phase == "forward"
+        return self.call < other.call if self.phase == "forward" else self.call > other.call
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory that was seen at the edge of some call.
+
+    Attributes:
+        members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
+        until: the last end of a call at which somebody besides the copy engine held it; None: to the step's end.
+    """
+
+    members: tuple[tuple[int, str], ...]
+    until: Moment | None
+
+
+def later(a: Moment | None, b: Moment | None) -> Moment | None:
+    """The later of two; None is the step's end."""
+    if a is None or b is None:
+        return None
+    return b if a.is_before(b) else a
