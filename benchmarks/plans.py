@@ -67,6 +67,10 @@ class PlanWatch:
         plan, _ = self._plan()
         return plan is not None and plan.calibrated is not None
 
+    def is_measured(self) -> bool:
+        plan, _ = self._plan()
+        return plan is None or plan.calibrated is None or plan.measured_step_ms is not None
+
     def freeze_calibrated(self, facts: PlanFacts, after_steps: int) -> None:
         """What measured segment times make of the prediction, where there is such a thing yet."""
         plan, _ = self._plan()

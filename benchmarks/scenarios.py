@@ -54,7 +54,7 @@ SCENARIOS = {
             name="plan",
             answers="what the planner promises: budgets met, predictions true, below torch's own budgets",
             variants=PLAN_VARIANTS,
-            protocol_defaults={"warmup": 1, "steps": 5, "calibration_steps": 4, "copy_trace": False},
+            protocol_defaults={"warmup": 1, "steps": 5, "calibration_steps": 8, "copy_trace": False},
             sweeps=True,
         ),
         Scenario(

@@ -21,6 +21,7 @@ from fxoffload.errors import PassError
 from fxoffload.graphs import CompiledGraph, CompiledVariant
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.passes.find_frontier import FindFrontier, RecomputePoint
+from fxoffload.passes.op_costs import node_kind
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.passes.values import Storages, tensor_of, written_values
 from fxoffload.planner.rates import rates_for
@@ -267,6 +268,8 @@ def recipe_for(source: Source, compiled: Compiled, builder: Builder, variants: V
     surroundings = Surroundings.now()
     if surroundings is None or surroundings.mutates_inputs() or _writes_inputs(source.joint):
         return None
+    if any(node_kind(n) == "collective" for n in source.joint.graph.nodes):
+        return None  # ranks may run different variants, and must not run different collectives
     forward = compiled.forward
     settings = DraftSettings(
         num_user_outputs=forward.num_user_outputs,

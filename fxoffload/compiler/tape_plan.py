@@ -156,7 +156,7 @@ def plan_tape(sites: Sequence[Site], held: Sequence[Held]) -> Following | None:
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
         return None
     began = time.perf_counter()
-    planning = _TapePlanning(parts, held)
+    planning = _TapePlanning(parts, held, [frozenset(s.written) for s in sites])
     schedule = planning.run()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
@@ -171,14 +171,18 @@ class _TapePlanning:
         numbers: per call, that of its variant; once it is to be followed.
     """
 
-    def __init__(self, parts: Sequence[Part], held: Sequence[Held]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]] | None = None
+    ) -> None:
         self.parts = parts
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
-        calls = [CallPart(p.step, p.edges, p.recipe) for p in parts]
+        written = written or [frozenset()] * len(parts)
+        calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
         self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
         self.option = self.compiled = self.ways.as_compiled()
+        self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
         self.numbers = [0] * len(parts)
         self.summary = ""
@@ -255,7 +259,8 @@ class _TapePlanning:
         self.option = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
             return mine
-        for option in self.ways.search(aim):
+        self.others = self.ways.search(aim)
+        for option in self.others:
             if aim.key(option) < aim.key(self.option):
                 self.option = option
         best = self.option.schedule
@@ -304,9 +309,13 @@ class _TapePlanning:
                     recipe.compile(number)
             log.info("compiled variants in %.1f s", time.perf_counter() - began)
 
-        instead = self.compiled.schedule or self.compiled.scheduler.smallest()
-        others = tuple(self._choice(k, self.compiled, instead, 0) for k in range(len(self.parts)))
-        return Following(sites, choices, box, prepare=prepare, otherwise=Following(sites, others), follower=follower)
+        def otherwise() -> Following:
+            self.option, self.numbers = self.compiled, [0] * len(self.parts)
+            instead = self.compiled.schedule or self.compiled.scheduler.smallest()
+            self.summary = f"its variants could not be compiled; with the graphs as they are: {self._gain(instead)}"
+            return Following(sites, self.choices(instead), PlanBox(self.describe(instead)))
+
+        return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower)
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
@@ -329,7 +338,9 @@ class _TapePlanning:
         """The plan to show."""
         graphs = len({id(p.graph) for p in self.parts})
         over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}"
-        smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in (self.compiled, self.option)}
+        # The first of the others computes all again that may be.
+        tried = (self.compiled, self.option, *self.others[:1])
+        smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in tried}
         return Plan(
             graph=-1,
             label=f"a step {over}",

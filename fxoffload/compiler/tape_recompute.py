@@ -43,11 +43,14 @@ class CallPart:
         step: of one forward and backward.
         edges: in the names of ``step``.
         recipe: makes variants; None: there are none.
+        written: inputs, by their names in ``edges``, that the program modifies before the backward: it may, since the
+            graph as compiled does not save them, so no variant may either.
     """
 
     step: TrainingStep
     edges: Edges
     recipe: Recipe | None
+    written: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ class TapeRecompute:
         for kind, call in zip(self._kinds, self._calls, strict=True):
             if kind in found:
                 continue
-            found[kind] = [] if call.recipe is None else list(_drafts_of(call.recipe, call.step))
+            drafts = [] if call.recipe is None else _drafts_of(call.recipe, call.step)
+            found[kind] = [d for d in drafts if not _saves(d, call)]
         log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
 
@@ -264,6 +268,13 @@ def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> Sequence[VariantDraft]
         if draft is not None and _saved_bytes(draft.step) < least:
             found.append(draft)
     return found
+
+
+def _saves(draft: VariantDraft, call: CallPart) -> bool:
+    """Whether it saves what the program modifies."""
+    inputs = {c.name for c in draft.step.candidates if c.is_input}
+    pairs = zip(call.edges.inputs, draft.edges.inputs, strict=True)
+    return any(mine in call.written and name in inputs for mine, name in pairs)
 
 
 def _saved_bytes(step: TrainingStep) -> int:

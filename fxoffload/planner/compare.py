@@ -1,5 +1,6 @@
 """Do the plans of several ranks fit together? What is computed again has to be the same everywhere: it makes the
-graphs, and the collectives in them. What stays and what moves may differ."""
+graphs, and the collectives in them. What stays and what moves may differ. A plan for a step over several graphs may
+differ in what is computed again, too: only graphs without collectives have variants."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Comparison:
         num_ranks: how many ranks were compared.
         num_plans: how many plans each rank has.
         conflicts: what has to be the same and is not: recomputed on some ranks only, or no candidate on some.
-        residencies: what may differ: kept on some ranks and offloaded on others.
+        residencies: what may differ: kept on some ranks and offloaded on others; in a step over several graphs also
+            computed again.
     """
 
     num_ranks: int
@@ -73,7 +75,7 @@ class Comparison:
             lines.append(f"they have different numbers of plans: {counts}")
         for title, found in (
             ("has to be the same, and is not (give every rank the same options, profile and shapes):", self.conflicts),
-            ("differs in keep or offload, as it may:", self.residencies),
+            ("differs, as it may:", self.residencies),
         ):
             if found:
                 lines += [title, *(f"- {difference}" for difference in found)]
@@ -95,7 +97,8 @@ def compare_plans(plans: Iterable[OfRank]) -> Comparison:
     residencies: list[Difference] = []
     for position in range(min(counts, default=0)):
         for difference in _differences(position, [of_rank[position] for of_rank in ranks]):
-            serious = "recompute" in difference.actions or ABSENT in difference.actions
+            of_one_graph = not any(of_rank[position].label for of_rank in ranks)
+            serious = of_one_graph and ("recompute" in difference.actions or ABSENT in difference.actions)
             (conflicts if serious else residencies).append(difference)
     return Comparison(len(ranks), counts, tuple(conflicts), tuple(residencies))
 

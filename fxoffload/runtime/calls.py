@@ -30,6 +30,7 @@ from fxoffload._torch_compat import (
     in_backward,
     is_traceable_wrapper_subclass,
     saved_tensor_hooks_active,
+    version_of,
 )
 from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.chain_clock import StepRecording
@@ -66,7 +67,7 @@ class Following:
         shown: kept alive for as long as the plan is.
         prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
             the thread that runs the forwards, when a step begins.
-        otherwise: the plan that takes the place of this one should ``prepare`` fail.
+        otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
         follower: measures steps that follow it; None: nothing does.
     """
 
@@ -74,7 +75,8 @@ class Following:
     choices: tuple[Choice, ...]
     shown: object = None
     prepare: Callable[[], None] | None = None
-    otherwise: Following | None = None
+    otherwise: Callable[[], Following] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
     follower: Follower | None = None
 
     def has(self, place: int, site: Site) -> bool:
@@ -95,6 +97,7 @@ class Site:
         planner: plans a chain that begins here.
         may_follow: whether the graph does what a plan says, at the moment.
         followed: what the forward that begins now is to do; None: what it does without a plan.
+        written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
         at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
         measure: makes the recorder of the call that begins now; None: it is not measured.
     """
@@ -106,6 +109,7 @@ class Site:
     may_follow: Callable[[], bool] = lambda: False
     followed: Choice | None = None
     at_first: Choice | None = None
+    written: set[str] = field(default_factory=set)
     measure: Callable[[], Recorder | None] | None = None
     # Of the chains that begin here:
     plan: Following | None = None
@@ -181,7 +185,8 @@ class _Call:
     group: weakref.ref[Group] | None = None  # None until the forward has returned
     empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
     kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
-    is_bundled: bool = False  # of a variant: its backward knows its group, and no other backward may have it
+    is_bundled: bool = False  # of a variant: its backward knows its group
+    inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # recorded: name, value, version
 
     def waits(self) -> bool:
         """Whether a backward of it may still come."""
@@ -218,7 +223,7 @@ class _Step:
     missed: bool = False
     is_complete: bool = False
     record: _Record | None = None  # of a step that is complete
-    now: Moment = Moment("forward", 0)
+    now: Moment = field(default_factory=lambda: Moment("forward", 0))
     watched: list[_Watched] = field(default_factory=list)
     by_key: dict[int, _Watched] = field(default_factory=dict)
 
@@ -311,6 +316,11 @@ class StepCalls:
                 self._look(step)
                 step.now = Moment("forward", place)
                 self._watch(step, "forward", place, site.edges.inputs, args)
+                step.calls[-1].inputs = [
+                    (name, weakref.ref(value), version)
+                    for name, value in zip(site.edges.inputs, args, strict=False)
+                    if name is not None and isinstance(value, Tensor) and (version := version_of(value)) is not None
+                ]
 
     def _prepare(self, site: Site) -> None:
         """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
@@ -319,17 +329,22 @@ class StepCalls:
                 begins = self._step is None or self._is_over(self._step, site)
             if not begins or not site.may_follow():
                 return
-            try:
-                plan.prepare()
-            except Exception as error:
-                warnings.warn(
-                    f"fxoffload could not make ready what it planned for a step of {len(plan.sites)} compiled graphs "
-                    f"and goes on {'without a plan' if plan.otherwise is None else 'with another plan'}: {error}",
-                    stacklevel=2,
-                )
-                if site.plan is plan:
-                    site.plan = plan.otherwise
-            plan.prepare = None
+            with plan.lock:
+                prepare = plan.prepare
+                if prepare is None:
+                    continue  # another thread was here first
+                try:
+                    prepare()
+                except Exception as error:
+                    how = "without a plan" if plan.otherwise is None else "with another plan"
+                    warnings.warn(
+                        f"fxoffload could not make ready what it planned for a step of {len(plan.sites)} compiled "
+                        f"graphs and goes on {how}: {error}",
+                        stacklevel=2,
+                    )
+                    if site.plan is plan:
+                        site.plan = None if plan.otherwise is None else plan.otherwise()
+                plan.prepare = plan.otherwise = None
 
     def _is_over(self, step: _Step, site: Site) -> bool:
         if step.phase == "backward":
@@ -376,8 +391,9 @@ class StepCalls:
                     call.kept, call.is_bundled = StorageRef(token), True
                 elif not len(group):
                     call.empty = group
-                    saved = site.edges.saved if site.edges is not None else ()
-                    call.kept = StorageRef(results[saved[0]]) if saved else None
+            if token is None and not len(group) and (step.plan is not None or step.records):
+                saved = site.edges.saved if site.edges is not None else ()
+                call.kept = StorageRef(results[saved[0]]) if saved else None
             if step.records and site.edges is not None:
                 self._look(step)
                 self._watch(step, "forward", call.place, site.edges.outputs, results)
@@ -403,6 +419,9 @@ class StepCalls:
             step.running = call
             if step.recording is not None:
                 site.measure = partial(step.recording.begin, "backward", call.place)
+            site.written.update(
+                name for name, ref, version in call.inputs if (v := ref()) is not None and version_of(v) != version
+            )
             if step.records and site.edges is not None:
                 self._look(step)
                 step.now = Moment("backward", call.place)

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -383,6 +384,63 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     assert moved > 0
     assert moved_by(run) == moved
     assert not any(g.variants for g in fxoffload.graphs())
+    gc.collect()
+    (plan,) = new_plans()
+    assert "variants could not be compiled" in plan.summary
+    assert plan.predicted.bytes_offloaded == moved
+    assert "recompute" not in {d.action for d in plan.decisions}
+
+
+class InPlace(nn.Module):
+    """Frozen layers, whose input autograd does not need, and a caller that adds to it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Frozen() for _ in range(4))
+        self.embed = nn.Parameter(torch.randn(16))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.embed
+        for layer in self.layers:
+            if self.writes:
+                x += 0.1 * layer(x)
+            else:
+                x = x + 0.1 * layer(x)
+        return x
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_an_input_that_the_program_modifies_is_saved_by_no_variant(writes: bool) -> None:
+    """As compiled the graphs do not save it, so the program may."""
+    plain = recorded(lambda: InPlace(writes), policy="keep_all").steps(1)[0]
+    run = recorded(lambda: InPlace(writes), activation_budget=1, host_budget="1KiB", steps=3)
+    for _ in range(3):
+        assert_equal(run.step(), plain)
+    (plan,) = new_plans()
+    assert ("computing more again" in plan.summary) is not writes
+
+
+def test_layers_of_one_graph_that_move_nothing_are_planned() -> None:
+    """While they are recorded the host has no room: what waits for its backward is known all the same."""
+    model = InPlace(False)
+    run = Run(per_layer(model, activation_budget=1, host_budget="1B"), batch(length=LENGTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.steps(4)
+    (plan,) = new_plans()
+    assert "4 calls of 1 graph" in plan.summary
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -864,3 +922,29 @@ def test_a_gpu_s_budget_leaves_room_for_what_runs_between_the_graphs() -> None:
     assert tape_plan.bytes_for_graphs(gib, torch.device("cpu")) == gib
     assert tape_plan.bytes_for_graphs(gib, torch.device("cuda")) == gib - (64 << 20)
     assert tape_plan.bytes_for_graphs(1 << 20, torch.device("cuda")) == 1  # too small: refused, not an accident
+
+
+class Reducing(Block):
+    """As with tensor parallelism: a collective in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(funcol.all_reduce(x, "sum", dist.group.WORLD))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("kind", [Block, Reducing])
+def test_graphs_with_collectives_have_no_variants(kind: type[Block]) -> None:
+    """Ranks choose for themselves: their collectives would not be the same ones."""
+
+    def make() -> nn.Module:
+        model = Stack(3)
+        model.layers = nn.ModuleList(kind() for _ in range(3))
+        return model
+
+    run = recorded(make, activation_budget="1GiB", steps=1)
+    step = engine_for(CPU).calls._step
+    assert step is not None
+    parts = [site.part for c in step.calls if (site := c.site()) is not None]
+    assert len(parts) == 3
+    assert all((p.recipe is None) is (kind is Reducing) for p in parts)
+    del run

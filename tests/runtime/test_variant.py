@@ -447,7 +447,7 @@ def test_a_plan_that_cannot_be_made_ready_gives_way_to_another() -> None:
         asked.append(1)
         raise ValueError("on purpose")
 
-    forced.force(1, 2, 1, prepare=fail, otherwise=forced.plan((0, 0, 0), offload=True))
+    forced.force(1, 2, 1, prepare=fail, otherwise=lambda: forced.plan((0, 0, 0), offload=True))
     fxoffload.reset_stats()
     with bundles() as made:
         with pytest.warns(UserWarning, match="goes on with another plan: on purpose"):
