@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -302,6 +304,9 @@ class Surroundings:
 
     Attributes:
         metadata: a copy: AOTAutograd's own is read when the compiled graph runs.
+        inductor: settings that were not the defaults, without a custom partitioner. Their values are the user's own
+            objects: not every custom pass can be copied.
+        functorch: likewise.
     """
 
     fake_mode: Any
@@ -318,10 +323,9 @@ class Surroundings:
         context = TracingContext.try_get()
         if context is None or context.fw_metadata is None or context.fake_mode is None:
             return None
-        # Settings are copied deeply, and a partitioner of ours holds the graphs.
-        with inductor_config.patch(custom_partitioner_fn=None):
-            inductor = inductor_config.get_config_copy()
-        metadata, functorch = copy.copy(context.fw_metadata), functorch_config.get_config_copy()
+        inductor, functorch = _settings(inductor_config), _settings(functorch_config)
+        inductor.pop("custom_partitioner_fn", None)  # one of ours holds the graphs
+        metadata = copy.copy(context.fw_metadata)
         return Surroundings(context.fake_mode, metadata, CompileContext.try_get(), inductor, functorch)
 
     def mutates_inputs(self) -> bool:
@@ -333,6 +337,9 @@ class Surroundings:
     def again(self, *, compiles: bool) -> Iterator[None]:
         """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing. What is
         compiled already is left as it is.
+
+        Up to torch 2.11 a patched setting is another one in all threads. A draft, which may be made behind a running
+        step, therefore patches only settings that the partitioner reads and that have changed since: mostly none.
 
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
         would disturb a thread that draws meanwhile, so whoever compiles is on the only one that does.
@@ -350,18 +357,42 @@ class Surroundings:
             stack.enter_context(preserve_rng_state() if compiles else contextlib.nullcontext())
             stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
             stack.enter_context(torch.no_grad())
-            stack.enter_context(inductor_config.patch(custom_partitioner_fn=None))
-            stack.enter_context(inductor_config.patch(_changed(self.inductor, inductor_config)))
-            stack.enter_context(functorch_config.patch(_changed(self.functorch, functorch_config)))
+            for config, then in ((inductor_config, self.inductor), (functorch_config, self.functorch)):
+                changed = _changed(then, config)
+                if not compiles:
+                    changed = {k: v for k, v in changed.items() if k in _read_by_partitioner()}
+                if changed:
+                    stack.enter_context(config.patch(changed))
             stack.enter_context(tracing(context))
             stack.enter_context(compile_context(self.compile_context))
             yield
 
 
+def _settings(config: Any) -> dict[str, Any]:
+    """The settings that are not the defaults, by reference.
+
+    Stands for ``ConfigModule._config`` and ``ConfigModule._is_default``.
+    """
+    names = [k for k, entry in config._config.items() if entry.alias is None and not config._is_default(k)]
+    return {k: getattr(config, k) for k in names}
+
+
 def _changed(then: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The settings that are other ones now."""
-    now = config.get_config_copy()
-    return {k: v for k, v in then.items() if k in now and now[k] is not v and now[k] != v}
+    """The settings that are other ones now, as they were then."""
+    now = _settings(config)
+    defaults = {k: config._config[k].default for k in now.keys() - then.keys()}
+    before = {**defaults, **then}
+    current = {k: now[k] if k in now else config._config[k].default for k in before}
+    return {k: v for k, v in before.items() if current[k] is not v and current[k] != v}
+
+
+@functools.cache
+def _read_by_partitioner() -> frozenset[str]:
+    """Settings of Inductor and functorch by whose names ``torch._functorch.partitioners`` asks; they change with every
+    release."""
+    from torch._functorch import partitioners
+
+    return frozenset(re.findall(r"config\.(\w+(?:\.\w+)*)", inspect.getsource(partitioners)))
 
 
 @contextlib.contextmanager
@@ -391,8 +422,7 @@ _TIMES_KERNELS = (
 
 def needs_kernels_while_compiling() -> bool:
     """Whether Inductor may run some of a graph's kernels while it compiles the graph."""
-    settings = inductor_config.get_config_copy()
-    return any(settings.get(name) for name in _TIMES_KERNELS)
+    return any(getattr(inductor_config, name, None) for name in _TIMES_KERNELS)
 
 
 def boxed_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

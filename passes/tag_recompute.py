@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxoffload._torch_compat import aliased_args, free_unbacked_symbols, mutated_args
 from fxoffload.passes.layer_classes import behind_tangents, is_random, layers_of
-from fxoffload.passes.op_costs import node_kind, tensors_of
+from fxoffload.passes.op_costs import call_of, node_kind, tensors_of
 
 if TYPE_CHECKING:
     from fxoffload.passes.find_frontier import RecomputePoint
@@ -177,11 +177,12 @@ def _is_repeatable(node: fx.Node) -> bool:
 
 def never_drops(node: fx.Node) -> bool:
     """Whether ``node`` is an attention without dropout: it could draw random numbers, but draws none."""
-    if node_kind(node) != "attention" or not isinstance(node.target, torch._ops.OpOverload):
+    target, args = call_of(node)
+    if node_kind(node) != "attention" or not isinstance(target, torch._ops.OpOverload):
         return False
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            value = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            value = args[i] if i < len(args) else node.kwargs.get("dropout_p", argument.default_value)
             return isinstance(value, float) and value == 0.0
     return False
 

@@ -39,16 +39,15 @@ class UnwrapRandom:
     def __init__(self, joint: fx.GraphModule) -> None:
         self._originals: dict[Hashable, list[fx.Node]] = defaultdict(list)
         for node in (n for n in joint.graph.nodes if n.op == "call_function"):
-            self._originals[_signature(node.target, node.args)].append(node)
+            self._originals[_signature(node)].append(node)
 
     def __call__(self, gm: fx.GraphModule) -> bool:
         """Whether no random state is left in ``gm``."""
         originals = {key: list(nodes) for key, nodes in self._originals.items()}
         for node in [n for n in gm.graph.nodes if sets_random_state(n)]:
-            target, args = call_of(node)
-            found = originals.get(_signature(target, args))
+            found = originals.get(_signature(node))
             # A wrapper has no metadata: without the op that it came from, nothing is known of its result.
-            if not found or not never_drops(found[0]):
+            if not found or not never_drops(node):
                 return False
             _unwrap(gm.graph, node, found.pop(0))
         gm.graph.lint()
@@ -60,16 +59,22 @@ def _has_wrappers(module: Any) -> bool:
     return isinstance(module, fx.GraphModule) and any(sets_random_state(n) for n in module.graph.nodes)
 
 
-def _signature(target: Any, args: Any) -> Hashable:
-    return str(target), repr(args)  # nodes are written by name, and a partitioned graph keeps the names
+def _signature(node: fx.Node) -> Hashable:
+    target, args = call_of(node)
+    # Nodes are written by name, and a partitioned graph keeps the names.
+    return str(target), repr(args), repr(sorted(_kwargs_of(node).items()))
+
+
+def _kwargs_of(node: fx.Node) -> dict[str, Any]:
+    """Of the op that ``node`` runs."""
+    return {name: value for name, value in node.kwargs.items() if name != "rng_state"}
 
 
 def _unwrap(graph: fx.Graph, node: fx.Node, original: fx.Node) -> None:
     target, args = call_of(node)
     states = [a for a in (*node.args[:1], node.kwargs.get("rng_state")) if isinstance(a, fx.Node)]
-    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
     with graph.inserting_before(node):
-        plain = graph.create_node("call_function", target, args, kwargs, name=original.name)
+        plain = graph.create_node("call_function", target, args, _kwargs_of(node), name=original.name)
     plain.meta = dict(original.meta)
     if saves_rng_state(node):
         for item in list(node.users):

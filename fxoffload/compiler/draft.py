@@ -77,9 +77,13 @@ class Draft:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code over the same attributes, as a graph of its own. Node metadata is shared value by value."""
+    """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
+    ops): Inductor changes those too. Node metadata is shared value by value."""
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
+    for name, child in list(copied.named_modules(remove_duplicate=False)):
+        if name and isinstance(child, fx.GraphModule):
+            copied.set_submodule(name, copy_graph(child))
     return copied
 
 

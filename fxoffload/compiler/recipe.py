@@ -7,6 +7,7 @@ more, and what comes of it takes the place of the compiled programs, call by cal
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,7 @@ class _Unfit(Exception):
 class Recipe:
     """Everything that is kept of a graph to make variants of it.
 
-    Drafts may be made on any thread. ``compile`` belongs to the thread that runs the forwards, between two steps.
+    Any method may be called on any thread; ``compile`` belongs to those that run the forwards, between two steps.
 
     Args:
         source: where variants come from.
@@ -124,8 +125,10 @@ class Recipe:
         self._kwargs = (dict(compiled.forward_kwargs), dict(compiled.backward_kwargs))
         self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
         self._points: tuple[Points, ...] | None = None
+        self._lock = threading.Lock()  # of the next two
         self._numbers: dict[VariantDraft, int] = {}
         self._lost: set[int] = set()
+        self._compiling = threading.Lock()
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -197,15 +200,23 @@ class Recipe:
         Raises:
             RuntimeError: there are as many variants as there may be.
         """
-        if draft not in self._numbers:
-            if len(self._numbers) == MOST_VARIANTS:
-                raise RuntimeError(f"expected at most {MOST_VARIANTS} variants of a graph, found one more")
-            self._numbers[draft] = len(self._numbers) + 1
-        return self._numbers[draft]
+        with self._lock:
+            if draft not in self._numbers:
+                if len(self._numbers) == MOST_VARIANTS:
+                    raise RuntimeError(f"expected at most {MOST_VARIANTS} variants of a graph, found one more")
+                self._numbers[draft] = len(self._numbers) + 1
+            return self._numbers[draft]
 
     def drafts(self) -> list[VariantDraft]:
         """Those that have a number, but for the ones that could not be compiled."""
-        return [d for d, number in self._numbers.items() if number not in self._lost]
+        with self._lock:
+            return [d for d, number in self._numbers.items() if number not in self._lost]
+
+    def room(self) -> int:
+        """How many more may be added. The number of a variant that could not be compiled is not free again: a plan may
+        still name it."""
+        with self._lock:
+            return MOST_VARIANTS - len(self._numbers)
 
     def is_compiled(self, number: int) -> bool:
         """Whether calls may run it."""
@@ -213,19 +224,22 @@ class Recipe:
 
     def compile(self, number: int) -> None:
         """Compile what was reserved, unless it is compiled. Whatever it raises, nothing but the number is lost."""
-        if self.is_compiled(number):
-            return
-        draft = next((d for d, n in self._numbers.items() if n == number), None)
-        if draft is None or number in self._lost:
-            raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
-        try:
-            with self._surroundings.again(compiles=True):
-                variant, shown = self._compile(number, draft)
-        except BaseException:
-            self._lost.add(number)
-            raise
-        self._variants.add(number, variant)
-        self._graph.variants.append(shown)
+        with self._compiling:
+            if self.is_compiled(number):
+                return
+            with self._lock:
+                draft = next((d for d, n in self._numbers.items() if n == number and n not in self._lost), None)
+            if draft is None:
+                raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
+            try:
+                with self._surroundings.again(compiles=True):
+                    variant, shown = self._compile(number, draft)
+            except BaseException:
+                with self._lock:
+                    self._lost.add(number)
+                raise
+            self._variants.add(number, variant)
+            self._graph.variants.append(shown)
 
     def _compile(self, number: int, found: VariantDraft) -> tuple[Variant, CompiledVariant]:
         builder, settings = self._builder(), self._settings

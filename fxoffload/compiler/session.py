@@ -219,11 +219,14 @@ class CompileSession:
             return
         calibrates = "calibration" not in self.disabled
         goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device, calibrates)
-        try:
-            recipe = None
-            if source is not None:
-                compiled = Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs)
+        recipe = None
+        if source is not None:
+            compiled = Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs)
+            try:
                 recipe = recipe_for(source, compiled, self._builder, self._variants)
+            except Exception as error:
+                log.warning("a graph has no variants that compute more again: %s: %s", type(error).__name__, error)
+        try:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxoffload.compiler.recipe import MOST_VARIANTS, Recipe, VariantDraft
+from fxoffload.compiler.recipe import Points, Recipe, VariantDraft
 from fxoffload.planner import solve
 from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.chain_problem import chain_problem
@@ -196,9 +196,13 @@ class TapeRecompute:
     def _narrowed(
         self, limit: int | None, max_ms: float | None
     ) -> tuple[Problem | None, dict[int, list[VariantDraft | None]]]:
-        """The problem with as many variants per kind as a graph may have: those that the solver would use most."""
+        """The problem with as many variants per kind as a graph may have: those that it has, and those that the solver
+        would use most."""
         every: dict[int, list[VariantDraft | None]] = {kind: [None, *found] for kind, found in self._drafts.items()}
-        if all(len(found) <= MOST_VARIANTS for found in self._drafts.values()):
+        recipes = {kind: c.recipe for kind, c in zip(self._kinds, self._calls, strict=True) if c.recipe is not None}
+        there = {kind: set(recipe.drafts()) for kind, recipe in recipes.items()}
+        room = {kind: recipe.room() for kind, recipe in recipes.items()}
+        if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._drafts.items() if found):
             return self._problem(every), every
         solution = _solve(self._problem(every), limit, max_ms)
         if solution is None:
@@ -208,8 +212,9 @@ class TapeRecompute:
             used[kind][alternative] += 1
         picked: dict[int, list[VariantDraft | None]] = {}
         for kind, options in every.items():
-            best = [a for a, _ in used[kind].most_common() if a][:MOST_VARIANTS]
-            picked[kind] = [None, *(options[a] for a in sorted(best))]
+            best = [a for a, _ in used[kind].most_common() if a]
+            too_many = [a for a in best if options[a] not in there[kind]][room.get(kind, 0) :]
+            picked[kind] = [None, *(options[a] for a in sorted(set(best).difference(too_many)))]
         return self._problem(picked), picked
 
     def _problem(self, options: dict[int, list[VariantDraft | None]]) -> Problem:
@@ -249,11 +254,21 @@ class TapeRecompute:
         return concatenate(steps, held)
 
 
-def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> Sequence[VariantDraft]:
-    if there := recipe.drafts():
-        return sorted(there, key=lambda d: -_saved_bytes(d.step))  # an earlier plan's: they are compiled
-    saved = _saved_bytes(compiled)
-    points = recipe.points()
+def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> list[VariantDraft]:
+    """Those of earlier plans, which may be compiled already, and new ones where the graph may have more."""
+    there = recipe.drafts()
+    points = recipe.points() if recipe.room() else ()
+    drafts = [*there, *(d for d in _drafted(recipe, points) if d is not None)]
+    found: list[VariantDraft] = []
+    least = _saved_bytes(compiled)
+    for draft in sorted(drafts, key=lambda d: -_saved_bytes(d.step)):
+        if draft in there or _saved_bytes(draft.step) < least:
+            found.append(draft)
+            least = min(least, _saved_bytes(draft.step))
+    return found
+
+
+def _drafted(recipe: Recipe, points: Sequence[Points]) -> list[VariantDraft | None]:
     if not points:
         return []
     sizes = [sum(p.nbytes for p in point.values()) for point in points]
@@ -261,13 +276,7 @@ def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> Sequence[VariantDraft]
     # Evenly spaced in bytes: many points differ by little.
     levels = [sizes[-1] + (sizes[0] - sizes[-1]) * i // max(count - 1, 1) for i in range(count)]
     wanted = sorted({min(range(len(points)), key=lambda i, level=level: abs(sizes[i] - level)) for level in levels})
-    drafts = [recipe.draft(points[i]) for i in wanted]
-    found: list[VariantDraft] = []
-    for draft in drafts:
-        least = _saved_bytes(found[-1].step) if found else saved
-        if draft is not None and _saved_bytes(draft.step) < least:
-            found.append(draft)
-    return found
+    return [recipe.draft(points[i]) for i in wanted]
 
 
 def _saves(draft: VariantDraft, call: CallPart) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +16,15 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._config_module import ConfigModule
 
 from fxoffload.compiler import recipe
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.draft import copy_graph
 from fxoffload.compiler.fit import Signature, fit
+from fxoffload.compiler.session import CompileSession
+from fxoffload.compiler.tape_recompute import _drafts_of
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.runtime.calls import Site, StepCalls
 from fxoffload.runtime.engine import engine_for
@@ -316,6 +323,32 @@ def test_what_is_not_known_is_left_alone() -> None:
     assert [unwrap(gm) for gm in _wrapped("saved", 0.0)] == [False, False]
 
 
+def test_ops_are_told_apart_by_their_keywords() -> None:
+    """Two attentions over the same inputs, in other scales; a third drops out, which only its keyword says."""
+    keywords: list[dict[str, Any]] = [
+        {"scale": 0.5, "dropout_p": 0.0},
+        {"scale": 0.25, "dropout_p": 0.0},
+        {"scale": 0.5, "dropout_p": 0.5},
+    ]
+    joint, graph = fx.Graph(), fx.Graph()
+    q = joint.placeholder("q")
+    for i, one in enumerate(keywords):
+        joint.call_function(_FLASH, (q, q, q), one).meta["number"] = i
+    joint.output((q,))
+    q, state = graph.placeholder("q"), graph.placeholder("fwd_rng_state_0")
+    for one in reversed(keywords):
+        graph.call_function(order.graphsafe_run_with_rng_state, (_FLASH, q, q, q), {**one, "rng_state": state})
+    graph.output((q,))
+    gm = fx.GraphModule({}, graph)
+    assert not UnwrapRandom(fx.GraphModule({}, joint))(gm)
+    dropping, *_ = graph.find_nodes(op="call_function", target=order.graphsafe_run_with_rng_state)
+    graph.erase_node(dropping)
+    gm.recompile()
+    assert UnwrapRandom(fx.GraphModule({}, joint))(gm)
+    found = gm.graph.find_nodes(op="call_function", target=_FLASH)
+    assert [(n.meta["number"], n.kwargs) for n in found] == [(1, keywords[1]), (0, keywords[0])]
+
+
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +416,132 @@ def test_compiling_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_threads_compile_a_variant_once(fails: bool) -> None:
+    forced = Forced(compiles=False)
+    mine, errors, calls = recipe_of(forced.first), [], []
+    both, find = threading.Barrier(2), Builder.find
+
+    def slow(*args: Any) -> Any:
+        calls.append(args)
+        time.sleep(0.3)
+        if fails:
+            raise ValueError("on purpose")
+        return find(*args)
+
+    def run() -> None:
+        both.wait()
+        try:
+            mine.compile(1)
+        except Exception as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    with mock.patch.object(Builder, "find", slow):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(calls) == 1
+    assert mine.is_compiled(1) != fails and len(part_of(forced.first).graph.variants) == 1 - fails
+    expected = ["expected a variant that can be compiled, found 1, which cannot", "on purpose"] if fails else []
+    assert sorted(errors) == expected
+
+
+def test_numbers_are_given_once_whoever_asks() -> None:
+    forced = Forced(compiles=False)
+    mine = recipe_of(forced.first)
+    drafts = mine.drafts()
+    both, found = threading.Barrier(8), []
+
+    class Slow(dict[Any, int]):
+        def __len__(self) -> int:
+            time.sleep(0.01)
+            return super().__len__()
+
+    mine._numbers = Slow()
+
+    def run(draft: Any) -> None:
+        both.wait()
+        found.append((drafts.index(draft), mine.add(draft)))
+
+    threads = [threading.Thread(target=run, args=(drafts[i % 2],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 2 and {n for _, n in found} == {1, 2}
+
+
+def test_lost_numbers_leave_no_room() -> None:
+    forced = Forced(compiles=False)
+    mine, site = recipe_of(forced.first), part_of(forced.first)
+    first, second = mine.drafts()
+    assert mine.room() == 0 and _drafts_of(mine, site.step) == [first, second]
+    with mock.patch.object(Builder, "forward", side_effect=ValueError("on purpose")):
+        with pytest.raises(ValueError, match="on purpose"):
+            mine.compile(1)
+        assert mine.drafts() == [second] and mine.room() == 0
+        assert _drafts_of(mine, site.step) == [second]
+        with pytest.raises(ValueError, match="on purpose"):
+            mine.compile(2)
+    assert mine.drafts() == [] and mine.room() == 0
+    assert _drafts_of(mine, site.step) == []
+
+
+def test_a_graph_with_one_variant_may_have_another() -> None:
+    forced = Forced(compiles=False)
+    mine, site = recipe_of(forced.first), part_of(forced.first)
+    first, second = mine.drafts()
+    del mine._numbers[second]
+    assert mine.room() == 1
+    offered = _drafts_of(mine, site.step)
+    assert first in offered and len(offered) > 1
+    assert mine.add(next(d for d in offered if d is not first)) == 2
+
+
+def test_the_joint_graph_is_kept_as_it_was_before_it_was_partitioned() -> None:
+    given: list[tuple[fx.GraphModule, str]] = []
+    partition = CompileSession.partition
+
+    def looking(session: CompileSession, gm: fx.GraphModule, *args: Any) -> Any:
+        given.append((gm, str(gm.graph)))
+        found = partition(session, gm, *args)
+        for node in gm.graph.nodes:
+            node.meta["recompute"] = "changed"
+        return found
+
+    with mock.patch.object(CompileSession, "partition", looking):
+        (site, *_) = sites_of(Layers(2), torch.randn(2, 12, 16))
+    joint = recipe_of(site)._source.joint
+    assert str(joint.graph) == given[0][1]
+    assert all(joint is not gm and set(joint.graph.nodes).isdisjoint(gm.graph.nodes) for gm, _ in given)
+    assert not any("recompute" in n.meta for n in joint.graph.nodes)
+
+
+def test_copies_share_no_graphs_of_higher_order_ops() -> None:
+    def graph_over(name: str, value: Any) -> fx.GraphModule:
+        graph = fx.Graph()
+        root = nn.Module()
+        setattr(root, name, value)
+        graph.output((graph.placeholder("x"), graph.get_attr(name)))
+        return fx.GraphModule(root, graph)
+
+    inner = graph_over("constant", torch.ones(2))
+    inner.meta["kept"] = True
+    middle = graph_over("body", inner)
+    gm = graph_over("true_graph", middle)
+    copied = copy_graph(gm)
+    mine: Any = copied.get_submodule("true_graph.body")
+    assert copied.true_graph is not middle and mine is not inner
+    assert mine.constant is inner.constant and mine.meta == {"kept": True}
+    mine.graph.output_node().args = ((),)
+    for node in copied.true_graph.graph.nodes:
+        node.meta["recompute"] = "changed"
+    assert len(inner.graph.output_node().args[0]) == 2  # type: ignore[arg-type]
+    assert not any(n.meta for n in middle.graph.nodes)
+
+
 def test_copies_of_a_joint_graph_share_nothing_that_changes() -> None:
     forced = Forced(compiles=False)
     joint = recipe_of(forced.first)._source.joint
@@ -414,3 +573,73 @@ def test_the_settings_of_the_first_compilation_hold_for_variants() -> None:
         recipe_of(forced.first).compile(1)
         assert config.fallback_random and torch.is_autocast_enabled("cpu")
     assert seen == [(False, 3, 1.0)]
+
+
+class _Pass(CustomGraphPass):
+    """A user's, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change nothing."""
+
+    def uuid(self) -> str:
+        """Of the pass."""
+        return "pass"
+
+
+def test_settings_are_the_users_own_objects() -> None:
+    from torch._inductor import config
+
+    mine, seen, find = _Pass(), [], Builder.find
+
+    def looking(*args: Any) -> Any:
+        seen.append(config.post_grad_custom_post_pass)
+        return find(*args)
+
+    with config.patch(post_grad_custom_post_pass=mine):
+        forced = Forced(compiles=False)
+    with mock.patch.object(Builder, "find", looking):
+        recipe_of(forced.first).compile(1)
+    assert seen == [mine] and config.post_grad_custom_post_pass is None
+
+
+def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "fxoffload"),
+        mock.patch("fxoffload.compiler.session.recipe_for", side_effect=TypeError("on purpose")),
+    ):
+        found = sites_of(Layers(2), torch.randn(2, 12, 16))
+    assert len(found) == 2 and all(part_of(s).recipe is None for s in found)
+    assert "no variants that compute more again: TypeError: on purpose" in caplog.text
+
+
+def test_a_draft_patches_no_settings_that_are_the_same() -> None:
+    """Up to torch 2.11, a patch is seen by all threads; other settings of the backend are none that a draft reads."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True, max_fusion_size=3):
+        forced = Forced(compiles=False)
+        mine = recipe_of(forced.first)
+        with config.patch(max_fusion_size=5), mock.patch.object(ConfigModule, "patch") as patch:
+            assert mine.draft(mine.points()[-1]) is not None
+        patch.assert_not_called()
+
+
+def test_a_draft_sees_the_settings_that_the_partitioner_reads() -> None:
+    import torch._functorch.config as functorch_config
+
+    forced = Forced(compiles=False)
+    mine = recipe_of(forced.first)
+    seen, partition = [], mine._source.partition
+
+    def looking(gm: fx.GraphModule) -> Any:
+        seen.append((functorch_config.activation_memory_budget, functorch_config.enable_autograd_cache))
+        return partition(gm)
+
+    mine._source = replace(mine._source, partition=looking)
+    with functorch_config.patch(activation_memory_budget=0.5, enable_autograd_cache=True):
+        assert mine.draft(mine.points()[-1]) is not None
+        assert functorch_config.activation_memory_budget == 0.5
+    assert seen == [(1.0, True)]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -81,9 +82,11 @@ class _Draft:
 
 @dataclass(eq=False)
 class _Recipe:
-    """A graph whose variants are given."""
+    """A graph whose variants are given. ``live``: of earlier plans; ``num_lost``: of theirs that did not compile."""
 
     given: list[_Draft | None]
+    live: list[_Draft] = field(default_factory=list)
+    num_lost: int = 0
     asked: list[int] = field(default_factory=list)
 
     def points(self) -> Sequence[Mapping[str, Any]]:
@@ -97,15 +100,29 @@ class _Recipe:
 
     def drafts(self) -> Sequence[Any]:
         """Of earlier plans."""
-        return ()
+        return list(self.live)
+
+    def room(self) -> int:
+        """For so many more."""
+        return 2 - len(self.live) - self.num_lost
+
+
+def drafts_of(variants: Sequence[TrainingStep]) -> list[_Draft]:
+    names = [next(s.name for s in v.storages if s.is_input) for v in variants]
+    return [_Draft(v, edges(x)) for v, x in zip(variants, names, strict=True)]
 
 
 def ways(
-    step: TrainingStep, variants: Sequence[TrainingStep], count: int, *, host_bytes: int | None = None
+    step: TrainingStep,
+    variants: Sequence[TrainingStep],
+    count: int,
+    *,
+    host_bytes: int | None = None,
+    live: Sequence[TrainingStep] = (),
+    num_lost: int = 0,
 ) -> TapeRecompute:
     """A chain of ``count`` calls of one graph."""
-    names = [next(s.name for s in v.storages if s.is_input) for v in variants]
-    recipe = _Recipe([_Draft(v, edges(x)) for v, x in zip(variants, names, strict=True)])
+    recipe = _Recipe(list(drafts_of(variants)), drafts_of(live), num_lost)
     part = CallPart(step, edges(), recipe)  # type: ignore[arg-type]
     return TapeRecompute(
         [part] * count, passed(count), lambda s: Scheduler(s, rates(), host_bytes=host_bytes), rates(), host_bytes
@@ -217,6 +234,50 @@ def test_at_most_two_variants_of_a_graph_are_taken() -> None:
     aim = TapeAim(limit_bytes=keep.peak_bytes * 2 // 3)
     for option in found.search(aim):
         assert len({id(v) for v in option.variants if v is not None}) <= 2
+
+
+@pytest.mark.parametrize(("num_live", "num_lost"), [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)])
+def test_plans_have_the_room_that_earlier_ones_left(num_live: int, num_lost: int) -> None:
+    """What an earlier plan took is there for all; what did not compile has used up its place."""
+    several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
+    live = [layer((60 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(num_live)]
+    found = ways(layer(), several, 10, live=live, num_lost=num_lost)
+    recipe: Any = found._calls[0].recipe
+    aim = TapeAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
+    options = found.search(aim)
+    assert bool(options) == (num_lost < 2)
+    assert bool(recipe.asked) == (num_live + num_lost < 2)
+    offered = next(iter(found._drafts.values()))
+    assert set(recipe.live) <= set(offered)
+    sizes = [sum(c.nbytes for c in d.step.candidates) for d in offered]
+    assert sizes == sorted(set(sizes), reverse=True)
+    for option in options:
+        new = {v for v in option.variants if v is not None}.difference(recipe.live)
+        assert len(new) <= 2 - num_live - num_lost
+
+
+def test_what_is_picked_beside_live_variants() -> None:
+    several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
+    live = [
+        layer((60, 64), again_ms=0.01),
+    ]
+    found = ways(layer(), several, 10, live=live)
+    recipe: Any = found._calls[0].recipe
+    (offered,) = found._drafts.values()
+    # As if the solver used all of them, the new ones most.
+    used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
+    with mock.patch("fxoffload.compiler.tape_recompute._solve", return_value=mock.Mock(alternatives=used)):
+        _, picked = found._narrowed(1, None)
+    ((first, *rest),) = picked.values()
+    assert first is None
+    assert rest == [recipe.live[0], offered[6]]
+
+
+def test_a_new_variant_like_a_live_one_is_not_offered() -> None:
+    found = ways(layer(), [layer((56, 64)), layer((48, 64))], 4, live=[layer((56, 64))])
+    (offered,) = found._drafts.values()
+    recipe: Any = found._calls[0].recipe
+    assert offered == [recipe.live[0], recipe.given[1]]
 
 
 def test_a_variant_that_saves_no_less_is_not_drafted_for_nothing() -> None:
