@@ -156,29 +156,31 @@ def plan_tape(sites: Sequence[Site], held: Sequence[Held]) -> Following | None:
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
         return None
     began = time.perf_counter()
-    planning = _TapePlanning(parts, held, [frozenset(s.written) for s in sites])
+    planning = TapePlanning(parts, held, [frozenset(s.written) for s in sites])
     schedule = planning.run()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
     return planning.following(tuple(weakref.ref(s) for s in sites), schedule, box)
 
 
-class _TapePlanning:
+class TapePlanning:
     """Plans one chain.
+
+    Args:
+        parts: of its calls, in the order of their forwards.
+        held: as of ``plan_tape``.
+        written: per call, inputs that the program modifies before the backward (``Site.written``).
 
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]] | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> None:
         self.parts = parts
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
-        written = written or [frozenset()] * len(parts)
         calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
         self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
         self.option = self.compiled = self.ways.as_compiled()

@@ -25,7 +25,7 @@ from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording, chain
 from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
 
 if TYPE_CHECKING:
-    from fxoffload.compiler.tape_plan import _TapePlanning
+    from fxoffload.compiler.tape_plan import TapePlanning
 
 Sites = tuple[weakref.ref[Site], ...]
 Times = Mapping[Phase, Mapping[str, float]]
@@ -97,7 +97,7 @@ class TapeCalibration(PlanAgain):
         follower: of the plan; set by it.
     """
 
-    def __init__(self, planning: _TapePlanning, schedule: Schedule, first: weakref.ref[Site], box: PlanBox) -> None:
+    def __init__(self, planning: TapePlanning, schedule: Schedule, first: weakref.ref[Site], box: PlanBox) -> None:
         super().__init__(schedule, planning.option.scheduler, box, planning.goal, planning.limit_bytes)
         self.follower: Callable[[], TapeReplan | None] = lambda: None
         self._planning = planning
@@ -166,7 +166,7 @@ def _by_call(chain: Chain, phase: Phase) -> list[tuple[SegmentStep, ...]]:
     return [segments[at : at + count] for at, count in zip(begins, counts, strict=True)]
 
 
-def replan_for_tape(planning: _TapePlanning, schedule: Schedule, sites: Sites, box: PlanBox) -> TapeReplan | None:
+def replan_for_tape(planning: TapePlanning, schedule: Schedule, sites: Sites, box: PlanBox) -> TapeReplan | None:
     """A follower for a chain on a GPU. On the CPU, times are no prediction of anything."""
     device = planning.device
     if device.type != "cuda" or not planning.calibrates:

@@ -34,7 +34,8 @@ from fxoffload._torch_compat import (
 )
 from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.chain_clock import StepRecording
-from fxoffload.runtime.held import Edges, Held, Moment, Phase, later
+from fxoffload.runtime.held import Edges, Held, Moment, later
+from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Phase = Literal["forward", "backward"]
+from fxoffload.runtime.segment_readings import Phase
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,8 @@ class Edges:
     list.
 
     Attributes:
-        inputs: of the forward; candidates only.
+        inputs: of the forward: candidates, and under the names of their placeholders those that only a variant of the
+            graph may save.
         outputs: of the forward, those that the caller sees.
         tangents: what the backward is given; None where it is a saved value.
         gradients: what the backward returns.

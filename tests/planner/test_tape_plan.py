@@ -50,13 +50,13 @@ def alone() -> Iterator[None]:
     _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     CHAINS.clear()
 
-    describe = tape_plan._TapePlanning.describe
+    describe = tape_plan.TapePlanning.describe
 
     def described(planning: Any, schedule: Schedule) -> fxoffload.Plan:
         CHAINS.append(planning.chain)
         return describe(planning, schedule)
 
-    with mock.patch.object(tape_plan._TapePlanning, "describe", described):
+    with mock.patch.object(tape_plan.TapePlanning, "describe", described):
         yield
     engine_for(CPU).calls._step = None
     torch.set_num_threads(threads)
@@ -276,7 +276,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
             return Schedule(offload, windows, found[0])
 
         torch.compiler.reset()
-        with mock.patch.object(tape_plan._TapePlanning, "run", decide):
+        with mock.patch.object(tape_plan.TapePlanning, "run", decide):
             run = recorded(MODELS[name], steps=2, activation_budget="1GiB")
             assert_equal(run.step(), plain)
             check_bytes(run, found[0])
@@ -331,7 +331,7 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
 
     torch.compiler.reset()
     alive = set(fxoffload.graphs())
-    with mock.patch.object(tape_plan._TapePlanning, "run", decide):
+    with mock.patch.object(tape_plan.TapePlanning, "run", decide):
         run = recorded(MODELS[name], steps=3, activation_budget="1GiB")
         assert_equal(run.step(), plain)
         for graph in set(fxoffload.graphs()) - alive:

@@ -245,7 +245,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         windows = windows_for(step, offload, budget) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
-    with measured(1e-3), mock.patch.object(tape_plan._TapePlanning, "run", decide):
+    with measured(1e-3), mock.patch.object(tape_plan.TapePlanning, "run", decide):
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
