@@ -12,8 +12,16 @@ from benchmarks.gradients import digest_gradients
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.offload import read_stats, reset_stats, uses_fxoffload
 from benchmarks.phases import Phases, host_after, host_before
+from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
-from benchmarks.steps import Stepper, measure_first_step, measure_timed_steps, measure_warmup
+from benchmarks.steps import (
+    Stepper,
+    end_memory_window,
+    measure_first_step,
+    measure_timed_steps,
+    measure_warmup,
+    start_memory_window,
+)
 
 GAUGES = ("host_bytes_reserved", "host_bytes_in_use", "num_groups_on_tape")
 
@@ -41,6 +49,8 @@ class Measurement:
         phases.required("first step", self.first_step)
         phases.optional("compile times", lambda: read_compile_times(self.result))
         phases.required("warm-up", lambda: measure_warmup(self.stepper, self.result, protocol))
+        if protocol.calibration_steps and uses_fxoffload(self.request.variant):
+            phases.required("plan", self.await_plan)
         phases.required("timed steps", self.timed_steps)
         if protocol.gradients:
             phases.optional("gradients", self.gradients)
@@ -62,8 +72,23 @@ class Measurement:
 
     def first_step(self) -> None:
         reset_stats(self.request.variant)
-        measure_first_step(self.stepper, self.result)
+        before = start_memory_window(self.device)
+        try:
+            measure_first_step(self.stepper, self.result)
+        finally:
+            self.result.first_step_memory = end_memory_window(self.device, before)
         self.result.stats_first_step = read_stats(self.request.variant)
+
+    def await_plan(self) -> None:
+        """Exactly ``calibration_steps`` more: all ranks must take as many, and a rank cannot see another's plan."""
+        watch, result = PlanWatch(seen=()), self.result
+        for index in range(self.request.protocol.calibration_steps):
+            join_planning()
+            if result.plan is None:
+                result.plan = watch.freeze(index)
+            result.losses.append(self.stepper.step().loss)
+        if result.plan is not None:
+            watch.freeze_calibrated(result.plan, self.request.protocol.calibration_steps)
 
     def timed_steps(self) -> None:
         gc.collect()

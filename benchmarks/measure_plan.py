@@ -17,7 +17,7 @@ from benchmarks.offload import uses_fxoffload
 from benchmarks.phases import Phases
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
-from benchmarks.steps import Stepper, end_memory_window, measure_warmup, start_memory_window
+from benchmarks.steps import Stepper, measure_warmup
 
 
 class PlanMeasurement(Measurement):
@@ -68,15 +68,11 @@ class PlanMeasurement(Measurement):
 
     def first_step(self) -> None:
         empty_cache(self.device)
-        before = start_memory_window(self.device)
-        try:
-            if self._watch is None:
+        if self._watch is None:
+            super().first_step()
+        else:
+            with self._watch.timing():
                 super().first_step()
-            else:
-                with self._watch.timing():
-                    super().first_step()
-        finally:
-            self.result.first_step_memory = end_memory_window(self.device, before)
         self._num_steps += 1
 
     def freeze_plan(self) -> None:

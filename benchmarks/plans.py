@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.schema import PlanFacts
@@ -22,10 +22,10 @@ def join_planning() -> None:
 
 
 class PlanWatch:
-    """The plans of one variant: those that were not there when the watch began."""
+    """The plans of one variant: those that were not there when the watch began, or not among ``seen``."""
 
-    def __init__(self) -> None:
-        self._seen = {plan.graph for plan in _plans()}
+    def __init__(self, seen: Iterable[str] | None = None) -> None:
+        self._seen = {plan.graph for plan in _plans()} if seen is None else set(seen)
         self._log = _PlanningLog()
         self._frozen = ""
 

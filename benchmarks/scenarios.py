@@ -48,7 +48,7 @@ SCENARIOS = {
             name="fsdp",
             answers="FSDP2 with layers compiled on their own: prefetch across graphs, on two devices",
             variants="inductor,checkpoint,keep_all,offload_all,offload_all@disable=cross_graph_prefetch",
-            protocol_defaults={"ranks": 2, "allocator_trace": False},
+            protocol_defaults={"ranks": 2, "allocator_trace": False, "calibration_steps": 14},
         ),
         Scenario(
             name="plan",

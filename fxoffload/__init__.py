@@ -12,6 +12,7 @@ from fxoffload._register import register_backend as _register_backend
 from fxoffload.environment import PIECES as PIECES
 from fxoffload.errors import BudgetError as BudgetError
 from fxoffload.errors import FxOffloadError as FxOffloadError
+from fxoffload.errors import ModifiedInputError as ModifiedInputError
 from fxoffload.errors import OptionsError as OptionsError
 from fxoffload.errors import PassError as PassError
 from fxoffload.errors import SegmentCompileError as SegmentCompileError

@@ -88,6 +88,13 @@ class TokenLostError(RuntimeError):
     """
 
 
+class ModifiedInputError(RuntimeError):
+    """A tensor that a forward saved was modified in place before its backward, as autograd itself would say.
+
+    Raised while the backward runs, outside Dynamo.
+    """
+
+
 class BudgetError(FxOffloadError, ValueError):
     """An activation budget that no plan can meet.
 

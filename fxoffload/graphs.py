@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
@@ -89,7 +89,7 @@ class CompiledGraph:
         if not self.decisions:
             return chosen
         pairs = zip(self.saved.candidates, chosen.offload, strict=True)
-        return Choice(tuple(self.decisions.get(c.name, offload) for c, offload in pairs), chosen.windows)
+        return replace(chosen, offload=tuple(self.decisions.get(c.name, offload) for c, offload in pairs))
 
     def decide(self) -> tuple[bool, ...]:
         """One bool per candidate: what ``choose`` says of the next forward call, where no plan over several graphs says

@@ -331,7 +331,7 @@ class CompileSession:
             if by_size is not None and graph.may_follow():
                 instead = by_size.choice(args)
             chosen = graph.choose(instead)
-            return Choice([chosen.offload[i] for i in built.order], chosen.windows)
+            return replace(chosen, offload=[chosen.offload[i] for i in built.order])
 
         def clock(args: list[Any]) -> SegmentClock | None:
             """What is measured is the step that was planned."""

@@ -328,7 +328,7 @@ class TapePlanning:
         go = _by_name(option, call, schedule)
         offload = tuple(go[c.name] for c in self._saved(option, call).candidates)
         windows = option.chain.windows_of(call, schedule.windows)
-        return Choice(offload, windows, number) if number else Choice(offload, windows)
+        return Choice(offload, windows, number, watches=True)
 
     def _saved(self, option: TapeOption, call: int) -> SavedValues:
         variant = option.variants[call]

@@ -198,6 +198,7 @@ class _Builder:
             copied_after=copied_after,
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             lent_until=lent_until,
+            watched=lent_until is not None,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:

@@ -160,7 +160,7 @@ class _Builder:
                 releases[max(at, last) + 1] = True
                 for i in op:
                     until = self.all[i].lent_until
-                    if is_input or until is not None:
+                    if (is_input or until is not None) and not self.all[i].watched:
                         awaited[self.num_forward if until is None else until + 1].append(i)
         if self.step.releases is not None:
             releases = [i - 1 in self.step.releases for i in range(self.num_forward + 1)]
@@ -215,7 +215,7 @@ class _Builder:
             moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
             is_input=[c.is_input for c in self.all],
-            is_lent=[c.is_input or c.lent_until is not None for c in self.all],
+            is_lent=[(c.is_input or c.lent_until is not None) and not c.watched for c in self.all],
             of_turn=[c.of_turn for c in self.all],
             paces_forward=[c.name in down if c.paces_forward is None else c.paces_forward for c in self.all],
             paces_backward=[c.name in up if c.paces_backward is None else c.paces_backward for c in self.all],

@@ -23,8 +23,8 @@ from fxoffload.runtime.windows import Windows
 
 # How often the solver's budget is lowered by what the simulator found it to exceed.
 _MAX_REPAIRS = 4
-# The search for the least peak goes up and down by this factor.
-_PEAK_STEP = 1.01
+# The search for the least peak ends where it is known within this part, or after so many schedules.
+_PEAK_STEP = 0.01
 _MAX_PEAK_STEPS = 12
 # For one question to the solver.
 _SOLVER_S = 2.0
@@ -111,24 +111,28 @@ class Scheduler:
 
     def least_peak(self, max_ms: float) -> Schedule | None:
         """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
-        whole = self.keep_all()
+        whole = self.keep_all().peak_bytes
         solution = least_peak(self.problem, max_ms, deadline_s=_SOLVER_S)
-        limit = min(solution.peak_bytes, whole.peak_bytes) if solution is not None else whole.peak_bytes
         best: Schedule | None = None
+        # The solver's copies are a flow: what it promises may be far from what segments of this size reach.
+        too_low, limit, step = 0, whole if solution is None else min(solution.peak_bytes, whole), _PEAK_STEP
         for _ in range(_MAX_PEAK_STEPS):
             found = self.least_time(limit)
             if found is not None and found.simulation.step_ms <= max_ms:
                 best = found
+                limit = int(best.simulation.peak_bytes / (1 + _PEAK_STEP))
+                if too_low:
+                    limit = min((too_low + best.simulation.peak_bytes) // 2, limit)
+            else:
+                too_low = max(too_low, limit)
+                if best is None and limit >= whole:
+                    return None
+                if best is None:
+                    limit, step = min(int(limit * (1 + step)), whole), 2 * step
+                else:
+                    limit = (too_low + best.simulation.peak_bytes) // 2
+            if best is not None and best.simulation.peak_bytes <= too_low * (1 + _PEAK_STEP):
                 break
-            limit = int(limit * _PEAK_STEP) + 1
-        if best is None:
-            best = self.least_time(whole.peak_bytes)
-            return best if best is not None and best.simulation.step_ms <= max_ms else None
-        for _ in range(_MAX_PEAK_STEPS):
-            found = self.least_time(int(best.simulation.peak_bytes / _PEAK_STEP))
-            if found is None or found.simulation.step_ms > max_ms:
-                break
-            best = found
         return best
 
     def smallest(self) -> Schedule:

@@ -44,6 +44,7 @@ class StorageInfo:
         lent_until: of a candidate that the caller holds too: the forward segment behind which he may let go of it or
             write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back. None:
             for an input, the last segment; for all others, nobody else holds it.
+        watched: of a lent one: nobody waits for its copy, and it is taken back (``Choice.watches``).
     """
 
     name: str
@@ -59,6 +60,7 @@ class StorageInfo:
     paces_forward: bool | None = None
     paces_backward: bool | None = None
     lent_until: int | None = None
+    watched: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,13 @@
 - What was prefetched but is never read (an exception, a dropped graph) is given up the same way: the compute stream
   waits for the copy, then the reference is dropped.
 
+[Note: Watched inputs]
+The caller may write to a graph input once the forward has returned. So the forward waits for the copies of inputs,
+which stand in the queue behind everything that earlier calls have under way. Where one graph's output is the next one's
+input, that would drain the queue at every layer. A *watched* input is not waited for: it is held like any other source,
+and whoever lets go of it (a release, the backward that takes it back) asks autograd's version counter whether it was
+written to in the meantime. If so the backward raises, as autograd does for what it saved itself.
+
 Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and
 bytes on the device that were reloaded ahead of use.
 """
@@ -26,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxoffload.errors import ModifiedInputError
 from fxoffload.runtime.calls import StepCalls
 from fxoffload.runtime.host_arena import (
     ALIGNMENT,
@@ -38,7 +46,7 @@ from fxoffload.runtime.host_arena import (
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.tape import Tape
-from fxoffload.runtime.transfer import Group, Remains, Transfer, View
+from fxoffload.runtime.transfer import Group, Remains, Transfer, View, Watch
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -65,6 +73,7 @@ class _InFlight:
     event: object
     nbytes: int
     stream: object
+    watch: Watch | None = None
 
 
 class CopyEngine:
@@ -96,21 +105,27 @@ class CopyEngine:
     # -- device to host ------------------------------------------------------------------------------------------------
 
     def offload(
-        self, storages: Sequence[Sequence[Tensor]], budgets: Budgets, *, reclaimable: bool
+        self,
+        storages: Sequence[Sequence[Tensor]],
+        budgets: Budgets,
+        *,
+        reclaimable: bool,
+        watched: bool = False,
     ) -> list[Transfer | None]:
         """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
 
-        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``).
+        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``). ``watched``: whether
+        anybody does is looked at (see [Note: Watched inputs]).
         """
         with self._lock:
             self._collect()
             self.streams.offload_waits_for_compute()
             stream = self.streams.compute_stream()
             with self.streams.offloading():
-                return [self._offload(tensors, budgets, reclaimable, stream) for tensors in storages]
+                return [self._offload(tensors, budgets, reclaimable, watched, stream) for tensors in storages]
 
     def _offload(
-        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, stream: object
+        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watched: bool, stream: object
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
@@ -131,8 +146,17 @@ class CopyEngine:
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
             for t in tensors
         ]
-        transfer = Transfer(nbytes, block, event, views, reclaimable=reclaimable, bury=self._dead.append)
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
+        watch = Watch(tensors) if watched and not any(t.is_inference() for t in tensors) else None
+        transfer = Transfer(
+            nbytes,
+            block,
+            event,
+            views,
+            reclaimable=reclaimable,
+            bury=self._dead.append,
+            watched=watch is not None,
+        )
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream, watch))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
@@ -158,15 +182,19 @@ class CopyEngine:
         youngest = {item.stream: item for item in items}
         for item in youngest.values():
             self.streams.compute_waits_for(item.event, Wait.SOURCE_DONE, item.stream)
+        for item in items:
+            if item.watch is not None and (transfer := item.transfer()) is not None:
+                transfer.modified = item.watch.is_broken()
         if self.on_drop is not None:
             for item in items:
                 self.on_drop(item.source)
 
     def wait_offload(self, transfers: Sequence[Transfer]) -> None:
-        """Let the compute stream wait for these copies to the host."""
+        """Let the compute stream wait for these copies to the host, but for those of watched inputs."""
         with self._lock:
-            if transfers:
-                self.streams.compute_waits_for(transfers[-1].written, Wait.SOURCE_DONE)
+            awaited = [t for t in transfers if not t.watched]
+            if awaited:
+                self.streams.compute_waits_for(awaited[-1].written, Wait.SOURCE_DONE)
 
     # -- host to device ------------------------------------------------------------------------------------------------
 
@@ -215,12 +243,17 @@ class CopyEngine:
             self._start_reloads(due)
 
     def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
-        """The bytes of each transfer on the device, readable by the compute stream from here on."""
+        """The bytes of each transfer on the device, readable by the compute stream from here on.
+
+        Raises:
+            ModifiedInputError: the program wrote to one of the sources too early.
+        """
         with self._lock:
             late = [t for t in transfers if t.buffer is None]
             if late:
                 counters.add("num_prefetch_misses", len(late))
                 self._start_reloads(late)
+            _check_watches(transfers)
             # The copies of one direction run in order: the youngest stands for all.
             reclaimed = [t for t in transfers if t.reclaimed]
             if reclaimed:
@@ -291,7 +324,7 @@ class CopyEngine:
         self._in_flight_bytes -= item.nbytes
         self._reclaimed_bytes += transfer.nbytes
         transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
-        transfer.stream = item.stream
+        transfer.stream, transfer.watch = item.stream, item.watch
         self._ahead.add(transfer)  # takes no bytes of the prefetch budget: its memory was held all the time
         counters.add("bytes_reclaimed", transfer.nbytes)
 
@@ -301,15 +334,19 @@ class CopyEngine:
             self._reclaimed_bytes -= transfer.nbytes
         self._ahead_bytes -= transfer.ahead_bytes
         transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
+        transfer.watch = None
 
     def _give_up(self, transfer: Transfer) -> None:
         self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY, transfer.stream)
         self._forget_ahead(transfer)
 
     def _sources(self) -> Counter[int]:
-        """How many sources are held of each storage."""
+        """How many references to each storage are held for copies that are under way."""
         with self._lock:
-            return Counter(item.source.untyped_storage()._cdata for item in self._in_flight)
+            found: Counter[int] = Counter()
+            for item in self._in_flight:
+                found[item.source.untyped_storage()._cdata] += 1 if item.watch is None else 1 + item.watch.num_tensors
+            return found
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -363,6 +400,18 @@ class CopyEngine:
             self._collect()
             self.streams.synchronize()
             return self.arena.release()
+
+
+def _check_watches(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        if transfer.modified or (transfer.watch is not None and transfer.watch.is_broken()):
+            view = transfer.views[0]
+            raise ModifiedInputError(
+                f"expected the {view.dtype} input of shape {list(view.shape)} that a compiled forward saved to be "
+                "unchanged until its backward, found it modified by an in-place operation while it was copied to the "
+                "host. Autograd raises for such a value too when nothing is offloaded. Make the operation out of "
+                "place, or hand the compiled code a clone"
+            )
 
 
 def _reload_order(transfer: Transfer) -> int:

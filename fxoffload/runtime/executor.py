@@ -112,6 +112,7 @@ class _Call:
     window: int = 0  # bytes that this backward reloads ahead unless a budget is set
     keeps_turn: bool = False  # whether what it saves last stays on the device
     windows: Windows | None = None  # of a plan
+    watches: bool = False  # inputs, which are not waited for
     recorder: Recorder | None = None  # of a call that is measured
 
     def in_flight_bytes(self, behind: int) -> int:
@@ -376,8 +377,13 @@ def _by_storage(slots: list[Any], where: list[int], min_bytes: int) -> list[tupl
 
 def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:
     """Start the copies; put tokens where the values were, except where the host is full."""
-    reclaimable = not any(movable.is_input for movable, _, _ in moved)
-    transfers = call.engine.offload([t for _, _, t in moved], call.options.budgets, reclaimable=reclaimable)
+    are_inputs = any(movable.is_input for movable, _, _ in moved)
+    transfers = call.engine.offload(
+        [t for _, _, t in moved],
+        call.options.budgets,
+        reclaimable=not are_inputs,
+        watched=are_inputs and call.watches,
+    )
     paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
     call.largest_offload = max(call.largest_offload, paced)
     if not call.largest_offload:
@@ -441,7 +447,15 @@ def forward_callable(
         runs = program if variant is None else variant.forward
         keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.tape.live())
         group = Group(engine.streams.compute_stream(), choice.windows)
-        call = _Call(engine, program.options, group, decisions, keeps_turn=keeps_turn, windows=choice.windows)
+        call = _Call(
+            engine,
+            program.options,
+            group,
+            decisions,
+            keeps_turn=keeps_turn,
+            windows=choice.windows,
+            watches=choice.watches,
+        )
         if keeps_turn:
             call.group.kept_turn_of = turn
         measured = clock(args) if variant is None else None

@@ -46,6 +46,27 @@ class View:
         return buffer.storage_offset() // self.dtype.itemsize
 
 
+class Watch:
+    """Tells whether tensors were modified in place since it began, as autograd tells it of what it saved.
+
+    It holds their memory, and nothing of the graphs that made them.
+    """
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._seen = [(t.detach(), t._version) for t in tensors]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many references to their storage it holds."""
+        return len(self._seen)
+
+    def is_broken(self) -> bool:
+        """Whether one was."""
+        return any(t._version != version for t, version in self._seen)
+
+
 @dataclass(slots=True)
 class Remains:
     """What a dead transfer leaves for the engine to clean up."""
@@ -76,6 +97,10 @@ class Transfer:
         serial: grows with every copy to the host.
         reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
             input after the forward has returned).
+        watched: whether that is known by its watch, so that nobody has to wait for the copy before the caller may
+            write to it (see [Note: Watched inputs] in ``fxoffload.runtime.engine``).
+        watch: of a source that was taken back, or None.
+        modified: whether the caller wrote to the source before its copy had ended: nobody knows what was copied.
     """
 
     __slots__ = (
@@ -85,6 +110,7 @@ class Transfer:
         "block",
         "buffer",
         "fence",
+        "modified",
         "nbytes",
         "ready",
         "reclaimable",
@@ -92,6 +118,8 @@ class Transfer:
         "serial",
         "stream",
         "views",
+        "watch",
+        "watched",
         "written",
     )
 
@@ -104,12 +132,16 @@ class Transfer:
         *,
         reclaimable: bool,
         bury: Callable[[Remains], None],
+        watched: bool = False,
     ) -> None:
         self.nbytes = nbytes
         self.block = block
         self.written = written
         self.views = tuple(views)
-        self.reclaimable = reclaimable
+        self.reclaimable = reclaimable or watched
+        self.watched = watched
+        self.watch: Watch | None = None
+        self.modified = False
         self.buffer: Tensor | None = None
         self.ready: object = None
         self.stream: object = None

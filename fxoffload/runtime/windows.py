@@ -29,8 +29,10 @@ class Choice:
         offload: one bool per movable, True to offload. Of a variant: one per candidate of what it saves, in that order.
         windows: None for windows that follow the segments, or the budgets of the options.
         variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: what was compiled first.
+        watches: whether the forward may return while inputs are still being copied. It waits for them otherwise.
     """
 
     offload: Sequence[bool]
     windows: Windows | None = None
     variant: int = 0
+    watches: bool = False

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import fxoffload
+from fxoffload import ModifiedInputError
+from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.host_arena import HeapMemory, HostArena
 from fxoffload.runtime.streams import HostCopies, Wait
@@ -105,6 +107,19 @@ class Bench:
         return self.engine._ahead_bytes
 
 
+class Lent:
+    """A forward's group with one watched input, which the caller holds too."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.tensor = torch.full((NBYTES // 4,), 1.0)
+        self.group = Group(bench.engine.streams.compute_stream())
+        (found,) = bench.engine.offload([[self.tensor]], bench.budgets, reclaimable=False, watched=True)
+        assert found is not None
+        self.transfer = found
+        self.group.add(0, found)
+        bench.engine.tape.push(self.group)
+
+
 def reloaded(group: Group) -> list[bool]:
     return [t.buffer is not None for t in group.in_need_order()]
 
@@ -124,6 +139,71 @@ def test_release_keeps_what_the_budget_allows_and_drops_the_oldest_first() -> No
     bench.engine.release(0)
     assert (bench.held(), bench.dropped) == (0, [1, 2, 3, 4, 5])
     assert len(group) == 5
+
+
+def test_nobody_waits_for_a_watched_input_and_it_may_be_taken_back() -> None:
+    streams = Recorder()
+    bench = Bench(streams)
+    lent = Lent(bench)
+    streams.said.clear()
+    bench.engine.wait_offload([lent.transfer])
+    assert not streams.said
+    bench.request(lent.group)
+    assert bench.take([lent.transfer]) == [1]
+    assert bench.dropped == [] and bench.held() == 0
+
+
+def test_a_watched_input_may_be_written_to_once_its_copy_is_done() -> None:
+    """As the host sees it: behind the release, which lets the compute stream wait for the copy."""
+    bench = Bench()
+    lent = Lent(bench)
+    bench.engine.release(0)
+    lent.tensor.fill_(2.0)
+    bench.request(lent.group)
+    assert bench.take([lent.transfer]) == [1]
+
+
+@pytest.mark.parametrize("behind", ["release", "request", "nothing"])
+def test_a_watched_input_that_is_written_to_too_early_is_an_error(behind: str) -> None:
+    """Before its copy is known to be done, or between its being taken back and being read."""
+    bench = Bench()
+    lent = Lent(bench)
+    if behind == "request":
+        bench.request(lent.group)
+    lent.tensor[1:].mul_(2.0)  # through a view
+    if behind == "release":
+        bench.engine.release(0)
+    if behind != "request":
+        bench.request(lent.group)
+    with pytest.raises(ModifiedInputError, match=r"torch.float32 input of shape \[\d+\].*modified by an in-place"):
+        bench.take([lent.transfer])
+    del lent
+    assert bench.engine.host_bytes_in_use() == 0
+    assert (bench.held(), bench.ahead()) == (0, 0)
+
+
+def test_a_watch_keeps_no_graph_alive_and_counts_as_its_engines() -> None:
+    bench = Bench()
+    leaf, factor = torch.ones(NBYTES // 4, requires_grad=True), torch.ones(NBYTES // 4)
+    made = leaf * factor
+    graph = StorageRef(factor)  # which the graph of ``made`` saves
+    del factor
+    (transfer,) = bench.engine.offload([[made]], bench.budgets, reclaimable=False, watched=True)
+    key = made.untyped_storage()._cdata
+    ref = StorageRef(made)
+    assert ref.is_alive(bench.engine._sources()[key])
+    del made
+    assert graph.is_expired()
+    assert not ref.is_alive(bench.engine._sources()[key])
+    assert transfer is not None
+
+
+def test_a_tensor_without_a_version_counter_is_waited_for() -> None:
+    bench = Bench()
+    with torch.inference_mode():
+        tensor = torch.ones(NBYTES // 4)
+    (transfer,) = bench.engine.offload([[tensor]], bench.budgets, reclaimable=False, watched=True)
+    assert transfer is not None and not transfer.watched and not transfer.reclaimable
 
 
 def test_the_source_is_held_until_its_release_and_no_longer() -> None:
