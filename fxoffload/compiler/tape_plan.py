@@ -13,7 +13,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,20 @@ from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.planner.chain import Chain
+from fxoffload.planner.beside import beside_when_calls_begin
+from fxoffload.planner.chain import Beside, Chain
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
-from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep, edges_of
-from fxoffload.runtime.calls import Following, Site
+from fxoffload.planner.windows import no_windows
+from fxoffload.runtime.calls import Following, Seen, Site
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import Movable
-from fxoffload.runtime.held import Edges, Held
+from fxoffload.runtime.held import CallAt, Edges, Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
@@ -144,19 +146,19 @@ def _has_symbols(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
-def plan_tape(sites: Sequence[Site], held: Sequence[Held]) -> Following | None:
+def plan_tape(sites: Sequence[Site], seen: Seen) -> Following | None:
     """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
     with other options.
 
     Args:
         sites: of the calls, in the order of their forwards.
-        held: what was seen of the memory between them.
+        seen: what was seen of their memory.
     """
     parts = [s.part for s in sites if isinstance(s.part, Part)]
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
         return None
     began = time.perf_counter()
-    planning = TapePlanning(parts, held, [frozenset(s.written) for s in sites])
+    planning = TapePlanning(parts, seen.held, [frozenset(s.written) for s in sites], seen.live_bytes)
     schedule = planning.run()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
@@ -168,15 +170,22 @@ class TapePlanning:
 
     Args:
         parts: of its calls, in the order of their forwards.
-        held: as of ``plan_tape``.
+        held: as of ``Seen``.
         written: per call, inputs that the program modifies before the backward (``Site.written``).
+        live_bytes: as of ``Seen``.
 
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
     """
 
-    def __init__(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        held: Sequence[Held],
+        written: Sequence[frozenset[str]],
+        live_bytes: Mapping[CallAt, int] | None = None,
+    ) -> None:
         self.parts = parts
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
@@ -184,6 +193,9 @@ class TapePlanning:
         calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
         self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
         self.option = self.compiled = self.ways.as_compiled()
+        if self.goal.budget_bytes is not None and live_bytes:
+            self.ways.beside = self._beside(self.compiled, live_bytes)
+            self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
         self.numbers = [0] * len(parts)
@@ -213,6 +225,18 @@ class TapePlanning:
             in_flight_budget=self.budgets.in_flight,
             prefetch_budget=self.budgets.prefetch,
         )
+
+    def _beside(self, compiled: TapeOption, live_bytes: Mapping[CallAt, int]) -> Beside:
+        """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``)."""
+        chain = compiled.chain
+        goes: dict[str, bool] = {}
+        for k, part in enumerate(self.parts):
+            names = dict(zip(compiled.candidates_of(k), chain.candidates[k], strict=True))
+            flags = zip(part.graph.saved.candidates, part.graph.actions["auto"], strict=True)
+            goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
+        step = chain.step
+        ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
+        return beside_when_calls_begin(chain, ran, live_bytes)
 
     def run(self) -> Schedule:
         """What to do."""

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from fxoffload.compiler.recipe import Points, Recipe, VariantDraft
 from fxoffload.planner import solve
-from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate
 from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
@@ -113,6 +113,9 @@ class TapeRecompute:
         scheduler: of a step.
         rates: of the machine.
         host_bytes: most bytes on the host.
+
+    Attributes:
+        beside: what runs beside the graphs of every option.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class TapeRecompute:
         self._scheduler = scheduler
         self._rates = rates
         self._host_bytes = host_bytes
+        self.beside: Beside = BESIDE_NOTHING
         self._kinds = [id(c.recipe or c.step) for c in self._calls]
 
     def as_compiled(self, aim: TapeAim | None = None) -> TapeOption:
@@ -251,7 +255,7 @@ class TapeRecompute:
             members = [(k, n) for k, n in members if n in known[k]]
             if members:
                 held.append(replace(item, members=tuple(members)))
-        return concatenate(steps, held)
+        return concatenate(steps, held).with_beside(self.beside)
 
 
 def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> list[VariantDraft]:

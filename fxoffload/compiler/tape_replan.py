@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.replan import Replan, measured_step, shared
-from fxoffload.planner.chain import Chain
+from fxoffload.planner.beside import beside_segments
+from fxoffload.planner.chain import BESIDE_NOTHING, Chain
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
@@ -106,12 +107,18 @@ class TapeCalibration(PlanAgain):
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
         ms = readings.segment_ms()
-        option, compiled = self._planning.option, self._planning.compiled.chain
+        # What is beside the graphs is taken from what was measured too.
+        ran, compiled = (o.chain.with_beside(BESIDE_NOTHING) for o in (self._planning.option, self._planning.compiled))
         sizes = shared(readings.temp_bytes(), self._alike())
-        varied = [v is not None for v in option.variants]
-        plain = measured_step(with_turn(compiled.step), as_compiled(compiled, option.chain, varied, ms))
-        keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
-        return measured_step(with_turn(option.chain.step), ms, sizes), Prediction.of(keep)
+        varied = [v is not None for v in self._planning.option.variants]
+        times = as_compiled(compiled, ran, varied, ms)
+        ran = ran.with_step(measured_step(with_turn(ran.step), ms, sizes))
+        compiled = compiled.with_step(measured_step(with_turn(compiled.step), times))
+        rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows
+        graphs = simulate(ran.step, offload, copies=rates, windows=windows)
+        beside = beside_segments(ran, graphs, readings)
+        keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
+        return ran.with_beside(beside).step, Prediction.of(keep)
 
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""
@@ -146,7 +153,7 @@ def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) 
     run variants: the estimate of such a call is as wrong as that of what it ran. Between the calls nothing changes."""
     found: dict[Phase, dict[str, float]] = {}
     for phase in PHASES:
-        mine, others = (_by_call(c, phase) for c in (compiled, ran))
+        mine, others = (c.segments_of_calls(phase) for c in (compiled, ran))
         times = found[phase] = dict(ms.get(phase, {}))
         for own, other, varies in zip(mine, others, varied, strict=True):
             estimated = sum(s.ms for s in other)
@@ -154,16 +161,6 @@ def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) 
                 ratio = sum(times.get(s.name, s.ms) for s in other) / estimated
                 times.update({s.name: s.ms * ratio for s in own})
     return found
-
-
-def _by_call(chain: Chain, phase: Phase) -> list[tuple[SegmentStep, ...]]:
-    """The segments of each call, without its entry."""
-    if phase == "forward":
-        begins, segments = [at + 1 for at in chain.forward], chain.step.forward
-    else:
-        begins, segments = list(chain.backward), chain.step.backward
-    counts = [size[phase == "backward"] for size in chain.sizes]
-    return [segments[at : at + count] for at, count in zip(begins, counts, strict=True)]
 
 
 def replan_for_tape(planning: TapePlanning, schedule: Schedule, sites: Sites, box: PlanBox) -> TapeReplan | None:

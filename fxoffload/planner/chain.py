@@ -18,7 +18,12 @@ from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
 from fxoffload.runtime.chain_clock import entry_of, segment_of
 from fxoffload.runtime.held import Held, Moment
+from fxoffload.runtime.segment_readings import PHASES, Phase
 from fxoffload.runtime.windows import Windows
+
+# Bytes beside the graphs, per call: while forwards run, and while backwards do. Empty: nothing.
+Beside = tuple[tuple[int, ...], ...]
+BESIDE_NOTHING: Beside = ()
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Chain:
         backward: per call, the position of its first segment among the backward segments.
         candidates: per call, its candidates' names in ``step``; None for what stays whatever is decided.
         sizes: per call, its segments forward and backward.
+        beside: what the working sets of ``step`` hold of others (``fxoffload.planner.beside``).
     """
 
     step: TrainingStep
@@ -38,6 +44,7 @@ class Chain:
     backward: tuple[int, ...]
     candidates: tuple[tuple[str | None, ...], ...]
     sizes: tuple[tuple[int, int], ...]
+    beside: Beside = BESIDE_NOTHING
 
     def offload_of(self, call: int, offload: Sequence[bool]) -> tuple[bool, ...]:
         """The part of one call of decisions for ``step``: one bool per candidate of the call."""
@@ -49,6 +56,40 @@ class Chain:
         down, up = self.forward[call] + 1, self.backward[call]
         num_forward, num_backward = self.sizes[call]
         return Windows(windows.in_flight[down : down + num_forward + 1], windows.ahead[up : up + num_backward + 1])
+
+    def segments_of_calls(self, phase: Phase) -> list[tuple[SegmentStep, ...]]:
+        """The segments of each call, without its entry."""
+        if phase == "forward":
+            begins, segments = [at + 1 for at in self.forward], self.step.forward
+        else:
+            begins, segments = list(self.backward), self.step.backward
+        counts = [size[phase == "backward"] for size in self.sizes]
+        return [segments[at : at + count] for at, count in zip(begins, counts, strict=True)]
+
+    def with_step(self, step: TrainingStep) -> Chain:
+        """The same with other times and working sets."""
+        return replace(self, step=step)
+
+    def with_beside(self, beside: Beside) -> Chain:
+        """The same with other bytes beside its graphs."""
+        if beside == self.beside:
+            return self
+        more: dict[str, dict[str, int]] = {}
+        for i, phase in enumerate(PHASES):
+            for k, segments in enumerate(self.segments_of_calls(phase)):
+                nbytes = (beside[i][k] if beside else 0) - (self.beside[i][k] if self.beside else 0)
+                more.setdefault(phase, {}).update({s.name: nbytes for s in segments})
+
+        def larger(phase: Phase, segments: Iterable[SegmentStep]) -> tuple[SegmentStep, ...]:
+            found = more[phase]
+            return tuple(replace(s, temp_bytes=s.temp_bytes + found.get(s.name, 0)) for s in segments)
+
+        step = replace(
+            self.step,
+            forward=larger("forward", self.step.forward),
+            backward=larger("backward", self.step.backward),
+        )
+        return replace(self, step=step, beside=beside)
 
 
 def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:

@@ -32,9 +32,11 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
     version_of,
 )
+from fxoffload.runtime.allocator_trace import Memory
 from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.chain_clock import StepRecording
-from fxoffload.runtime.held import Edges, Held, Moment, later
+from fxoffload.runtime.held import CallAt, Edges, Held, Moment, later
+from fxoffload.runtime.lent import Lent
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
@@ -85,7 +87,21 @@ class Following:
         return place < len(self.sites) and self.sites[place]() is site
 
 
-Planner = Callable[[Sequence["Site"], Sequence[Held]], "Following | None"]
+Planner = Callable[[Sequence["Site"], "Seen"], "Following | None"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a chain.
+
+    Attributes:
+        held: memory at the edges of its calls.
+        live_bytes: bytes on the device when each call began, above those when the step did; empty where that is not
+            known.
+    """
+
+    held: tuple[Held, ...]
+    live_bytes: Mapping[CallAt, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -163,18 +179,21 @@ class _Record:
 
     sites: tuple[weakref.ref[Site], ...]
     held: tuple[Held, ...]
+    live_bytes: Mapping[CallAt, int]
 
     def same_chain(self, other: _Record) -> bool:
         return len(self.sites) == len(other.sites) and all(
             a() is b() is not None for a, b in zip(self.sites, other.sites, strict=True)
         )
 
-    def merged(self, other: _Record) -> tuple[Held, ...] | None:
-        """What both say: memory is held for as long as in either. None where it passes between calls otherwise."""
+    def merged(self, other: _Record) -> Seen | None:
+        """What both say: memory is held for as long as in either. None where it passes between calls otherwise. What is
+        on the device is that of ``other``: nothing was compiled in it, if this one came first."""
         mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
         if mine.keys() != others.keys():
             return None
-        return tuple(Held(members, later(until, others[members])) for members, until in mine.items())
+        held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
+        return Seen(held, other.live_bytes)
 
 
 @dataclass(eq=False)
@@ -225,6 +244,9 @@ class _Step:
     is_complete: bool = False
     record: _Record | None = None  # of a step that is complete
     now: Moment = field(default_factory=lambda: Moment("forward", 0))
+    lent: Lent | None = None
+    left_bytes: int = 0
+    live_bytes: dict[CallAt, int] = field(default_factory=dict)  # as the allocator says
     watched: list[_Watched] = field(default_factory=list)
     by_key: dict[int, _Watched] = field(default_factory=dict)
 
@@ -253,11 +275,19 @@ class StepCalls:
     Args:
         in_flight: storage -> how many sources the copy engine holds of it.
         in_background: whether plans are made on a thread of their own.
+        memory: reads the allocator; None where there is nothing to read.
     """
 
-    def __init__(self, in_flight: Callable[[], Mapping[int, int]], *, in_background: bool) -> None:
+    def __init__(
+        self,
+        in_flight: Callable[[], Mapping[int, int]],
+        *,
+        in_background: bool,
+        memory: Callable[[], Memory] | None = None,
+    ) -> None:
         self._in_flight = in_flight
         self._in_background = in_background
+        self._memory = memory
         self._lock = threading.RLock()
         self._step: _Step | None = None
 
@@ -313,7 +343,9 @@ class StepCalls:
                 site.followed = site.at_first
             if step.recording is not None:
                 site.measure = partial(step.recording.begin, "forward", place)
+                step.recording.given(place, args)
             if step.records and site.edges is not None:
+                self._read(step, ("forward", place), args)
                 self._look(step)
                 step.now = Moment("forward", place)
                 self._watch(step, "forward", place, site.edges.inputs, args)
@@ -424,6 +456,7 @@ class StepCalls:
                 name for name, ref, version in call.inputs if (v := ref()) is not None and version_of(v) != version
             )
             if step.records and site.edges is not None:
+                self._read(step, ("backward", call.place), args)
                 self._look(step)
                 step.now = Moment("backward", call.place)
                 self._watch(step, "backward", call.place, site.edges.tangents, args)
@@ -458,6 +491,16 @@ class StepCalls:
                 # It does not come back; what gets its key next is something else.
                 del step.by_key[key]
 
+    def _read(self, step: _Step, at: CallAt, args: Sequence[Any]) -> None:
+        """What is on the device when a call begins."""
+        if self._memory is None:
+            return
+        if not step.live_bytes:
+            step.lent = Lent(args)
+        elif step.lent is not None:
+            step.left_bytes, step.lent = step.lent.left_bytes(), None
+        step.live_bytes[at] = self._memory().allocated
+
     def _watch(self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
         for name, value in zip(names, values, strict=False):
             if name is None or not isinstance(value, Tensor):
@@ -487,7 +530,9 @@ class StepCalls:
         step.watched.clear()
         step.by_key.clear()
         step.records = False
-        return _Record(tuple(c.site for c in step.calls), held)
+        base = next(iter(step.live_bytes.values()), 0) - step.left_bytes
+        live_bytes = {at: nbytes - base for at, nbytes in step.live_bytes.items()}
+        return _Record(tuple(c.site for c in step.calls), held, live_bytes)
 
     def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
         record = step.record if step.regular else None
@@ -508,11 +553,11 @@ class StepCalls:
             self._plan(sites, merged)
 
     @staticmethod
-    def _plan(sites: Sequence[Site], held: Sequence[Held]) -> None:
+    def _plan(sites: Sequence[Site], seen: Seen) -> None:
         first = sites[0]
         assert first.planner is not None
         try:
-            first.plan = first.planner(sites, held)
+            first.plan = first.planner(sites, seen)
         except Exception as error:
             warnings.warn(
                 f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",

@@ -21,12 +21,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from fxoffload.runtime.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.call_recorder import Recorder, Sources
+from fxoffload.runtime.lent import Lent
 from fxoffload.runtime.segment_clock import compilations
 from fxoffload.runtime.segment_readings import Phase, Readings, Sample
 from fxoffload.runtime.stream_events import EventSource, cuda_events, host_events
@@ -72,6 +74,15 @@ class StepRecording:
         self._recorders: list[Recorder] = []
         self._num_ended = 0
         self._dropped = False
+        self._lent: Lent | None = None
+        self._left_bytes = 0
+
+    def given(self, place: int, args: Iterable[Any]) -> None:
+        """The forward at ``place`` is given ``args``."""
+        if place == 0:
+            self._lent = Lent(args)
+        elif self._lent is not None:
+            self._left_bytes, self._lent = self._lent.left_bytes(), None
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
@@ -132,6 +143,8 @@ class StepRecording:
             elif at:
                 into.segment_ms[entry_of(recorder.phase, call)] = recorder.ms_behind(recorders[at - 1])
             _add(into, recorder.sample(), call)
+        for sample in found:
+            sample.raise_bytes(self._left_bytes)
         return found
 
 

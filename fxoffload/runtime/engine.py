@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import ModifiedInputError
+from fxoffload.runtime.allocator_trace import cuda_memory
 from fxoffload.runtime.calls import StepCalls
 from fxoffload.runtime.host_arena import (
     ALIGNMENT,
@@ -87,7 +88,9 @@ class CopyEngine:
         self.streams = streams
         self.arena = arena
         self.tape = Tape()
-        self.calls = StepCalls(self._sources, in_background=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        memory = cuda_memory(device) if on_gpu else None
+        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory)
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()

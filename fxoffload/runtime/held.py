@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from fxoffload.runtime.segment_readings import Phase
 
+# A call of a chain: its phase, and its place, counted in the order of the forwards.
+CallAt = tuple[Phase, int]
+
 
 @dataclass(frozen=True)
 class Edges:

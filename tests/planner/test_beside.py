@@ -1,0 +1,168 @@
+"""Memory beside the graphs of a chain: what is seen of it, and what plans make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxoffload
+from fxoffload.planner.beside import beside_segments, beside_when_calls_begin
+from fxoffload.planner.chain import BESIDE_NOTHING, concatenate
+from fxoffload.planner.link import ConstantRates
+from fxoffload.planner.simulate import simulate
+from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
+from fxoffload.planner.windows import no_windows
+from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.lent import Lent
+from fxoffload.runtime.segment_readings import PHASES, Readings, Sample
+from tests.planner.chains import training_steps
+
+CPU = torch.device("cpu")
+RATES = ConstantRates(50.0, 50.0)
+
+
+def _step() -> TrainingStep:
+    """Two segments, of which the first makes what is saved."""
+    return TrainingStep(
+        (StorageInfo("h", 400, moved_bytes=400), StorageInfo("y", 50, is_output=True)),
+        forward=(SegmentStep("a", ms=1.0, writes=("h",)), SegmentStep("b", ms=1.0, reads=("h",), writes=("y",))),
+        backward=(SegmentStep("c", ms=1.0, reads=("h",), temp_bytes=30), SegmentStep("d", ms=1.0)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(training_steps(3), min_size=1, max_size=3), st.data())
+def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataObject) -> None:
+    """What the graphs take there, and so much more: exactly that is found, and counts in every segment of the call."""
+    chain = concatenate(steps)
+    decisions = [data.draw(st.booleans()) for _ in chain.step.candidates]
+    ran = simulate(chain.step, decisions, copies=RATES, windows=no_windows(chain.step))
+    beside = tuple(tuple(data.draw(st.integers(0, 1 << 20)) for _ in steps) for _ in PHASES)
+    first = len(chain.step.forward)
+    seen = {}
+    for k in range(len(steps)):
+        seen["forward", k] = ran.boundaries[chain.forward[k]].after_bytes + beside[0][k]
+        seen["backward", k] = ran.boundaries[first + chain.backward[k] - 1].after_bytes + beside[1][k]
+    assert beside_when_calls_begin(chain, ran, seen) == beside
+    larger = simulate(chain.with_beside(beside).step, decisions, copies=RATES, windows=no_windows(chain.step))
+    for before, now in zip(ran.boundaries, larger.boundaries, strict=True):
+        assert now.live_bytes == before.live_bytes
+        assert now.peak_bytes >= before.peak_bytes
+    assert larger.peak_bytes <= ran.peak_bytes + max(map(max, beside))
+    again = chain.with_beside(beside).with_beside(BESIDE_NOTHING).step
+    assert (again.forward, again.backward) == (chain.step.forward, chain.step.backward)
+
+
+def test_less_than_the_graphs_take_is_nothing() -> None:
+    """The allocator counts requests, and a plan what is asked for: it may see less."""
+    chain = concatenate([_step(), _step()])
+    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == ((0, 0), (0, 0))
+    assert beside_when_calls_begin(chain, ran, {}) == BESIDE_NOTHING
+
+
+def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
+    chain = concatenate([_step(), _step()])
+    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    live = {(b.phase, b.segment): b.live_bytes for b in ran.boundaries}
+    samples = {}
+    for i, phase in enumerate(PHASES):
+        names = [[s.name for s in segments] for segments in chain.segments_of_calls(phase)]
+        found = Sample(1.0)
+        found.live_before = {n: live[phase, n] + 100 * (k + 1) + 1000 * i for k, of in enumerate(names) for n in of}
+        samples[phase] = [found]
+    beside = beside_segments(chain, ran, Readings(samples))
+    assert beside == ((100, 200), (1100, 1200))
+    known = simulate(
+        chain.with_beside(beside).step, [False] * len(chain.step.candidates), copies=RATES, windows=None
+    ).peak_bytes
+    samples["backward"][0].peak = known + 77
+    raised = beside_segments(chain, ran, Readings(samples))
+    assert raised == ((177, 277), (1177, 1277))
+
+
+def test_what_is_gone_when_the_second_call_begins_belongs_to_the_step() -> None:
+    """As FSDP2 does it: the storage of gathered parameters is emptied, the tensors stay."""
+    stays, emptied, gone = torch.ones(8), torch.ones(16), torch.ones(32)
+    lent = Lent([stays, emptied, emptied[1:], gone, None, 3])
+    assert lent.left_bytes() == 0
+    emptied.untyped_storage().resize_(0)
+    assert lent.left_bytes() == 64
+    del gone
+    assert lent.left_bytes() == 64 + 128
+    assert stays.numel() == 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Layers(nn.Module):
+    """Layers that are compiled each on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+EXTRA = 1 << 20
+
+
+@pytest.fixture
+def allocator() -> Iterator[None]:
+    """An allocator that has nothing but ``EXTRA`` bytes beside the graphs, from the second call of a step on."""
+    reads = [0]
+
+    def memory() -> Memory:
+        step = engine_for(CPU).calls._step
+        assert step is not None
+        reads[0] += 1
+        return Memory(0 if len(step.live_bytes) == 0 else EXTRA, EXTRA)
+
+    torch.compiler.reset()
+    with mock.patch.object(engine_for(CPU).calls, "_memory", memory):
+        yield
+    assert reads[0] == 2 * 8, "only the steps that are recorded are read"
+
+
+def plan_within(nbytes: int) -> fxoffload.Plan:
+    before = {p.graph for p in fxoffload.plans()}
+    model = Layers()
+    options = {"inner": "aot_eager", "device_types": ("cpu",), "min_bytes": 1, "profile": "h200"}
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", options={**options, "activation_budget": nbytes})
+    for _ in range(4):
+        model(torch.ones(64, 32)).backward()
+    (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
+    return plan
+
+
+def test_a_budget_leaves_room_for_what_runs_beside_the_graphs(allocator: None) -> None:
+    with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
+        plan = plan_within(EXTRA // 2)
+    assert plan.predicted_peak_bytes > EXTRA // 2
+    assert plan.baseline_peak_bytes > EXTRA
+
+
+def test_a_budget_that_holds_both_moves_nothing(allocator: None) -> None:
+    plan = plan_within(2 * EXTRA)
+    assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA
+    assert plan.predicted.bytes_offloaded == 0
