@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxoffload
+from fxoffload.compiler.tape_plan import TapePlanning
 from fxoffload.runtime.engine import CopyEngine
 from fxoffload.runtime.streams import Wait
 from fxoffload.runtime.transfer import Group
+from fxoffload.runtime.windows import Choice
 
 from .gpu_support import MIB, TOKENS, WIDTH, Stack, deterministic, differing, disturbed, sleep
 
@@ -39,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 DEPTH = 4
 SCHEDULES = 6
-TIME_LIMIT_S = 115.0  # of one launch
+TRAINED_DEPTH, TRAINED_STEPS, TRAINED_BUDGET = 8, 20, "100MiB"
+TIME_LIMIT_S = 170.0  # of one launch
 COLLECTIVE_LIMIT_S = 60.0  # the ranks compile at different speeds
 GRACE_S = 10.0  # for a rank to say why it failed, after another one did
 
@@ -314,6 +319,59 @@ def _prefetch(rank: Rank, model: Stack) -> Found:
     }
 
 
+@contextlib.contextmanager
+def _nothing_moves() -> Iterator[None]:
+    """Plans over several graphs are followed, with every call's recompute choice, and keep what they would offload."""
+    choose = TapePlanning._choice
+
+    def keep(*args: Any) -> Choice:
+        choice = choose(*args)
+        return replace(choice, offload=(False,) * len(choice.offload))
+
+    with mock.patch.object(TapePlanning, "_choice", keep):
+        yield
+
+
+def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Found]:
+    """Losses, weights and what happened, of some steps of AdamW with a plan over all layers."""
+    torch.compiler.reset()
+    before = {p.graph for p in fxoffload.plans()}
+    model = rank.build(TRAINED_DEPTH, policy="auto", activation_budget=TRAINED_BUDGET, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    fxoffload.reset_stats()
+    for i in range(TRAINED_STEPS):
+        for thread in threading.enumerate():
+            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+                thread.join()  # on every rank as many steps are planned
+        losses.append(model(rank.input(1000 + i)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plans = [p for p in fxoffload.plans() if p.graph not in before]
+    found = {
+        "summaries": [p.summary for p in plans],
+        "planned_bytes": [p.predicted.bytes_offloaded for p in plans],
+        "offloaded": fxoffload.stats().bytes_offloaded,
+        **_held(),
+    }
+    return [x.detach().clone() for x in losses], [_local(p) for p in model.parameters()], found
+
+
+def _training(rank: Rank, **options: Any) -> Found:
+    """Weights behind many steps of a plan that offloads, against those of one that keeps."""
+    losses, weights, found = _train(rank, **options)
+    with _nothing_moves():
+        others, kept, found_kept = _train(rank, **options)
+    return {
+        "losses_differing": differing(losses, others),
+        "weights_differing": differing(weights, kept),
+        "moved": sum(not torch.equal(a, b) for a, b in itertools.pairwise(losses)),
+        **found,
+        "kept_summaries": found_kept["summaries"],
+    }
+
+
 def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
     """Name and work of each phase, in order. All ranks run the same ones: each trains, and so communicates."""
     models: list[Stack] = []
@@ -332,6 +390,8 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
             rank.train(models[0], rank.input(4))
         return found
 
+    yield "trained", lambda: _training(rank, profile="h200", disable=("tape_recompute",))
+    yield "trained with variants", lambda: _training(rank, profile="h200")
     yield "shallow", lambda: compile_and_train(DEPTH // 2)
     yield "deep", lambda: compile_and_train(DEPTH)
     yield "equality", lambda: _equality(rank, models[0])

@@ -54,6 +54,21 @@ def test_every_sharded_byte_comes_back_and_nothing_is_held(ranks: list[Ended]) -
         assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)
 
 
+@pytest.mark.parametrize("phase", ["trained", "trained with variants"])
+def test_weights_are_bit_equal_after_many_steps_of_a_plan(ranks: list[Ended], phase: str) -> None:
+    """Each rank plans on its own; what is computed again is the same on both sides."""
+    for one in ranks:
+        found = one.found(phase)
+        assert found["moved"] > 15, "the losses of different inputs and weights differ"
+        assert (found["losses_differing"], found["weights_differing"]) == (0, 0)
+        (summary,), (nbytes,) = found["summaries"], found["planned_bytes"]
+        assert found["kept_summaries"] == [summary]
+        assert nbytes > 0
+        assert found["offloaded"] > 10 * nbytes
+        assert ("computing more again" in summary) is (phase == "trained with variants")
+        assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)
+
+
 @pytest.mark.parametrize("wait", [Wait.SOURCE_DONE, Wait.TARGET_READY])
 def test_without_one_wait_sharded_gradients_are_wrong(ranks: list[Ended], wait: Wait) -> None:
     """The delays and the poison reach the copies of each rank: the equality above means something."""
