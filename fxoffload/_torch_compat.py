@@ -466,6 +466,11 @@ class StorageRef:
         """Whether nobody holds it."""
         return bool(self._weak.expired())
 
+    def nbytes(self) -> int:
+        """Its bytes now: none where nobody holds it, or where it was emptied."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        return 0 if storage is None else storage.nbytes()
+
     def is_alive(self, but_for: int) -> bool:
         """Whether more than ``but_for`` tensors hold it."""
         if self.is_expired():

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
@@ -45,6 +46,10 @@ class PlanAgain(ABC):
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """The step with measured times and working sets, and what plain Inductor would take."""
 
+    def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
+        """Of the machine, by what was measured of ``step``; as before, unless a subclass knows better."""
+        return self._scheduler.rates
+
     @abstractmethod
     def follow(self, found: Schedule) -> None:
         """From the next forward on ``found`` is followed."""
@@ -56,13 +61,13 @@ class PlanAgain(ABC):
     def plan_again(self, readings: Readings) -> None:
         """From the next forward on the new schedule is followed, where that is better."""
         step, baseline = self.measured(readings)
-        rates, limit = self._scheduler.rates, self._limit
+        rates, limit = self.rates(step, readings), self._limit
         offload, windows = self._schedule.offload, self._schedule.windows
         now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
         # No more than is pinned already, or a later step would wait for pinning; but the budget comes first.
         exceeds = limit is not None and now.simulation.peak_bytes > limit
         host_bytes = self._scheduler.host_bytes if exceeds else now.simulation.bytes_offloaded
-        scheduler = self._scheduler.with_step(step, host_bytes)
+        scheduler = self._scheduler.with_step(step, host_bytes, rates)
         found = self._aim(scheduler, baseline)
         if found is not None and self._is_better(found, now, baseline):
             log.info(

@@ -7,6 +7,7 @@ running the variant that it runs.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.replan import Replan, measured_step, shared
 from fxoffload.planner.beside import beside_segments
 from fxoffload.planner.chain import BESIDE_NOTHING, Chain
+from fxoffload.planner.fit_link import fit_link, waits_of
 from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
@@ -27,6 +30,8 @@ from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
 
 if TYPE_CHECKING:
     from fxoffload.compiler.tape_plan import TapePlanning
+
+log = logging.getLogger(__name__)
 
 Sites = tuple[weakref.ref[Site], ...]
 Times = Mapping[Phase, Mapping[str, float]]
@@ -119,6 +124,14 @@ class TapeCalibration(PlanAgain):
         beside = beside_segments(ran, graphs, readings)
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
         return ran.with_beside(beside).step, Prediction.of(keep)
+
+    def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
+        """See ``PlanAgain``."""
+        now = self._schedule
+        found = fit_link(step, now.offload, now.windows, self._scheduler.rates, waits_of(readings))
+        if found.link != self._scheduler.rates.link:
+            log.info("copies reach %.2f and %.2f of what the machine profile says", *found.link)
+        return found
 
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,10 +12,14 @@ from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
+from fxoffload.runtime.host_limits import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"
 # What was not measured is taken as this many times slower than a dtype that was.
+# What is left of a link where several GPUs of one host copy at once: two H200s reached 0.91 to 0.94 of what one does
+# (2026-11-21). Measured steps then tell what it is.
+SHARED_LINK = 0.92
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
 
@@ -23,10 +27,12 @@ _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 class ProfileRates:
     """Rates of ``fxoffload.passes.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
 
-    ``assumed``: dtypes that the profile has no rate for -> the dtype whose rate stands in.
+    ``link``: the parts of the profile's rates that copies reach, to the host and back. ``assumed``: dtypes that the
+    profile has no rate for -> the dtype whose rate stands in.
     """
 
     profile: MachineProfile
+    link: tuple[float, float] = (1.0, 1.0)
     assumed: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -63,12 +69,16 @@ class ProfileRates:
 
     def copy_ms(self, nbytes: int, direction: Direction, duplex: bool) -> float:
         """Milliseconds of one copy between host and device."""
-        return self.profile.copy_ms(nbytes, direction, duplex)
+        return self.profile.copy_ms(nbytes, direction, duplex) / self.link[direction == "h2d"]
+
+    def reaching(self, down: float, up: float) -> ProfileRates:
+        """The same with copies that reach these parts of what they do here."""
+        return replace(self, link=(self.link[0] * down, self.link[1] * up))
 
     def bytes_per_ms(self, direction: Direction) -> float:
         """Of large copies."""
         size = 256 << 20
-        return size / self.profile.copy_ms(size, direction)
+        return size / self.copy_ms(size, direction, False)
 
     def _stand_in(self, dtype: torch.dtype) -> tuple[str, float]:
         name = dtype_name(dtype)
@@ -88,11 +98,16 @@ def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
     Raises:
         OptionsError, ProfileError: there is no such profile, or none at all.
     """
+    found = ProfileRates(_profile_for(profile, device))
+    return found.reaching(SHARED_LINK, SHARED_LINK) if processes_on_this_machine() > 1 else found
+
+
+def _profile_for(profile: str | None, device: torch.device) -> MachineProfile:
     if profile is not None:
-        return ProfileRates(load_profile(profile))
+        return load_profile(profile)
     if device.type == "cpu" and not os.environ.get("FXOFFLOAD_PROFILE", "").strip():
-        return ProfileRates(load_profile(REHEARSED))
+        return load_profile(REHEARSED)
     try:
-        return ProfileRates(profile_for(device, allow_measure=False))
+        return profile_for(device, allow_measure=False)
     except ProfileError:
-        return ProfileRates(profile_for(device, allow_measure=True))
+        return profile_for(device, allow_measure=True)

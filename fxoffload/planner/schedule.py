@@ -80,12 +80,12 @@ class Scheduler:
         self.fixed = {n: fixed[n] for n in self.names if n in fixed}
         self.problem: Problem = problem_of(step, rates, fixed=self.fixed, host_bytes=host_bytes)
 
-    def with_step(self, step: TrainingStep, host_bytes: int | None) -> Scheduler:
-        """The same for other times and working sets of the same step, and another bound on the host."""
+    def with_step(self, step: TrainingStep, host_bytes: int | None, rates: ProfileRates | None = None) -> Scheduler:
+        """The same for other times and working sets of the same step, another bound on the host, and other rates."""
         down, up = self.bounds
         return Scheduler(
             step,
-            self.rates,
+            rates or self.rates,
             fixed=self.fixed,
             host_bytes=host_bytes,
             in_flight_budget=down,

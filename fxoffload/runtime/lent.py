@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,13 +25,9 @@ class Lent:
         for a in tensors:
             if not is_traceable_wrapper_subclass(a):
                 plain.setdefault(a.untyped_storage()._cdata, a)
-        self._given = [(StorageRef(a), weakref.ref(a), a.untyped_storage().nbytes()) for a in plain.values()]
+        # Not the tensors: what a compiled graph is given may be a view that lives for the call.
+        self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]
 
     def left_bytes(self) -> int:
         """Bytes of what is gone or empty by now."""
-        found = 0
-        for ref, tensor, nbytes in self._given:
-            alive = tensor()
-            if ref.is_expired() or (alive is not None and not alive.untyped_storage().nbytes()):
-                found += nbytes
-        return found
+        return sum(nbytes for ref, nbytes in self._given if not ref.nbytes())

@@ -1,4 +1,4 @@
-"""Budgets of chains on a GPU hold what eager code has on the device beside the graphs, as FSDP's gathered parameters."""
+"""Budgets of chains on a GPU hold what is on the device beside the graphs: parameters that are gathered, as by FSDP."""
 
 from __future__ import annotations
 
@@ -14,46 +14,70 @@ from tests.gpu.gpu_support import MIB, Block
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, TOKENS, DEPTH = 1024, 8192, 8
-GATHERED = 192 * MIB  # of each layer, in its forward and in its backward
+WIDTH, TOKENS, DEPTH = 2048, 4096, 8
 
 
-class Layers(nn.Module):
-    """Blocks that are compiled each on its own. Around each, hooks hold memory, as those of FSDP do: from before its
-    forward to after it, and from before its backward to after it."""
+class Enter(torch.autograd.Function):
+    """In front of a layer: its parameters are there from here on; the backward is done with them."""
 
-    def __init__(self) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Gathered) -> Tensor:
+        ctx.layer = layer
+        layer.gather()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.free()
+        return gradients[0], None
+
+
+class Leave(torch.autograd.Function):
+    """Behind it, the other way around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Gathered) -> Tensor:
+        ctx.layer = layer
+        layer.free()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.gather()
+        return gradients[0], None
+
+
+class Gathered(nn.Module):
+    """A compiled block whose parameters have no memory but while it runs."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(WIDTH, 16) for _ in range(DEPTH))
-        self.held: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            layer.register_forward_pre_hook(lambda *_, i=i: self._gather(i))
-            layer.register_forward_hook(lambda *_, i=i: self._free(i))
-            layer.register_full_backward_pre_hook(lambda *_, i=i: self._gather(i))
-            layer.register_full_backward_hook(lambda *_, i=i: self._free(i))
+        self.block = Block(WIDTH, 16).to("cuda", torch.bfloat16)
+        self.block.compile(backend="fxoffload", options=options)
+        for p in self.block.parameters():
+            p.grad = torch.zeros_like(p)
+        self.whole = [p.detach().clone().cpu() for p in self.block.parameters()]
+        self.free()
 
-    def _gather(self, i: int) -> None:
-        self.held[i] = torch.ones(GATHERED, dtype=torch.uint8, device="cuda")
+    def gather(self) -> None:
+        for p, whole in zip(self.block.parameters(), self.whole, strict=True):
+            p.untyped_storage().resize_(whole.nbytes)
+            p.data.copy_(whole)
 
-    def _free(self, i: int) -> None:
-        del self.held[i]
+    def free(self) -> None:
+        for p in self.block.parameters():
+            p.untyped_storage().resize_(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
+        return Leave.apply(self.block(Enter.apply(x, self)), self)
 
 
-def run(**options: Any) -> tuple[Layers, list[int], fxoffload.Plan | None]:
+def run(**options: Any) -> tuple[list[int], fxoffload.Plan | None]:
     """Peaks of steps above what was allocated when they began, and the plan."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
     torch.manual_seed(0)
-    model = Layers().to("cuda", torch.bfloat16)
-    for layer in model.layers:
-        layer.compile(backend="fxoffload", options={"min_bytes": 1 << 16, "profile": "h200", **options})
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+    layers = nn.Sequential(*(Gathered({"min_bytes": 1 << 16, "profile": "h200", **options}) for _ in range(DEPTH)))
     x = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x.grad = torch.zeros_like(x)
     peaks = []
@@ -64,17 +88,17 @@ def run(**options: Any) -> tuple[Layers, list[int], fxoffload.Plan | None]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
-        model(x).backward()
+        layers(x).float().square().mean().backward()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - base)
     plans = [p for p in fxoffload.plans() if p.graph not in before]
-    return model, peaks, plans[0] if plans else None
+    return peaks, plans[0] if plans else None
 
 
 def test_a_budget_holds_what_eager_code_has_beside_the_graphs() -> None:
-    _, kept, _ = run(policy="keep_all")
+    kept, _ = run(policy="keep_all")
     budget = int(0.6 * kept[-1])
-    _, peaks, plan = run(activation_budget=budget)
+    peaks, plan = run(activation_budget=budget)
     assert plan is not None and plan.predicted.bytes_offloaded > 0
     assert max(peaks[3:]) <= budget, f"{[p / MIB for p in peaks]} MiB, {budget / MIB} allowed; {plan.summary}"
     # Gathered memory is in the prediction: it is more than the working set of a segment could hide.

@@ -1,0 +1,74 @@
+"""How fast the link was in steps that were measured: the rate at which a simulated step waits as long as they did.
+
+A profile knows what one GPU's copies reach. In a step they share the host's memory with other GPUs' copies, and the bus
+with collectives. What a step waits for is what matters, and it is measured anyway: no copy has to be timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.segment_readings import Phase, Readings
+from fxoffload.runtime.windows import Windows
+
+# Waits that differ by less than this part of their phase are the same.
+_SAME = 0.003
+# Copies are not thought to be slower than this part of what they were planned with: what is waited for beyond that is
+# something else, a host that is late.
+_LEAST = 0.7
+_HALVINGS = 8
+
+
+def waits_of(readings: Readings) -> dict[Phase, float]:
+    """Milliseconds per phase that are in no segment."""
+    inside = {phase: sum(ms.values()) for phase, ms in readings.segment_ms().items()}
+    return {phase: max(ms - inside.get(phase, 0.0), 0.0) for phase, ms in readings.step_ms().items()}
+
+
+def fit_link(
+    step: TrainingStep,
+    offload: Sequence[bool],
+    windows: Windows,
+    rates: ProfileRates,
+    waits_ms: Mapping[Phase, float],
+) -> ProfileRates:
+    """The rates with copies as slow as the waits say: to the host by those of the forward, then back.
+
+    Args:
+        step: with measured times.
+        offload: as it ran.
+        windows: likewise.
+        rates: it was planned with; copies are never found faster.
+        waits_ms: as of ``waits_of``.
+    """
+
+    def waits(found: ProfileRates, phase: Phase) -> float:
+        ran = simulate(step, offload, copies=found, windows=windows)
+        segments = step.forward if phase == "forward" else step.backward
+        return _ms(ran, phase) - sum(s.ms for s in segments)
+
+    for phase in ("forward", "backward"):
+        seen = waits_ms.get(phase, 0.0)
+        enough = seen - _SAME * _ms(simulate(step, offload, copies=rates, windows=windows), phase)
+        if waits(rates, phase) >= enough:
+            continue
+        low, high = _LEAST, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if waits(_reaching(rates, phase, middle), phase) >= seen:
+                low = middle
+            else:
+                high = middle
+        rates = _reaching(rates, phase, low)
+    return rates
+
+
+def _ms(found: Simulation, phase: Phase) -> float:
+    return found.forward_ms if phase == "forward" else found.backward_ms
+
+
+def _reaching(rates: ProfileRates, phase: Phase, part: float) -> ProfileRates:
+    return rates.reaching(part, 1.0) if phase == "forward" else rates.reaching(1.0, part)
