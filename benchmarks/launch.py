@@ -48,12 +48,14 @@ def _ranks(request: Request) -> range:
 def _start(request: Request, folder: Path, rank: int) -> subprocess.Popen[bytes]:
     asked, answer = folder / f"request{rank}.json", folder / f"result{rank}.json"
     asked.write_text(to_json(request))
-    return start_process(["_worker", str(asked), str(answer)], folder / f"log{rank}.txt", folder / f"caches{rank}")
+    words = ["_worker", str(asked), str(answer)]
+    return start_process(words, folder / f"log{rank}.txt", folder / f"caches{rank}", request.protocol.ranks)
 
 
-def start_process(words: list[str], log_path: Path, caches: Path) -> subprocess.Popen[bytes]:
-    """``python -m benchmarks`` with ``words``, in a session of its own."""
+def start_process(words: list[str], log_path: Path, caches: Path, ranks: int = 1) -> subprocess.Popen[bytes]:
+    """``python -m benchmarks`` with ``words``, in a session of its own; one of ``ranks``."""
     environment = dict(os.environ)
+    environment["LOCAL_WORLD_SIZE"] = str(ranks)  # as torchrun sets it: they share the host's memory
     # The parent's variables pass through, NCCL's too; only the caches and the import path are ours.
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
     environment["TRITON_CACHE_DIR"] = str(caches / "triton")

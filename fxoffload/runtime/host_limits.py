@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import psutil
+import torch
+import torch.distributed as dist
 
 # Pinned memory cannot be swapped or reclaimed, so some of the machine is left to everything else.
 DEFAULT_SHARE = 0.8
@@ -29,9 +31,14 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def processes_on_this_machine() -> int:
-    """Ranks that torchrun (or a launcher with its conventions) started here; each gets its share of the memory."""
+    """Ranks on this machine, which share its memory: what torchrun (or a launcher with its conventions) says, else as
+    many of the process group as there are GPUs to see."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(count) if count.isdigit() and int(count) > 0 else 1
+    if count.isdigit() and int(count) > 0:
+        return int(count)
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return max(min(dist.get_world_size(), torch.cuda.device_count()), 1)
 
 
 def default_host_budget_bytes() -> int:

@@ -67,3 +67,14 @@ def test_a_limit_above_the_machine_is_no_memory(machine: Path) -> None:
 def test_ranks_on_one_machine_share_it(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_host_budget_bytes() == 20 * GIB
+
+
+@pytest.mark.parametrize(("world", "gpus", "expected"), [(2, 8, 2), (16, 8, 8), (4, 1, 1), (4, 0, 1)])
+def test_without_a_launcher_the_process_group_and_the_gpus_tell(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, world: int, gpus: int, expected: int
+) -> None:
+    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: world)
+    monkeypatch.setattr(host_limits, "dist", group)
+    monkeypatch.setattr(host_limits.torch.cuda, "device_count", lambda: gpus)
+    assert host_limits.processes_on_this_machine() == expected
+    assert default_host_budget_bytes() == 80 * GIB // expected
