@@ -97,23 +97,22 @@ class CutSegments:
     def __call__(self, gm: fx.GraphModule) -> Segmentation:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         cuts: list[int] = []
-        layered = len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1
-        if not self.whole and (layered or 2 * sum(self.moved.values()) > self.max_moved):
+        if not self.whole and len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1:
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
             live = _live_bytes(nodes, values, first_reads)
-            cuts = _find_cuts(nodes, live) if layered else []
-            if cuts or not layered:
+            cuts = _find_cuts(nodes, live)
+            if cuts:
                 cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
         ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
         return segments_of(gm, ranges)
 
     def _split(self, nodes: list[fx.Node], cuts: list[int], live: list[int], weights: list[int]) -> list[int]:
-        """Cuts inside the layers that move more than ``max_moved``; a graph without cuts is one layer."""
+        """Cuts inside the layers that move more than ``max_moved``."""
         inner: list[int] = []
         for start, end in itertools.pairwise([0, *cuts, len(nodes)]):
             total = sum(weights[start:end])
-            if not total or (cuts and not _main_label(nodes[start:end])):
+            if not total or not _main_label(nodes[start:end]):
                 continue
             pieces = min(max(round(total / self.max_moved), 2 if 2 * total > self.max_moved else 1), _MAX_PIECES)
             passed = list(itertools.accumulate(weights[start:end]))

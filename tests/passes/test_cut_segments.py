@@ -196,19 +196,6 @@ def test_a_layer_that_moves_much_is_cut_where_few_bytes_live_near_equal_shares()
     assert {s.nodes[0] for s in light.segments} <= {s.nodes[0] for s in twice.segments}
 
 
-@pytest.mark.parametrize("path", ["", "layers.0"])
-def test_a_graph_of_one_layer_is_cut_as_a_layer_is(path: str) -> None:
-    """As layers are that are compiled each on its own; with a label or without."""
-    sketch = Sketch()
-    gm = sketch.module([sketch.chain(sketch.input("x", 4), 30, path=path)])
-    AnnotateLayers()(gm)
-    light, twice = (CutSegments(moved=heavy(gm), max_moved=m << 30)(gm) for m in (1 << 10, 10))
-    assert [s.name for s in light.segments] == ["segment"]
-    assert [s.name for s in twice.segments] == ["segment", "segment_1"]
-    assert all(10 <= len(s.nodes) <= 20 for s in twice.segments)
-    assert_whole(gm, twice)
-
-
 def test_a_layer_is_cut_unevenly_rather_than_where_much_lives() -> None:
     """Half way, what crosses the cut outweighs what even halves would gain; at three quarters little crosses."""
     sketch, x = stacked(2, 2)
