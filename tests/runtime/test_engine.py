@@ -687,7 +687,9 @@ def test_what_was_reloaded_for_another_backward_makes_room_and_is_counted() -> N
     bench.engine.prefetch(2 * NBYTES)
     assert bench.take(first.in_need_order()) == [2]
     assert (reloaded(oldest), bench.ahead()) == ([True], NBYTES)
-    between = bench.save(3)
+    between = bench.save(3, push=False)
+    between.graph = 1  # another one: nothing was seen of it, so the oldest is expected to follow
+    bench.engine.tape.push(between)
     bench.engine.release(0)
     bench.request(between)
     bench.engine.prefetch(NBYTES)
