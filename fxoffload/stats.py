@@ -28,6 +28,8 @@ class Stats:
         num_segments_compiled: segments compiled.
         num_segments_reused: segments that reused the code of an identical one.
         num_prefetch_misses: reloads that had not been started when they were needed.
+        num_wrong_predictions: backwards of compiled graphs that began while reloads for another one's were next. The
+            order is learned, so a new one is wrong once or twice; what keeps growing is an order that keeps changing.
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
@@ -49,6 +51,7 @@ class Stats:
     num_segments_compiled: int = 0
     num_segments_reused: int = 0
     num_prefetch_misses: int = 0
+    num_wrong_predictions: int = 0
     bytes_kept_host_full: int = 0
     calls_kept: Mapping[str, int] = field(default_factory=dict)
     bytes_skipped: Mapping[str, int] = field(default_factory=dict)

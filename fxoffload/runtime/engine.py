@@ -96,6 +96,7 @@ class CopyEngine:
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
         self._queue: deque[weakref.ref[Transfer]] = deque()
+        self._predicted: weakref.ref[Group] | None = None  # whose backward is expected behind the one that runs
         # Handed out since the queue was made: what was late stands in it still, and must not be reloaded again.
         self._taken: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._ahead: weakref.WeakSet[Transfer] = weakref.WeakSet()
@@ -207,21 +208,29 @@ class CopyEngine:
             self._collect()
             wanted = group.in_need_order()
             mine = set(wanted)
-            if across_graphs:
-                # A group that holds nothing is not on the tape: its backward comes when those above it have run.
-                for below in self.tape.below(group) if len(group) else reversed(self.tape.live()):
-                    # A target belongs to the compute stream that it was allocated on.
-                    if below.stream == group.stream:
-                        wanted.extend(below.in_need_order())
+            is_surprise = self._is_surprise(group)
+            following = self.tape.begin_backward(group, keeps_graph=keeps_graph)
+            # A target belongs to the compute stream that it was allocated on.
+            following = [g for g in following if g.stream == group.stream] if across_graphs else []
+            for other in following:
+                wanted.extend(other.in_need_order())
+            self._predicted = weakref.ref(following[0]) if following and prefetch else None
             self._reclaim_all(set(wanted) if group.takes_below else mine)
-            if not keeps_graph:
-                self.tape.remove(group)
             expected = set(wanted)
             for transfer in list(self._ahead):
-                if transfer not in expected:
+                # What was reloaded for another backward would leave no room for this one's.
+                if transfer not in expected or (is_surprise and transfer.ahead_bytes and transfer not in mine):
                     self._give_up(transfer)
             self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
             self._taken.clear()
+
+    def _is_surprise(self, group: Group) -> bool:
+        """Whether the backward of another group was predicted. Counts it. One that holds nothing is never predicted."""
+        predicted = None if self._predicted is None else self._predicted()
+        if predicted is None or predicted is group or not len(group):
+            return False
+        counters.add("num_wrong_predictions")
+        return True
 
     def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0, at_least_one: bool = True) -> None:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes``.

@@ -9,6 +9,7 @@ sees what the forward decided in what autograd hands it: a token, or the value i
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_o
 from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.runtime.windows import Choice, Windows
 from fxoffload.stats import counters
+
+_GRAPHS = itertools.count(1)
 
 KEPT_FOR_HOOKS = "saved-tensor hooks"
 KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
@@ -434,7 +437,7 @@ def forward_callable(
     arguments. ``hooks``, ``site``, ``variants``: shared with its backward. ``clock``: what measures the call with these
     arguments."""
     hooks = hooks or HookWatch()
-    turn = TurnWatch()
+    turn, graph = TurnWatch(), next(_GRAPHS)
     others = variants or Variants()
 
     def forward(args: list[Any]) -> list[Any]:
@@ -446,7 +449,7 @@ def forward_callable(
         decisions = choice.offload
         runs = program if variant is None else variant.forward
         keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.tape.live())
-        group = Group(engine.streams.compute_stream(), choice.windows)
+        group = Group(engine.streams.compute_stream(), choice.windows, graph)
         call = _Call(
             engine,
             program.options,

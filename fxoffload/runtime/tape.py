@@ -1,15 +1,18 @@
 """The tape: the order in which groups were saved, over all compiled graphs of a step.
 
 A backward runs the forwards in reverse, so while the backward of one group runs, the groups under it on the tape are
-what will be needed next. The tape only predicts: a wrong guess costs time, never correctness. It holds groups weakly:
-a forward that never goes backward leaves no trace.
+what will be needed next; unless another order was seen before (``fxoffload.runtime.backward_order``). The tape only
+predicts: a wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves
+no trace.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass
 
+from fxoffload.runtime.backward_order import BackwardOrder, Waiting
 from fxoffload.runtime.transfer import Group
 
 
@@ -32,38 +35,67 @@ class TurnWatch:
         return not kept and not self._followed
 
 
+@dataclass(slots=True)
+class _Entry:
+    """A group on the tape."""
+
+    ref: weakref.ref[Group]
+    waiting: Waiting
+    waits: bool = True  # no backward of it has begun
+
+
 class Tape:
     """Groups in the order of their forwards. Thread-safe: autograd runs backwards on another thread."""
 
     def __init__(self) -> None:
-        self._groups: list[weakref.ref[Group]] = []
+        self._entries: list[_Entry] = []
+        self._order = BackwardOrder()
         self._lock = threading.Lock()
 
     def push(self, group: Group) -> None:
         """A forward call has saved ``group``."""
         with self._lock:
-            self._groups = [r for r in self._groups if r() is not None]
-            self._groups.append(weakref.ref(group))
+            if not self._live():
+                self._order.restart()
+            number = self._order.forward(group.graph)
+            self._entries.append(_Entry(weakref.ref(group), Waiting(number, group.graph)))
 
-    def below(self, group: Group) -> list[Group]:
-        """The live groups saved before ``group``, the youngest first."""
-        live = self.live()
-        for i in range(len(live) - 1, -1, -1):
-            if live[i] is group:
-                return live[:i][::-1]
-        return []
+    def begin_backward(self, group: Group, *, keeps_graph: bool) -> list[Group]:
+        """The backward of ``group`` begins. Returns the live groups whose backwards are expected to follow, the
+        next one first. Unless it keeps its graph the group leaves the tape.
 
-    def remove(self, group: Group) -> None:
-        """The backward of ``group`` runs and does not keep its graph."""
+        A group that holds nothing is not on the tape, and its backward is no event: what was expected before it still
+        is.
+        """
         with self._lock:
-            self._groups = [r for r in self._groups if r() is not group]
+            live = self._live()
+            at = next((i for i in range(len(live) - 1, -1, -1) if live[i][1] is group), None)
+            if at is None and len(group):
+                return []
+            under = live if at is None else live[:at]
+            if at is not None:
+                mine = live[at][0]
+                self._order.backward(mine.waiting.number, [e.waiting for e, _ in live if e.waits])
+                mine.waits = False
+                if not keeps_graph:
+                    self._entries = [e for e, g in live if g is not group]
+            by_number = {e.waiting.number: g for e, g in live if e.waits}
+            numbers, ends_there = self._order.expected([e.waiting for e, _ in live if e.waits])
+            found = [by_number[n] for n in numbers]
+            if ends_there:
+                known = {id(g) for g in found}
+                found += [g for _, g in reversed(under) if id(g) not in known]
+            return found
 
     def live(self) -> list[Group]:
         """Groups that autograd still holds, oldest first."""
         with self._lock:
-            groups = [g for r in self._groups if (g := r()) is not None]
-            self._groups = [weakref.ref(g) for g in groups]
-            return groups
+            return [group for _, group in self._live()]
+
+    def _live(self) -> list[tuple[_Entry, Group]]:
+        live = [(e, g) for e in self._entries if (g := e.ref()) is not None]
+        self._entries = [e for e, _ in live]
+        return live
 
     def __len__(self) -> int:
         return len(self.live())

@@ -165,8 +165,8 @@ class Group:
 
     Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
     backward starts with what is needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
-    plan that the call followed. ``takes_below``: whether that plan is one for a chain of calls, whose first backward
-    takes back what earlier calls still have on the device as well.
+    plan that the call followed. ``graph``: tells the compiled graph from others. ``takes_below``: whether that plan is
+    one for a chain of calls, whose first backward takes back what earlier calls still have on the device as well.
     """
 
     __slots__ = (
@@ -174,6 +174,7 @@ class Group:
         "_needs",
         "_ranked",
         "clock",
+        "graph",
         "kept_turn_of",
         "recorder",
         "stream",
@@ -181,12 +182,13 @@ class Group:
         "windows",
     )
 
-    def __init__(self, stream: object = None, windows: Windows | None = None) -> None:
+    def __init__(self, stream: object = None, windows: Windows | None = None, graph: int = 0) -> None:
         self.kept_turn_of: Any = None  # the ``TurnWatch`` of its graph where this call left its last values in place
         self._ranked: list[tuple[int, Transfer]] = []
         self._needs: dict[int, int] = {}
         self.stream = stream
         self.windows = windows
+        self.graph = graph
         self.takes_below = False
         self.clock: Any = None  # that measures the forward call
         self.recorder: Any = None  # of the forward call

@@ -805,6 +805,63 @@ def test_two_models_in_turn() -> None:
     assert len(new_plans()) == 2
 
 
+def test_models_whose_forwards_and_backwards_interleave() -> None:
+    """An actor and a critic. Where the one that was first goes backward last, they are one chain."""
+    actor = Run(per_layer(Stack(3), activation_budget="1GiB"), batch(length=LENGTH))
+    critic = Run(per_layer(Paths(), activation_budget="1GiB"), batch(1, length=LENGTH))
+    critic.model.path = (1, 2, 3, 4)  # type: ignore[assignment]
+
+    def step(order: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for run in (actor, critic):
+            run.model.zero_grad(set_to_none=True)
+        losses: dict[str, Tensor] = {}
+        for one in order:
+            run = actor if one.lower() == "a" else critic
+            if one.islower():
+                losses[one] = loss_of(run.model(run.x))
+            else:
+                losses[one.lower()].backward()
+        for name, run in (("actor", actor), ("critic", critic)):
+            found |= {f"{name} {n}": v for n, v in effects(run.model).items()}
+        return found
+
+    moved = []
+    with fxoffload.override_policy("keep_all"):
+        plain = step("abAB")
+    for order in ("abAB", "abAB", "abBA", "abBA", "abBA", "abAB", "abBA", "aAbB", "abBA"):
+        fxoffload.reset_stats()
+        assert_equal(step(order), plain)
+        assert_nothing_held()
+        moved.append(fxoffload.stats().bytes_offloaded > 0)
+        assert fxoffload.stats().num_wrong_predictions <= 1
+    assert [p.label for p in new_plans()][:1] == ["a step over 7 calls of 4 graphs"]
+    # Forwards follow the plan whatever order the backwards take; a backward in between ends the chain.
+    assert moved == [True] * 4 + [False] * 3 + [True, False]
+
+
+def test_each_length_that_is_compiled_has_a_plan_of_its_own() -> None:
+    lengths = (20, 24, 28)
+    model = Stack(4)
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", dynamic=False, options=options(activation_budget="1GiB"))
+    run = Run(model, batch(length=LENGTH))
+    plain = {}
+    for length in lengths:
+        run.x = batch(length=length)
+        with fxoffload.override_policy("keep_all"):
+            plain[length] = run.step()
+    moved = []
+    for length in lengths * 4:
+        run.x = batch(length=length)
+        fxoffload.reset_stats()
+        assert_equal(run.step(), plain[length])
+        assert_nothing_held()
+        moved.append(fxoffload.stats().bytes_offloaded > 0)
+    assert moved == [True] * 6 + [False] * 6
+    assert len(new_plans()) == len(lengths)
+
+
 def test_gradients_that_add_up() -> None:
     """The first step's gradients stay; later ones are added to them and die: the plan counts what stays longest."""
 

@@ -644,7 +644,7 @@ def test_what_was_reclaimed_for_nothing_is_given_up() -> None:
     bench.engine.request(failed, keeps_graph=True, prefetch=True, across_graphs=True)  # takes the source back
     assert bench.engine._reclaimed_bytes == NBYTES
     other = bench.save(2.0)
-    bench.engine.tape.remove(failed)
+    bench.engine.tape.begin_backward(failed, keeps_graph=False)
     bench.engine.request(other, keeps_graph=False, prefetch=True, across_graphs=False)
     assert bench.engine._reclaimed_bytes == NBYTES  # other's own source; failed's is gone
     assert failed.in_need_order()[0].buffer is None
@@ -673,3 +673,72 @@ def test_a_call_of_a_chain_takes_back_what_calls_below_have_on_the_device(values
     assert all(t.reclaimed for t in mine.in_need_order())
     assert bench.held() == (0 if chained else 2 * NBYTES)
     assert bench.take(below.in_need_order()) == [2, 1]
+
+
+# -- the order of backwards --------------------------------------------------------------------------------------------
+
+
+def test_what_was_reloaded_for_another_backward_makes_room_and_is_counted() -> None:
+    """A forward runs in between, and goes backward first: the room ahead is its."""
+    bench = Bench()
+    oldest, first = bench.save(1), bench.save(2)
+    bench.engine.release(0)
+    bench.request(first)
+    bench.engine.prefetch(2 * NBYTES)
+    assert bench.take(first.in_need_order()) == [2]
+    assert (reloaded(oldest), bench.ahead()) == ([True], NBYTES)
+    between = bench.save(3, push=False)
+    between.graph = 1  # another one: nothing was seen of it, so the oldest is expected to follow
+    bench.engine.tape.push(between)
+    bench.engine.release(0)
+    bench.request(between)
+    bench.engine.prefetch(NBYTES)
+    assert (reloaded(between), reloaded(oldest), bench.ahead()) == ([True], [False], NBYTES)
+    assert bench.take(between.in_need_order()) == [3]
+    stats = fxoffload.stats()
+    assert (stats.num_wrong_predictions, stats.num_prefetch_misses) == (1, 0)
+
+
+def test_what_was_taken_back_for_another_backward_stays() -> None:
+    """It takes no room of the budget."""
+    bench = Bench()
+    oldest, first = bench.save(1), bench.save(2)
+    first.takes_below = True
+    bench.request(first)
+    assert [t.reclaimed for t in oldest.in_need_order()] == [True]
+    between = bench.save(3, push=False)
+    between.graph = 1  # another one: nothing was seen of it
+    bench.engine.tape.push(between)
+    bench.request(between)
+    assert [t.reclaimed for t in oldest.in_need_order()] == [True]
+    assert fxoffload.stats().num_wrong_predictions == 1
+
+
+@pytest.mark.parametrize("why", ["dropped", "empty", "not across", "no prefetch", "right"])
+def test_what_is_no_wrong_prediction(why: str) -> None:
+    bench = Bench()
+    oldest, first = bench.save(1), bench.save(2)
+    bench.engine.release(0)
+    bench.request(first, across=why != "not across", prefetch=why != "no prefetch")
+    if why == "dropped":
+        del oldest
+    if why == "empty":
+        bench.request(Group(bench.engine.streams.compute_stream()))
+    bench.request(bench.save(3) if why not in ("empty", "right") else oldest)
+    assert fxoffload.stats().num_wrong_predictions == 0
+
+
+def test_groups_that_are_foretold_are_reloaded_in_that_order() -> None:
+    """The oldest first, as microbatches of a pipeline go backward."""
+    bench = Bench()
+    for step in range(2):
+        groups = [bench.save(10 * i, 10 * i + 1) for i in range(4)]
+        bench.engine.release(0)
+        for i, group in enumerate(groups):
+            bench.request(group)
+            if i == 1 or (i == 0 and step):
+                assert not any(any(reloaded(g)) for g in groups[i + 2 :])
+                bench.engine.prefetch(3 * NBYTES)
+                assert [reloaded(g) for g in groups[i:]][:3] == [[True, True], [True, False], [False, False]]
+            bench.take(group.in_need_order())
+    assert fxoffload.stats().num_wrong_predictions == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
@@ -150,6 +151,67 @@ def test_eager_checkpoint_around_layers_compiled_on_their_own(reentrant: bool, d
         layer.compile(backend="fxoffload", options=rehearsal())
     squared(reference)().backward()
     assert both == fxoffload.stats().bytes_offloaded / 2
+
+
+@pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.filterwarnings("ignore:.*context_fn")
+def test_checkpoint_wrapper_and_layers_compiled_on_their_own(inside: bool, selective: bool) -> None:
+    """torch's wrapper, as torchtitan and FSDP set it. Around a compiled layer its hooks see what is saved, so the layer
+    keeps everything; inside of it, what is saved all the same is offloaded."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    options = {"context_fn": contexts} if selective else {}
+    model, reference = Stack(), Stack()
+    for i, layer in enumerate(model.layers):
+        wrapped = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
+        (wrapped if inside else layer).compile(backend="fxoffload", options=rehearsal())
+        model.layers[i] = wrapped
+    run = train_step(model, squared(model))
+    first = run()
+    fxoffload.reset_stats()
+    assert_equal(run(), first)
+    assert_nothing_held()
+    stats = fxoffload.stats()
+    with fxoffload.override_policy("keep_all"):
+        assert_equal(run(), first)
+    expected = train_step(reference, squared(reference))()
+    assert_close({n.replace("_checkpoint_wrapped_module.", ""): v for n, v in first.items()}, expected)
+    if not inside:
+        assert dict(stats.calls_kept) == {KEPT_FOR_HOOKS: 4, KEPT_IN_BACKWARD: 4}
+        assert stats.bytes_offloaded == 0
+        return
+    assert not stats.calls_kept
+    # Each layer's input; and under the policy the results of its two products but the last, which nothing reads.
+    assert stats.bytes_offloaded == stats.bytes_reloaded == 4 * LAYER_INPUT_BYTES * (3 if selective else 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_hf_gradient_checkpointing_of_layers_compiled_on_their_own(name: str) -> None:
+    """Transformers' own layers hold their checkpoint: each one's input is what is left to offload."""
+    pytest.importorskip("transformers")
+    from tests.models.zoo import build
+
+    moved = {}
+    for checkpointing in (False, True):
+        torch.compiler.reset()
+        built = build(name, layers=2)
+        model = built.model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(  # type: ignore[operator]
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+            layer.compile(backend="fxoffload", options=rehearsal())
+        run = train_step(model, built.loss)
+        first = run()
+        fxoffload.reset_stats()
+        assert_equal(run(), first)
+        assert_nothing_held()
+        assert not fxoffload.stats().calls_kept
+        moved[checkpointing] = fxoffload.stats().bytes_offloaded
+        with fxoffload.override_policy("keep_all"):
+            assert_equal(run(), first)
+    assert 0 < 4 * moved[True] < moved[False]
 
 
 def test_nothing_is_held_in_the_middle_of_a_backward_that_recomputes() -> None:
