@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import operator
@@ -491,6 +492,45 @@ def is_rng_state(node: fx.Node) -> bool:
 def saves_rng_state(node: fx.Node) -> bool:
     """Whether ``node`` gives the state of a random generator, and what an op makes with it."""
     return node.target is torch.ops.higher_order.run_and_save_rng_state
+
+
+class InputOrigin(enum.Enum):
+    """What a joint graph's input is, where it is no input of the graph that was compiled."""
+
+    UNKNOWN = "unknown"
+    PARAMETER = "a parameter or a buffer"
+    OTHER = "other"
+
+
+def origin_of(node: fx.Node) -> InputOrigin | int:
+    """Which input of the graph that was compiled a joint graph's input is, or is a part of.
+
+    Stands for ``node.meta["desc"]``: AOTAutograd's descriptors (``torch._functorch._aot_autograd.descriptors``).
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    found = node.meta.get("desc")
+    while not isinstance(found, descriptors.PlainAOTInput):
+        if isinstance(found, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
+            return InputOrigin.PARAMETER
+        if isinstance(found, descriptors.SubclassGetAttrAOTInput):
+            found = found.base
+        elif isinstance(found, (descriptors.ViewBaseAOTInput, descriptors.SyntheticBaseAOTInput)):
+            found = found.base_of
+        else:
+            return InputOrigin.UNKNOWN if found is None else InputOrigin.OTHER
+    return found.idx
+
+
+def is_static_placeholder(node: fx.Node) -> bool:
+    """Whether an input of a graph from Dynamo is a parameter or a buffer, or was found where FSDP1 keeps a module's.
+
+    Stands for ``tensor_dict["_dynamo_static_input_type"]`` and ``_dynamo_source`` of the graph's placeholders.
+    """
+    if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_fsdp_module()
 
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:

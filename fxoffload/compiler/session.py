@@ -28,6 +28,7 @@ from fxoffload._torch_compat import (
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.kernels import PendingKernels
+from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Source, recipe_for
@@ -109,10 +110,19 @@ class CompileSession:
         options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
+        parameters: positions of parameters and buffers among the inputs of the graph that is compiled; None: what
+            AOTAutograd says.
     """
 
-    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        options: Options,
+        disabled: frozenset[str],
+        device: torch.device,
+        parameters: frozenset[int] | None = None,
+    ) -> None:
         self.options = options
+        self._parameters = parameters
         self.disabled = disabled
         self.device = device
         self._layers = LayerReport()
@@ -145,7 +155,8 @@ class CompileSession:
     ) -> Any:
         """The forward and the backward graph: as planned, or as ``base`` makes them of the tagged joint graph."""
         self._num_user_outputs = kwargs["num_fwd_outputs"]
-        self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        told = kwargs.get("static_lifetime_input_indices") or ()
+        self._static_inputs = parameters_in_joint(gm, self._parameters, told)
         self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
         try:
