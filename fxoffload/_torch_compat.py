@@ -64,6 +64,40 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
+def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
+    """What two graphs from the partitioner save, in the order in which AOTAutograd's runtime takes it apart: tensors,
+    then opaque objects (the DeviceMesh of a DTensor), then sizes.
+
+    torch 2.13's ``functionalize_rng_ops`` puts the random states of what is computed again behind opaque objects; the
+    forward then fails with "expected all tensors_saved_with_vc_check to be Tensors".
+    """
+    output = forward.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    saved = range(num_user_outputs, len(values))
+    order = [*range(num_user_outputs), *sorted(saved, key=lambda i: _saved_kind(values[i]))]
+    if order == sorted(order):
+        return
+    output.args = (tuple(values[i] for i in order),)
+    described = output.meta.get("desc")
+    if isinstance(described, (list, tuple)) and len(described) == len(order):
+        output.meta["desc"] = [described[i] for i in order]
+    inputs = backward.graph.find_nodes(op="placeholder")
+    # The backward takes sizes first.
+    moved = sorted(inputs[: len(saved)], key=lambda n: (_saved_kind(n) + 1) % 3)
+    for node in moved:
+        inputs[len(saved)].prepend(node)
+    forward.recompile()
+    backward.recompile()
+
+
+def _saved_kind(value: Any) -> int:
+    """0: a tensor, 1: an opaque object, 2: a size."""
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if isinstance(found, torch.Tensor):
+        return 0
+    return 2 if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)) else 1
+
+
 @contextlib.contextmanager
 def without_learnt_sizes() -> Iterator[None]:
     """Compile as if Dynamo had compiled nothing before, and as if nothing had been compiled afterwards.

@@ -4,7 +4,7 @@ them.
 AOTAutograd says it of the inputs that it was given. That is not enough:
 - An input that is a tensor subclass (a DTensor) becomes several inputs of the joint graph, and AOTAutograd's positions
   are those from before. Descriptors of the joint graph's inputs say what each was made of.
-- What FSDP1 puts where its parameters were is a plain view of the unsharded flat parameter, which is to be freed. Dynamo
+- What FSDP1 puts where its parameters were is a plain view of the unsharded flat parameter, which FSDP1 frees. Dynamo
   knows where it found it.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,26 +11,29 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from .launch import Found
 from .models import Stack
-from .world import OPTIONS, Rank
+from .world import Rank
+
+BUDGET = 140_000  # keeping everything takes 225,024
 
 
-def sharded(rank: Rank, compiled: str = "", model: nn.Module | None = None, options: Any = None, **how: Any) -> Any:
-    """A model, each layer and the root sharded; ``compiled``: "before" or "after" its layers are, or "whole"."""
-    model = model or Stack()
-    mesh = rank.mesh()
-    chosen = {"backend": "fxoffload", "options": {**OPTIONS, **(options or {})}}
-    for layer in model.layers:  # type: ignore[union-attr]
-        if compiled == "before":
-            layer.compile(**chosen)
+def sharded(rank: Rank, when: str, options: Any, **how: Any) -> nn.Module:
+    """A model, each layer and the root sharded. Its layers are compiled "before" or "after" they are sharded, or the
+    "whole" of it is."""
+    model, mesh = Stack(), rank.mesh()
+    if options is None:
+        when = "never"
+    for layer in model.layers:
+        if when == "before":
+            layer.compile(backend="fxoffload", options=options)
         fully_shard(layer, mesh=mesh, **how)
-        if compiled == "after":
-            layer.compile(**chosen)
+        if when == "after":
+            layer.compile(backend="fxoffload", options=options)
     fully_shard(model, mesh=mesh, **how)
-    return torch.compile(model, **chosen) if compiled == "whole" else model
+    return torch.compile(model, backend="fxoffload", options=options) if when == "whole" else model  # type: ignore[return-value]
 
 
-def _flipped(rank: Rank, compiled: str, **how: Any) -> Found:
-    return rank.flip(sharded(rank, compiled, **how), rank.input(), sharded(rank, **how))
+def _flipped(rank: Rank, when: str, **how: Any) -> Found:
+    return rank.flip(functools.partial(sharded, rank, when, **how), rank.input())
 
 
 def compiled_before(rank: Rank) -> Found:
@@ -37,12 +41,15 @@ def compiled_before(rank: Rank) -> Found:
 
 
 def compiled_after(rank: Rank) -> Found:
-    return _flipped(rank, "after", reshard_after_forward=False)
+    return _flipped(rank, "after")
+
+
+def unsharded_between(rank: Rank) -> Found:
+    return _flipped(rank, "before", reshard_after_forward=False)
 
 
 def mixed_precision(rank: Rank) -> Found:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _flipped(rank, "before", mp_policy=policy)
+    return _flipped(rank, "before", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
 def parameters_on_host(rank: Rank) -> Found:
@@ -51,3 +58,12 @@ def parameters_on_host(rank: Rank) -> Found:
 
 def whole_model(rank: Rank) -> Found:
     return _flipped(rank, "whole")
+
+
+def planned(rank: Rank) -> Found:
+    return rank.follow(functools.partial(sharded, rank, "before"), rank.input(), budget=BUDGET)
+
+
+def planned_as_compiled(rank: Rank) -> Found:
+    build = functools.partial(sharded, rank, "after", reshard_after_forward=False)
+    return rank.follow(build, rank.input(), budget=BUDGET, disable=("tape_recompute",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -18,9 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from .launch import Found
 from .models import Stack
-from .world import OPTIONS, Rank
-
-COMPILED: dict[str, Any] = {"backend": "fxoffload", "options": OPTIONS}
+from .world import Rank
 
 
 def tensor_parallel(mesh: Any) -> nn.Module:
@@ -61,48 +59,79 @@ def sequence_parallel(mesh: Any, *, dtensors: bool = False) -> nn.Module:
     return model
 
 
-def layers_compiled(model: nn.Module) -> nn.Module:
+def layers_compiled(model: nn.Module, options: Any) -> nn.Module:
     for layer in model.layers:  # type: ignore[union-attr]
-        layer.compile(**COMPILED)
+        if options is not None:
+            layer.compile(backend="fxoffload", options=options)
     return model
+
+
+def compiled(model: nn.Module, options: Any) -> Any:
+    return model if options is None else torch.compile(model, backend="fxoffload", options=options)
 
 
 def tensor_layers(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(layers_compiled(tensor_parallel(mesh)), x, tensor_parallel(mesh))
+    return rank.flip(lambda options: layers_compiled(tensor_parallel(mesh), options), x)
 
 
 def tensor_whole(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(torch.compile(tensor_parallel(mesh), **COMPILED), x, tensor_parallel(mesh))
+    return rank.flip(lambda options: compiled(tensor_parallel(mesh), options), x)
+
+
+def tensor_planned(rank: Rank) -> Found:
+    mesh, x = rank.mesh(), rank.input(everywhere=True)
+    return rank.follow(lambda options: layers_compiled(tensor_parallel(mesh), options), x, budget=121_000)
 
 
 def sequence_layers(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(layers_compiled(sequence_parallel(mesh)), x, sequence_parallel(mesh))
+    return rank.flip(lambda options: layers_compiled(sequence_parallel(mesh), options), x)
 
 
 def sequence_whole(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(torch.compile(sequence_parallel(mesh), **COMPILED), x, sequence_parallel(mesh))
+    return rank.flip(lambda options: compiled(sequence_parallel(mesh), options), x)
+
+
+def sequence_whole_planned(rank: Rank) -> Found:
+    mesh, x = rank.mesh(), rank.input(everywhere=True)
+    return rank.plan_graphs(lambda options: compiled(sequence_parallel(mesh), options), x)
 
 
 def sequence_dtensors(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    model, reference = (sequence_parallel(mesh, dtensors=True) for _ in range(2))
-    return rank.flip(layers_compiled(model), x, reference)
+    return rank.flip(lambda options: layers_compiled(sequence_parallel(mesh, dtensors=True), options), x)
+
+
+def sequence_dtensors_planned(rank: Rank) -> Found:
+    mesh, x = rank.mesh(), rank.input(everywhere=True)
+    return rank.follow(
+        lambda options: layers_compiled(sequence_parallel(mesh, dtensors=True), options), x, budget=124_000
+    )
+
+
+# -- with FSDP2, on four ranks -----------------------------------------------------------------------------------------
+
+
+def _on_mesh(mesh: Any, options: Any) -> nn.Module:
+    model = layers_compiled(sequence_parallel(mesh["tensor"]), options)
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def _mesh_and_input(rank: Rank) -> tuple[Any, Tensor]:
+    mesh = rank.mesh(2, 2, names=("data", "tensor"))
+    return mesh, rank.input(mesh["data"].get_local_rank(), everywhere=True)
 
 
 def mesh_layers(rank: Rank) -> Found:
-    mesh = rank.mesh(2, 2, names=("data", "tensor"))
+    mesh, x = _mesh_and_input(rank)
+    return rank.flip(lambda options: _on_mesh(mesh, options), x)
 
-    def build(compiled: bool) -> nn.Module:
-        model = sequence_parallel(mesh["tensor"])
-        for layer in model.layers:  # type: ignore[union-attr]
-            if compiled:
-                layer.compile(**COMPILED)
-            fully_shard(layer, mesh=mesh["data"])
-        return fully_shard(model, mesh=mesh["data"])
 
-    x = rank.input(mesh["data"].get_local_rank(), everywhere=True)
-    return rank.flip(build(True), x, build(False))
+def mesh_planned(rank: Rank) -> Found:
+    mesh, x = _mesh_and_input(rank)
+    return rank.follow(lambda options: _on_mesh(mesh, options), x, budget=100_000)

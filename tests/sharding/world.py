@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,11 +39,12 @@ OPTIONS: dict[str, Any] = {
     "in_flight_budget": 1,  # nothing is reclaimed in place of a reload
     "prefetch_budget": "64KiB",
 }
+PLANNED: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
 LENGTH = 16
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 Observed = dict[str, Tensor]
-Step = Callable[[nn.Module, Tensor], Observed]
+Build = Callable[[Any], nn.Module]  # from options of fxoffload; None: nothing is compiled
 
 
 class Rank:
@@ -77,45 +78,103 @@ class Rank:
         found.update((plain_name(n), p.grad) for n, p in model.named_parameters() if p.requires_grad)
         return {name: local(value).detach().clone() for name, value in found.items() if value is not None}
 
-    def flip(self, model: nn.Module, x: Tensor, reference: nn.Module, *, steps: int = 2) -> Found:
-        """Offload, keep and offload again on the same compiled code, and compare with eager. ``steps``: before it is
-        settled what runs."""
+    def flip(self, build: Build, x: Tensor, **options: Any) -> Found:
+        """Offload, keep and offload again on the same compiled code; and do the same steps with eager code."""
         reset()
-        compiled_before = graphs_compiled()
-        with collectives() as compiling:
-            for _ in range(steps):
-                first = self.train(model, x)
-        compiled = graphs_compiled()
-        with fxoffload.override_policy("keep_all"):
-            kept = self.train(model, x)
-        after_keeping = held()
-        fxoffload.reset_stats()
-        with collectives() as running, parameters_watched(model) as parameters:
-            offloaded = self.train(model, x)
+        model = build({**OPTIONS, **options})
+        observed, counts = [], []
+        before = graphs_compiled()
+        for policy in (None, None, "keep_all", None):
+            compiled = graphs_compiled()
+            fxoffload.reset_stats()
+            with collectives() as issued, watched(model) as seen:
+                with contextlib.nullcontext() if policy is None else fxoffload.override_policy(policy):
+                    observed.append(self.train(model, x))
+            counts.append(issued)
+            if policy is not None:
+                moved_keeping, held_keeping = fxoffload.stats().bytes_offloaded, held()
         stats = fxoffload.stats()
-        with collectives() as eager_running:
-            eager = self.train(reference, x)
-        with collectives() as eager_twice:
-            for _ in range(steps):
-                self.train(reference, x)
-        return {
-            "graphs": compiled - compiled_before,
-            "compiled_meanwhile": graphs_compiled() - compiled,
-            "differing": differing(kept, first) + differing(kept, offloaded),
-            "dull": [n for n, g in kept.items() if not bool(g.isfinite().all()) or not bool(g.any())],
-            "num_compared": len(kept),
-            "from_eager": distance(eager, kept),
+        found = {
+            "graphs": len(fxoffload.graphs()),
+            "num_compiled": graphs_compiled() - before,
+            "num_compiled_last": graphs_compiled() - compiled,
+            "differing": [name for o in observed for name in differing(observed[2], o)],
+            "dull": [n for n, g in observed[2].items() if not bool(g.isfinite().all()) or not bool(g.any())],
+            "num_compared": len(observed[2]),
             "bytes_offloaded": stats.bytes_offloaded,
             "bytes_reloaded": stats.bytes_reloaded,
+            "bytes_offloaded_keeping": moved_keeping,
             "calls_kept": dict(stats.calls_kept),
             "kept_host_full": stats.bytes_kept_host_full,
-            "held_after_keeping": after_keeping,
-            "held": held(),
-            "collectives": running,
-            "collectives_eager": eager_running,
-            "collectives_compiling": compiling,
-            "collectives_eager_steps": eager_twice,
-            **parameters,
+            "held": [held_keeping, held()],
+            "collectives": counts,
+            **seen,
+        }
+        reference = build(None)
+        counts = []
+        for _ in range(4):
+            with collectives() as issued:
+                eager = self.train(reference, x)
+            counts.append(issued)
+        return {**found, "from_eager": distance(eager, observed[2]), "collectives_eager": counts}
+
+    def follow(self, build: Build, x: Tensor, *, budget: int, steps: int = 5, **options: Any) -> Found:
+        """Train under a budget that keeping everything does not meet: the plan for the step is there from the fourth
+        step on at the latest."""
+        reset()
+        alive = {p.graph for p in fxoffload.plans()}
+        model = build({**PLANNED, "activation_budget": budget, **options})
+        observed, moved, counts = [], [], []
+        for _ in range(steps):
+            fxoffload.reset_stats()
+            with collectives() as issued:
+                observed.append(self.train(model, x))
+            moved.append(fxoffload.stats().bytes_offloaded)
+            counts.append(issued)
+        return {**self._planned(model, x, observed, alive), "budget": budget, "moved": moved, "collectives": counts}
+
+    def plan_graphs(self, build: Build, x: Tensor, **options: Any) -> Found:
+        """Train graphs that have a plan each, made when they are compiled."""
+        reset()
+        alive = {p.graph for p in fxoffload.plans()}
+        model = build({**PLANNED, "max_slowdown": 1.0, **options})
+        observed, counts = [], []
+        for _ in range(3):
+            fxoffload.reset_stats()
+            with collectives() as issued:
+                observed.append(self.train(model, x))
+            counts.append(issued)
+        moved = [fxoffload.stats().bytes_offloaded]
+        reference, eager_counts = build(None), []
+        for _ in range(3):
+            with collectives() as issued:
+                eager = self.train(reference, x)
+            eager_counts.append(issued)
+        found = self._planned(model, x, observed, alive)
+        return {
+            **found,
+            "moved": moved,
+            "from_eager": distance(eager, observed[-1]),
+            "collectives": counts,
+            "collectives_eager": eager_counts,
+        }
+
+    def _planned(self, model: nn.Module, x: Tensor, observed: list[Observed], alive: Collection[int]) -> Found:
+        calls_kept = dict(fxoffload.stats().calls_kept)
+        after = held()
+        with fxoffload.override_policy("keep_all"):
+            kept = self.train(model, x)
+        plans = [p for p in fxoffload.plans() if p.graph not in alive]
+        return {
+            "plans": [p.summary for p in plans],
+            "predicted_peaks": [p.predicted.peak_bytes for p in plans],
+            "baseline_peaks": [p.baseline.peak_bytes for p in plans],
+            "predicted_moved": [p.predicted.bytes_offloaded for p in plans],
+            "actions": sorted({d.action for p in plans for d in p.decisions}),
+            "calls_kept": calls_kept,
+            "differing": [name for o in observed for name in differing(kept, o)],
+            "num_compared": len(kept),
+            "held": [after, held()],
         }
 
 
@@ -175,29 +234,33 @@ def collectives() -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def parameters_watched(model: nn.Module) -> Iterator[Found]:
-    """Which parameters are offloaded. Counts what could be mistaken for an activation: unsharded ones."""
-    seen: Found = {"unsharded_seen": 0, "parameters_offloaded": 0}
+def watched(model: nn.Module) -> Iterator[Found]:
+    """Which parameters are offloaded, out of those that could be mistaken for an activation: the unsharded ones. And,
+    of these, the bytes that are still there at the end."""
+    seen: Found = {"parameters_seen": 0, "parameters_offloaded": 0, "bytes_unsharded": 0}
+    storages: dict[int, torch.UntypedStorage] = {}
     original = CopyEngine.offload
 
-    def offload(engine: CopyEngine, storages: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        now = {local(p).untyped_storage().data_ptr() for p in unsharded(model)} - {0}
-        seen["unsharded_seen"] = max(seen["unsharded_seen"], len(now))
-        seen["parameters_offloaded"] += sum(s[0].untyped_storage().data_ptr() in now for s in storages)
-        return original(engine, storages, *args, **kwargs)
+    def offload(engine: CopyEngine, moved: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        now = {s.data_ptr(): s for s in (local(p).untyped_storage() for p in parameters_in_use(model)) if s.nbytes()}
+        storages.update(now)
+        seen["parameters_seen"] = max(seen["parameters_seen"], len(now))
+        seen["parameters_offloaded"] += sum(m[0].untyped_storage().data_ptr() in now for m in moved)
+        return original(engine, moved, *args, **kwargs)
 
     with mock.patch.object(CopyEngine, "offload", offload):
         yield seen
+    after = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen["bytes_unsharded"] = sum(s.nbytes() for at, s in storages.items() if at not in after)
 
 
-def unsharded(model: nn.Module) -> list[Tensor]:
-    """What the modules use as their parameters now."""
+def parameters_in_use(model: nn.Module) -> list[Tensor]:
+    """What the modules compute with now. FSDP1 puts views of its flat parameter where the parameters were."""
     found: list[Tensor] = []
     for module in model.modules():
         found += [p for p in module._parameters.values() if p is not None]
-        # FSDP1 puts views of its flat parameter where the parameters were.
         found += [v for v in vars(module).values() if isinstance(v, Tensor)]
-    return [p for p in found if not isinstance(p, DTensor) or p._local_tensor.untyped_storage().nbytes()]
+    return found
 
 
 def run(request: Request) -> None:
@@ -227,6 +290,8 @@ def run(request: Request) -> None:
         found[name]["seconds"] = round(time.monotonic() - start, 2)
         (Path(request.folder) / f"found{request.rank}.json").write_text(json.dumps(found))
         print(f"{time.monotonic() - began:6.1f} s  {name}: {found[name]}", flush=True)
+        reset()
+        print("GRAPHS", len(fxoffload.graphs()), len(fxoffload.plans()))
     # Together: a rank that goes early would make the other's last collective fail.
     dist.barrier()
     dist.destroy_process_group()

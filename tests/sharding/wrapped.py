@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,35 +16,53 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .launch import Found
 from .models import Block, Stack
-from .world import OPTIONS, Rank
+from .world import Rank
 
-COMPILED: dict[str, Any] = {"backend": "fxoffload", "options": OPTIONS}
 BUCKET_BYTES = 1 << 16  # a layer
 CPU = torch.device("cpu")
 
 
-def fsdp1(model: nn.Module, **how: Any) -> nn.Module:
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=CPU, **how)
-
-
-def layers_compiled(model: nn.Module) -> nn.Module:
-    for layer in model.layers:  # type: ignore[union-attr]
-        layer.compile(**COMPILED)
+def layers_compiled(options: Any) -> nn.Module:
+    model = Stack()
+    for layer in model.layers:
+        if options is not None:
+            layer.compile(backend="fxoffload", options=options)
     return model
 
 
-def fsdp1_layers(rank: Rank, use_orig_params: bool = True) -> Found:
-    how = {"use_orig_params": use_orig_params}
-    return rank.flip(fsdp1(layers_compiled(Stack()), **how), rank.input(), fsdp1(Stack(), **how))
+def compiled(model: nn.Module, options: Any) -> Any:
+    return model if options is None else torch.compile(model, backend="fxoffload", options=options)
 
 
-def fsdp1_whole(rank: Rank, use_orig_params: bool = True) -> Found:
-    how = {"use_orig_params": use_orig_params}
-    return rank.flip(torch.compile(fsdp1(Stack(), **how), **COMPILED), rank.input(), fsdp1(Stack(), **how))
+# -- FSDP1 -------------------------------------------------------------------------------------------------------------
 
 
-fsdp1_flat_layers = functools.partial(fsdp1_layers, use_orig_params=False)
-fsdp1_flat_whole = functools.partial(fsdp1_whole, use_orig_params=False)
+def fsdp1(model: nn.Module, use_orig_params: bool = True) -> nn.Module:
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=CPU, use_orig_params=use_orig_params)
+
+
+def fsdp1_layers(rank: Rank) -> Found:
+    return rank.flip(lambda options: fsdp1(layers_compiled(options)), rank.input())
+
+
+def fsdp1_whole(rank: Rank) -> Found:
+    return rank.flip(lambda options: compiled(fsdp1(Stack()), options), rank.input())
+
+
+def fsdp1_flat_layers(rank: Rank) -> Found:
+    return rank.flip(lambda options: fsdp1(layers_compiled(options), use_orig_params=False), rank.input())
+
+
+def fsdp1_flat_whole(rank: Rank) -> Found:
+    return rank.flip(lambda options: compiled(fsdp1(Stack(), use_orig_params=False), options), rank.input())
+
+
+def fsdp1_planned(rank: Rank) -> Found:
+    return rank.follow(lambda options: fsdp1(layers_compiled(options)), rank.input(), budget=140_000)
+
+
+# -- DDP ---------------------------------------------------------------------------------------------------------------
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -61,15 +78,25 @@ def small_buckets() -> Iterator[None]:
 
 @small_buckets()
 def ddp_of_layers(rank: Rank) -> Found:
-    return rank.flip(ddp(layers_compiled(Stack())), rank.input(), ddp(Stack()))
+    return rank.flip(lambda options: ddp(layers_compiled(options)), rank.input())
 
 
 @small_buckets()
 def ddp_of_compiled(rank: Rank) -> Found:
-    return rank.flip(ddp(torch.compile(Stack(), **COMPILED)), rank.input(), ddp(Stack()))
+    return rank.flip(lambda options: ddp(compiled(Stack(), options)), rank.input())
 
 
 @small_buckets()
 def compiled_ddp(rank: Rank) -> Found:
     """Dynamo's DDPOptimizer cuts at the buckets."""
-    return rank.flip(torch.compile(ddp(Stack()), **COMPILED), rank.input(), ddp(Stack()))
+    return rank.flip(lambda options: compiled(ddp(Stack()), options), rank.input())
+
+
+@small_buckets()
+def ddp_planned(rank: Rank) -> Found:
+    return rank.follow(lambda options: ddp(layers_compiled(options)), rank.input(), budget=204_000)
+
+
+@small_buckets()
+def compiled_ddp_planned(rank: Rank) -> Found:
+    return rank.plan_graphs(lambda options: compiled(ddp(Stack()), options), rank.input())
