@@ -41,11 +41,7 @@ def compiled_before(rank: Rank) -> Found:
 
 
 def compiled_after(rank: Rank) -> Found:
-    return _flipped(rank, "after")
-
-
-def unsharded_between(rank: Rank) -> Found:
-    return _flipped(rank, "before", reshard_after_forward=False)
+    return _flipped(rank, "after", reshard_after_forward=False)
 
 
 def mixed_precision(rank: Rank) -> Found:

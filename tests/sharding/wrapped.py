@@ -50,12 +50,8 @@ def fsdp1_whole(rank: Rank) -> Found:
     return rank.flip(lambda options: compiled(fsdp1(Stack()), options), rank.input())
 
 
-def fsdp1_flat_layers(rank: Rank) -> Found:
+def fsdp1_flat(rank: Rank) -> Found:
     return rank.flip(lambda options: fsdp1(layers_compiled(options), use_orig_params=False), rank.input())
-
-
-def fsdp1_flat_whole(rank: Rank) -> Found:
-    return rank.flip(lambda options: compiled(fsdp1(Stack(), use_orig_params=False), options), rank.input())
 
 
 def fsdp1_planned(rank: Rank) -> Found:
@@ -79,11 +75,6 @@ def small_buckets() -> Iterator[None]:
 @small_buckets()
 def ddp_of_layers(rank: Rank) -> Found:
     return rank.flip(lambda options: ddp(layers_compiled(options)), rank.input())
-
-
-@small_buckets()
-def ddp_of_compiled(rank: Rank) -> Found:
-    return rank.flip(lambda options: ddp(compiled(Stack(), options)), rank.input())
 
 
 @small_buckets()
