@@ -123,7 +123,7 @@ def checked(rank: Rank) -> Found:
         found[name]["collectives"] = sum(issued.values())
 
     check("none")
-    alike = compiled(max_slowdown=1.0)
+    alike = compiled(activation_budget="1GiB")
     check("alike")
     check("of a group", dist.new_group([0, 1]))
     del alike
