@@ -23,6 +23,7 @@ from fxoffload.machine.lookup import profile as profile
 from fxoffload.options import Options as Options
 from fxoffload.planner.plan import Plan as Plan
 from fxoffload.planner.shown import plans as plans
+from fxoffload.ranks import check_ranks as check_ranks
 from fxoffload.report import graphs as graphs
 from fxoffload.report import override_policy as override_policy
 from fxoffload.report import release_host_memory as release_host_memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import operator
@@ -61,6 +62,40 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
+    """What two graphs from the partitioner save, in the order in which AOTAutograd's runtime takes it apart: tensors,
+    then opaque objects (the DeviceMesh of a DTensor), then sizes.
+
+    torch 2.13's ``functionalize_rng_ops`` puts the random states of what is computed again behind opaque objects; the
+    forward then fails with "expected all tensors_saved_with_vc_check to be Tensors".
+    """
+    output = forward.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    saved = range(num_user_outputs, len(values))
+    order = [*range(num_user_outputs), *sorted(saved, key=lambda i: _saved_kind(values[i]))]
+    if order == sorted(order):
+        return
+    output.args = (tuple(values[i] for i in order),)
+    described = output.meta.get("desc")
+    if isinstance(described, (list, tuple)) and len(described) == len(order):
+        output.meta["desc"] = [described[i] for i in order]
+    inputs = backward.graph.find_nodes(op="placeholder")
+    # The backward takes sizes first.
+    moved = sorted(inputs[: len(saved)], key=lambda n: (_saved_kind(n) + 1) % 3)
+    for node in moved:
+        inputs[len(saved)].prepend(node)
+    forward.recompile()
+    backward.recompile()
+
+
+def _saved_kind(value: Any) -> int:
+    """0: a tensor, 1: an opaque object, 2: a size."""
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if isinstance(found, torch.Tensor):
+        return 0
+    return 2 if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)) else 1
 
 
 @contextlib.contextmanager
@@ -496,6 +531,45 @@ def is_rng_state(node: fx.Node) -> bool:
 def saves_rng_state(node: fx.Node) -> bool:
     """Whether ``node`` gives the state of a random generator, and what an op makes with it."""
     return node.target is torch.ops.higher_order.run_and_save_rng_state
+
+
+class InputOrigin(enum.Enum):
+    """What a joint graph's input is, where it is no input of the graph that was compiled."""
+
+    UNKNOWN = "unknown"
+    PARAMETER = "a parameter or a buffer"
+    OTHER = "other"
+
+
+def origin_of(node: fx.Node) -> InputOrigin | int:
+    """Which input of the graph that was compiled a joint graph's input is, or is a part of.
+
+    Stands for ``node.meta["desc"]``: AOTAutograd's descriptors (``torch._functorch._aot_autograd.descriptors``).
+    """
+    from torch._functorch._aot_autograd import descriptors
+
+    found = node.meta.get("desc")
+    while not isinstance(found, descriptors.PlainAOTInput):
+        if isinstance(found, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
+            return InputOrigin.PARAMETER
+        if isinstance(found, descriptors.SubclassGetAttrAOTInput):
+            found = found.base
+        elif isinstance(found, (descriptors.ViewBaseAOTInput, descriptors.SyntheticBaseAOTInput)):
+            found = found.base_of
+        else:
+            return InputOrigin.UNKNOWN if found is None else InputOrigin.OTHER
+    return found.idx
+
+
+def is_static_placeholder(node: fx.Node) -> bool:
+    """Whether an input of a graph from Dynamo is a parameter or a buffer, or was found where FSDP1 keeps a module's.
+
+    Stands for ``tensor_dict["_dynamo_static_input_type"]`` and ``_dynamo_source`` of the graph's placeholders.
+    """
+    if (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_fsdp_module()
 
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:

@@ -42,6 +42,7 @@ def fxoffload(
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
     from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
+    from fxoffload.compiler.parameter_inputs import parameters_of
     from fxoffload.compiler.session import CompileSession, compile_plain
 
     patches = chosen.inductor_config()
@@ -54,7 +55,7 @@ def fxoffload(
             return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
         inner: Callable[..., Any] = functools.partial(compile_plain, inner=chosen.inner)
     else:
-        session = CompileSession(chosen, disabled, device)
+        session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile

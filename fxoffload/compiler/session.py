@@ -23,11 +23,13 @@ from fxoffload._torch_compat import (
     compile_fx_inner,
     default_partition,
     inductor_config,
+    put_opaque_values_last,
     take_donated_placeholders,
 )
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.kernels import PendingKernels
+from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Source, recipe_for
@@ -109,10 +111,19 @@ class CompileSession:
         options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
+        parameters: positions of parameters and buffers among the inputs of the graph that is compiled; None: what
+            AOTAutograd says.
     """
 
-    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        options: Options,
+        disabled: frozenset[str],
+        device: torch.device,
+        parameters: frozenset[int] | None = None,
+    ) -> None:
         self.options = options
+        self._parameters = parameters
         self.disabled = disabled
         self.device = device
         self._layers = LayerReport()
@@ -145,22 +156,29 @@ class CompileSession:
     ) -> Any:
         """The forward and the backward graph: as planned, or as ``base`` makes them of the tagged joint graph."""
         self._num_user_outputs = kwargs["num_fwd_outputs"]
-        self._static_inputs = frozenset(kwargs.get("static_lifetime_input_indices") or ())
+        told = kwargs.get("static_lifetime_input_indices") or ()
+        self._static_inputs = parameters_in_joint(gm, self._parameters, told)
         self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
+
+        def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+            forward, backward = base(joint, joint_inputs, **kwargs)
+            put_opaque_values_last(forward, backward, kwargs["num_fwd_outputs"])
+            return forward, backward
+
         try:
             run_steps(_JOINT[:1], state, "joint")
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
             if self._plans():
-                self._planned = self._plan(gm, lambda g: base(g, joint_inputs, **kwargs))
+                self._planned = self._plan(gm, split)
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
                 counters.add("num_plain_graphs", int(self._plain))
                 return self._planned.draft.forward, self._planned.draft.backward
             if self._may_vary():
-                self._source = Source(copy_graph(gm), lambda g: base(g, joint_inputs, **kwargs))
+                self._source = Source(copy_graph(gm), split)
             run_steps(_JOINT[1:], state, "joint")
         except BudgetError:
             raise
@@ -168,7 +186,7 @@ class CompileSession:
             self._give_up(error)
         if state.tags.num_recomputed:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
-        return base(gm, joint_inputs, **kwargs)
+        return split(gm)
 
     def _plans(self) -> bool:
         """Whether there is something to plan: in a graph of one layer there is not."""

@@ -132,7 +132,8 @@ def _differences(position: int, plans: Sequence[Plan]) -> list[Difference]:
     found: dict[tuple[int, int, tuple[str, ...]], list[tuple[str, _Entry]]] = {}
     for key in dict.fromkeys(key for of_rank in entries for key in of_rank):
         actions = tuple(of_rank[key].decision.action if key in of_rank else ABSENT for of_rank in entries)
-        if len(set(actions)) > 1:
+        # What stays is computed once whatever it is called; names of random states, for one, differ.
+        if len(set(actions)) > 1 and not set(actions) <= {"stay", ABSENT}:
             first = next(rank for rank, of_rank in enumerate(entries) if key in of_rank)
             entry = entries[first][key]
             found.setdefault((first, entry.row, actions), []).append((key.layer, entry))

@@ -546,6 +546,12 @@ def test_what_is_computed_again_has_to_be_the_same() -> None:
     assert "recompute on rank 0; keep on rank 1" in str(found)
 
 
+def test_names_of_what_stays_need_not_be_the_same() -> None:
+    found = compare_plans([rank(of_layers(0, 3, "stay", name)) for name in ("getitem", "getitem_50")])
+    assert found.agrees
+    assert not found.residencies
+
+
 def test_a_candidate_that_a_rank_lacks_is_a_conflict() -> None:
     found = compare_plans([rank(of_layers(0, 3, "keep")), rank(of_layers(0, 2, "keep"))])
     assert not found.agrees

@@ -1,0 +1,230 @@
+"""Models that are sharded in every way, on two and on four CPU processes (gloo): the same bits as without offloading,
+and not one collective more.
+
+All cases of one world run in the same processes, which take seconds to start; each test reads what one case found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .launch import Ended, Found, launch
+
+FLIPPED = (
+    "fsdp2.compiled_before",
+    "fsdp2.compiled_after",
+    "fsdp2.mixed_precision",
+    "fsdp2.parameters_on_host",
+    "fsdp2.whole_model",
+    "wrapped.fsdp1_layers",
+    "wrapped.fsdp1_whole",
+    "wrapped.ddp_of_layers",
+    "wrapped.compiled_ddp",
+    "tensor.tensor_layers",
+    "tensor.sequence_whole",
+    "tensor.sequence_dtensors",
+)
+NOT_COMPILED = "wrapped.fsdp1_flat"
+FOLLOWED = (
+    "fsdp2.planned",
+    "fsdp2.planned_as_compiled",
+    "wrapped.fsdp1_planned",
+    "wrapped.ddp_planned",
+    "tensor.tensor_planned",
+    "tensor.sequence_dtensors_planned",
+)
+PLANNED_GRAPHS = ("wrapped.compiled_ddp_planned", "tensor.sequence_whole_planned")
+UNLIKE = ("ranks.fxoffload_on_one_rank", "ranks.other_length_on_one_rank", "ranks.unequal_lengths")
+# Of plans, first of all: there are none yet.
+WORLDS = {
+    2: ("ranks.checked", *FLIPPED, NOT_COMPILED, *FOLLOWED, *PLANNED_GRAPHS, *UNLIKE),
+    4: ("tensor.mesh_layers", "tensor.mesh_planned"),
+}
+NOTHING = {"groups_on_tape": 0, "host_bytes_in_use": 0}
+
+Worlds = Callable[[int, str], list[Found]]
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Worlds:
+    """What the ranks of a world found in a case. A world is started once, whichever worker needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+    ended: dict[int, list[Ended]] = {}
+
+    def found(world: int, case: str) -> list[Found]:
+        if world not in ended:
+            folder = shared / f"sharding{world}"
+            folder.mkdir(exist_ok=True)
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                kept = folder / "ended"
+                if not kept.exists():
+                    kept.write_bytes(pickle.dumps(launch(folder, world, WORLDS[world])))
+                ended[world] = pickle.loads(kept.read_bytes())
+        return [rank.found(case) for rank in ended[world]]
+
+    return found
+
+
+def assert_same_collectives(found: Found) -> None:
+    assert sum(sum(step.values()) for step in found["collectives_eager"]) > 0
+    assert found["collectives"] == found["collectives_eager"]
+
+
+def assert_flipped(found: Found) -> None:
+    """Of ``Rank.flip``."""
+    assert found["differing"] == found["dull"] == []
+    assert found["num_compared"] >= 16
+    assert 0 < found["bytes_offloaded"] == found["bytes_reloaded"]
+    assert found["bytes_offloaded_keeping"] == 0
+    assert found["calls_kept"] == {}
+    assert found["kept_host_full"] == 0
+    assert found["held"] == [NOTHING, NOTHING]
+    assert found["num_compiled"] > found["num_compiled_last"] == 0
+    assert_same_collectives(found)
+    assert found["parameters_seen"] > 0
+    assert found["parameters_offloaded"] == 0
+
+
+def assert_followed(found: Found) -> None:
+    """Of ``Rank.follow``."""
+    assert found["differing"] == []
+    assert found["num_compared"] >= 16
+    assert len(found["plans"]) == 1, found["plans"]
+    assert found["predicted_peaks"][0] <= found["budget"] < found["baseline_peaks"][0]
+    # Everything until there is a plan, then what the plan says.
+    assert 0 < found["moved"][-1] == found["moved"][-2] == found["predicted_moved"][0] < found["moved"][0]
+    assert found["calls_kept"] == {}
+    assert found["held"] == [NOTHING, NOTHING]
+
+
+# Gradients in bfloat16 differ by how they are rounded: compiled code rounds less often.
+FAR = {"fsdp2.mixed_precision": 0.03}
+SHARDED = ("fsdp2.", "wrapped.fsdp1")
+
+
+@pytest.mark.parametrize("case", FLIPPED)
+def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) -> None:
+    for found in worlds(2, case):
+        assert_flipped(found)
+        assert found["from_eager"] < FAR.get(case, 1e-5)
+        if case.startswith(SHARDED):
+            assert found["bytes_unsharded"] == 0
+
+
+def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds) -> None:
+    """Dynamo leaves modules alone whose parameters FSDP1 keeps to itself."""
+    for found in worlds(2, NOT_COMPILED):
+        assert found["differing"] == []
+        assert found["from_eager"] == found["num_compiled"] == found["bytes_offloaded"] == 0
+        assert_same_collectives(found)
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
+    for found in worlds(2, case):
+        assert_followed(found)
+        steps = found["collectives"]
+        if not case.startswith("wrapped.ddp"):  # which sends once more when it rebuilds its buckets
+            assert steps == [steps[0]] * len(steps)
+        # Graphs with collectives have no variants, and none has where that is switched off.
+        recomputes = case.startswith(("fsdp2.", "wrapped.")) and case != "fsdp2.planned_as_compiled"
+        assert ("recompute" in found["actions"]) == recomputes
+
+
+@pytest.mark.parametrize("case", PLANNED_GRAPHS)
+def test_plans_of_graphs_compute_no_collective_again(worlds: Worlds, case: str) -> None:
+    for found in worlds(2, case):
+        assert found["differing"] == []
+        assert "recompute" in found["actions"]
+        assert min(found["predicted_peaks"]) < max(found["baseline_peaks"])
+        assert found["from_eager"] < 1e-5
+        assert found["held"] == [NOTHING, NOTHING]
+        assert_same_collectives(found)
+
+
+@pytest.mark.parametrize("case", WORLDS[4])
+def test_sequence_parallel_with_fsdp2(worlds: Worlds, case: str) -> None:
+    """On a mesh of 2 x 2."""
+    for found in worlds(4, case):
+        if case.endswith("planned"):
+            assert_followed(found)
+        else:
+            assert_flipped(found)
+            assert found["from_eager"] < 1e-5
+            assert found["bytes_unsharded"] == 0
+
+
+# -- ranks that do not do the same -------------------------------------------------------------------------------------
+
+
+def test_fxoffload_on_one_rank_alone(worlds: Worlds) -> None:
+    """Whatever it would exchange with the others, they would not answer."""
+    mine, other = worlds(2, "ranks.fxoffload_on_one_rank")
+    assert 0 < mine["moved"][-1] < mine["moved"][0]
+    assert mine["num_variants"] > 0
+    assert other["moved"] == [0] * len(mine["moved"])
+    for found in (mine, other):
+        assert found["from_eager"] < 1e-5
+        assert found["held"] == [NOTHING]
+        assert_same_collectives(found)
+
+
+def test_one_rank_compiles_and_plans_again(worlds: Worlds) -> None:
+    mine, other = worlds(2, "ranks.other_length_on_one_rank")
+    assert (mine["compiled_later"], other["compiled_later"]) == (1, 0)
+    assert (mine["num_plans"], other["num_plans"]) == (2, 1)
+    assert len(set(other["moved"])) == 1
+    assert 0 < mine["moved"][-1] < mine["moved"][0]
+    for found in (mine, other):
+        assert found["differing"] == []
+        assert found["from_eager"] < 1e-5
+        assert found["held"] == [NOTHING]
+        assert_same_collectives(found)
+
+
+def test_unequal_lengths(worlds: Worlds) -> None:
+    both = worlds(2, "ranks.unequal_lengths")
+    for found in both:
+        assert found["differing"] == []
+        assert found["from_eager"] < 1e-5
+        assert found["compiled"] == 1
+        assert found["held"] == [NOTHING]
+    assert all(0 < a < b for a, b in zip(both[0]["moved"], both[1]["moved"], strict=True))
+
+
+def test_check_ranks(worlds: Worlds) -> None:
+    first, second = worlds(2, "ranks.checked")
+    for name in first.keys() - {"seconds"}:
+        assert first[name] == second[name], "ranks are told different things"
+    found: dict[str, Any] = first
+    assert found["none"]["agrees"] and found["none"]["num_plans"] == [0, 0]
+    for name in ("alike", "of a group"):
+        assert found[name]["agrees"] and found[name]["num_plans"] == [1, 1]
+        assert found[name]["text"] == "2 ranks fit together"
+    # What ranks compute again in a step over several graphs is their own business.
+    assert found["steps"]["agrees"] and found["steps"]["num_plans"] == [1, 1]
+    assert "recompute on rank 0; keep on rank 1" in found["steps"]["text"]
+    assert not found["unlike"]["agrees"]
+    assert "do NOT fit together" in found["unlike"]["text"]
+    assert "plan 0, layers." in found["unlike"]["text"]
+    assert "recompute on rank 0; keep on rank 1" in found["unlike"]["text"]
+    assert not found["numbers"]["agrees"]
+    assert "different numbers of plans: 1 on rank 0, 0 on rank 1" in found["numbers"]["text"]
+    # Lengths, then the plans; of a group, in that group.
+    assert {name: f["collectives"] for name, f in found.items() if name != "seconds"} == dict.fromkeys(
+        ("none", "alike", "of a group", "steps", "unlike", "numbers"), 2
+    )
+
+
+def test_check_ranks_without_a_process_group() -> None:
+    import fxoffload
+
+    with pytest.raises(RuntimeError, match="expected an initialized torch"):
+        fxoffload.check_ranks()
