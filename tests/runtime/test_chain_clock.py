@@ -237,3 +237,46 @@ def test_what_it_is_given() -> None:
     clock = chain_clock_for(torch.device("cpu"), 2)
     assert clock.begin_step() is None  # the first is skipped
     assert clock.begin_step() is not None
+
+
+def test_a_peak_that_has_risen_since_the_first_step_is_theirs() -> None:
+    """Between two calls, in a step that is not measured; what the counter held before is nobody's."""
+    time = Time()
+    time.memory = Memory(1000, 1500)
+    clock = time.clock(skip=1, memory=lambda: time.memory)
+    assert clock.begin_step() is None
+    time.allocate(900)
+    time.allocate(-900)
+    step = time.step(clock)
+    assert step is not None
+    step.end()
+    assert clock.readings().peak_bytes() == 900
+
+    lower = time.clock(skip=1, memory=lambda: time.memory)
+    assert lower.begin_step() is None
+    time.allocate(500)
+    time.allocate(-500)
+    step = time.step(lower)
+    assert step is not None
+    step.end()
+    assert lower.readings().peak_bytes() is None
+
+
+def test_what_the_first_call_is_given_for_the_step_alone_counts() -> None:
+    time = Time()
+    clock = time.clock(memory=lambda: time.memory)
+    stays, gathered = torch.ones(8), torch.ones(16)
+    step = clock.begin_step()
+    assert step is not None
+    step.given(0, [stays, gathered])
+    time.call(step, "forward", 0, {"a": 1.0})
+    gathered.untyped_storage().resize_(0)
+    time.allocate(-64)
+    step.given(1, [torch.ones(4)])
+    time.allocate(100)
+    for phase, number in (("forward", 1), ("backward", 1), ("backward", 0)):
+        time.call(step, phase, number, {"a": 1.0})
+    step.end()
+    live = clock.readings().live_before()
+    assert live["forward"] == {"call 0/a": 64, "call 1/a": 100}
+    assert live["backward"] == {"call 1/a": 100, "call 0/a": 100}
