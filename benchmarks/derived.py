@@ -50,6 +50,11 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
         row[f"peak_without_returned_gradients_vs_{kind}"] = (
             mine.traced_peak.peak_without_returned_gradients_bytes / without if without else None
         )
+    if kind == "inductor":
+        for name, collective in mine.collectives.items():
+            other = theirs.collectives.get(name)
+            if other is not None and other.kernel_ms:
+                row[f"{name}_kernel_ms_vs_inductor"] = collective.kernel_ms / other.kernel_ms
     if mine.compile_s is not None and theirs.compile_s:
         row[f"compile_vs_{kind}"] = mine.compile_s / theirs.compile_s
     if kind in ("inductor", "keep_all") and mine.gradients and theirs.gradients:

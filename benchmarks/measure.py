@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.allocator_trace import trace_step
+from benchmarks.collective_trace import trace_collectives
 from benchmarks.compile_profile import count_graphs, read_compile_times
 from benchmarks.copy_trace import trace_copies
 from benchmarks.gradients import digest_gradients
@@ -58,6 +59,8 @@ class Measurement:
             phases.optional("allocator trace", self.trace_allocator)
         if protocol.copy_trace and on_gpu and uses_fxoffload(self.request.variant):
             phases.optional("copy trace", self.trace_copies)
+        if protocol.copy_trace and on_gpu and protocol.ranks > 1:
+            phases.optional("collective trace", self.trace_collectives)
         phases.optional("graph count", self.count_graphs)
 
     def build(self) -> None:
@@ -116,6 +119,9 @@ class Measurement:
 
     def count_graphs(self) -> None:
         self.result.num_graphs_at_end = count_graphs()
+
+    def trace_collectives(self) -> None:
+        self.result.collectives = trace_collectives(self.stepper)
 
     def trace_copies(self) -> None:
         self.result.copies = trace_copies(self.stepper, self.request.variant)

@@ -160,6 +160,16 @@ class Copies:
 
 
 @dataclass
+class Collective:
+    """NCCL's kernels of one kind in one extra step, from the profiler. ``kernel_ms``: their times summed up, in which a
+    kernel waits for its peers; ``busy_ms``: time in which at least one ran."""
+
+    count: int
+    kernel_ms: float
+    busy_ms: float
+
+
+@dataclass
 class Host:
     """Host memory of the measuring process."""
 
@@ -281,6 +291,7 @@ class Result:
     memory: Memory | None = None
     traced_peak: TracedPeak | None = None
     copies: Copies | None = None
+    collectives: dict[str, Collective] = field(default_factory=dict)
     host: Host | None = None
     stats_first_step: dict[str, float] | None = None
     stats_timed_steps: dict[str, float] | None = None

@@ -21,6 +21,7 @@ from fxoffload.errors import UnsupportedError as UnsupportedError
 from fxoffload.errors import VerificationError as VerificationError
 from fxoffload.machine.lookup import profile as profile
 from fxoffload.options import Options as Options
+from fxoffload.plan_step import profile_step as profile_step
 from fxoffload.planner.plan import Plan as Plan
 from fxoffload.planner.shown import plans as plans
 from fxoffload.ranks import check_ranks as check_ranks

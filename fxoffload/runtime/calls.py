@@ -290,6 +290,7 @@ class StepCalls:
         self._memory = memory
         self._lock = threading.RLock()
         self._step: _Step | None = None
+        self._planning: threading.Thread | None = None  # the latest
 
     def site(self) -> Site:
         """A place for one more compiled graph."""
@@ -300,6 +301,19 @@ class StepCalls:
         with self._lock:
             if site.plan is not None and site.plan.follower is follower:
                 site.plan = replace(site.plan, choices=choices)
+
+    def end_step(self) -> bool:
+        """The step that ran is over, if all its backwards are. What it gives reason to plan is planned when this
+        returns. Returns whether steps like it go on as they are: they follow a plan, or will have none."""
+        with self._lock:
+            step = self._step
+            if step is None or not step.is_complete:
+                return step is None
+            self._finish()
+            planning = self._planning
+        if planning is not None:
+            planning.join()
+        return step.was_planned or not step.awaits_plan
 
     def give_up(self, error: Exception) -> None:
         """Watching failed: the step goes on without."""
@@ -547,8 +561,9 @@ class StepCalls:
         first.num_plans += 1
         sites = [site for c in step.calls if (site := c.site()) is not None]
         if self._in_background:
-            run = threading.Thread(target=self._plan, args=(sites, merged), name="fxoffload-tape-plan", daemon=True)
-            run.start()
+            args = (sites, merged)
+            self._planning = threading.Thread(target=self._plan, args=args, name="fxoffload-tape-plan", daemon=True)
+            self._planning.start()
         else:
             self._plan(sites, merged)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.arguments import (
     split_settings,
 )
 from benchmarks.cli import app
+from benchmarks.collective_trace import summarize_collectives
 from benchmarks.copy_trace import Interval, summarize_copies
 from benchmarks.derived import derive
 from benchmarks.gradients import digest_gradients
@@ -25,6 +27,7 @@ from benchmarks.launch import run_variant
 from benchmarks.quartiles import summarize
 from benchmarks.schema import (
     Case,
+    Collective,
     Digest,
     Protocol,
     Record,
@@ -192,6 +195,30 @@ def test_copies_are_rated_over_the_time_they_ran() -> None:
     assert copies.d2h_span_ms == 3.5
     assert copies.d2h_gb_per_s == 2.0
     assert copies.h2d_gb_per_s == 0.0
+
+
+def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
+    names = [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 1000),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 500, 2500),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 3000),
+        ("Memcpy DtoH (Device -> Pinned)", 0, 9000),
+        ("triton_poi_fused_add_0", 0, 100),
+    ]
+    events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=a, end=b)) for n, a, b in names]
+    assert summarize_collectives(events) == {
+        "AllGather": Collective(2, 3.0, 2.5),
+        "ReduceScatter": Collective(1, 3.0, 3.0),
+    }
+
+
+def test_collectives_are_compared_with_inductors() -> None:
+    inductor, mine = (_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all"))
+    inductor.result.collectives = {"AllGather": Collective(16, 100.0, 100.0)}
+    mine.result.collectives = {"AllGather": Collective(16, 103.0, 103.0), "AllReduce": Collective(1, 1.0, 1.0)}
+    row = derive([inductor, mine], None)[1]
+    assert row["AllGather_kernel_ms_vs_inductor"] == pytest.approx(1.03)
+    assert "AllReduce_kernel_ms_vs_inductor" not in row
 
 
 def test_bounds_take_the_slower_of_compute_and_link() -> None:

@@ -497,6 +497,33 @@ def test_the_third_step_follows_the_plan_and_nothing_is_compiled() -> None:
     assert fxoffload.Plan.from_json(plan.to_json()).predicted == plan.predicted
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_step_may_be_profiled_before_training(in_background: bool) -> None:
+    """Three steps: two are recorded, the third follows the plan. The next one does too, with the numbers of any."""
+    plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
+    budget = in_between()
+    torch.compiler.reset()
+    run = Run(per_layer(MODELS["stack"](), activation_budget=budget), batch(length=LENGTH))
+    count = 0
+
+    def step(add: int) -> None:
+        nonlocal count
+        count += add
+        loss_of(run.model(run.x)).backward()
+        torch.rand(1)
+
+    torch.manual_seed(3)
+    generator = torch.get_rng_state()
+    with mock.patch.object(engine_for(CPU).calls, "_in_background", in_background):
+        (plan,) = fxoffload.profile_step(step, add=1)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert count == 3
+    fxoffload.reset_stats()
+    assert_equal(run.step(), plain)
+    assert fxoffload.stats().bytes_offloaded == plan.predicted.bytes_offloaded > 0
+    assert fxoffload.profile_step(step, 1) == [] and count == 4
+
+
 def test_the_plan_goes_with_its_graphs() -> None:
     run = recorded(MODELS["stack"], steps=3)
     assert new_plans()
