@@ -102,6 +102,17 @@ def _symbol_of(placeholder: fx.Node) -> Any:
     return value.node.expr
 
 
+def depends_on_data(joint: fx.GraphModule) -> bool:
+    """Whether activations have sizes that are known only when they are there, as what an expert computes for the tokens
+    that a router sends it. What a graph saves of those weighs nothing in a plan."""
+    return any(
+        value.is_floating_point() and free_unbacked_symbols(value)
+        for node in joint.graph.nodes
+        if node.op == "call_function"
+        for value in tensors_of(node)
+    )
+
+
 @dataclass(frozen=True)
 class GraphBytes:
     """How large a call is: the bytes of all values of a joint graph, views counted again.

@@ -26,6 +26,7 @@ from fxoffload._torch_compat import (
     put_opaque_values_last,
     take_donated_placeholders,
 )
+from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.kernels import PendingKernels
@@ -56,6 +57,7 @@ from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
+from fxoffload.sizes import format_bytes
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -171,7 +173,7 @@ class CompileSession:
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
-            if self._plans():
+            if self._plans(gm):
                 self._planned = self._plan(gm, split)
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
@@ -188,10 +190,21 @@ class CompileSession:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
         return split(gm)
 
-    def _plans(self) -> bool:
-        """Whether there is something to plan: in a graph of one layer there is not."""
+    def _plans(self, joint: fx.GraphModule) -> bool:
+        """Whether there is something to plan: in a graph of one layer there is not, and a budget cannot be promised for
+        sizes that nobody knows."""
         off = self.disabled & {"planner", "segments", "offload"}
-        return self.options.policy == "auto" and not off and len(self._layers.layers) > 1
+        if self.options.policy != "auto" or off or len(self._layers.layers) < 2:
+            return False
+        if self._goal.budget_bytes is None or not depends_on_data(joint):
+            return True
+        warnings.warn(
+            f"expected sizes that are known before a step runs, to plan for an activation_budget of "
+            f"{format_bytes(self._goal.budget_bytes)}; found activations whose sizes depend on data (experts without a "
+            "capacity, say). All that may move is offloaded, and the budget is not checked",
+            stacklevel=2,
+        )
+        return False
 
     def _plan(self, gm: fx.GraphModule, partition: Partition) -> Planned | None:
         options = self.options
