@@ -108,7 +108,7 @@ def test_more_tokens_for_one_expert_move_as_many_bytes() -> None:
 
 def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:
     """What experts save weighs nothing in a plan: it would keep all of it, or refuse a budget that is large enough."""
-    model = Stack(3, block=Dropless)
+    model = Stack(2, block=Dropless)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with pytest.warns(UserWarning, match="sizes depend on data"):
             compile_in(model, "whole", policy="auto", activation_budget="1KiB")
@@ -117,11 +117,11 @@ def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:
         fxoffload.reset_stats()
         model(batch(length=20)).square().mean().backward()
     moved = fxoffload.stats().bytes_offloaded
-    assert moved >= 3 * 20 * 4 * (WIDTH + 2 * 2 * WIDTH)
+    assert moved >= 2 * 20 * 4 * (WIDTH + 2 * 2 * WIDTH)
 
 
 def test_without_a_budget_what_is_known_is_planned() -> None:
-    model = Stack(3, block=Dropless)
+    model = Stack(2, block=Dropless)
     before = {p.graph for p in fxoffload.plans()}
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compile_in(model, "whole", policy="auto")
