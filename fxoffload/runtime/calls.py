@@ -167,9 +167,9 @@ class _Watched:
 
 @dataclass(eq=False)
 class _Step:
-    """The step that runs. ``chain``: whose plan it follows, or is recorded for."""
+    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded for."""
 
-    chain: SizedChain = field(default_factory=SizedChain)
+    sizes: Sizes = ()
     calls: list[_Call] = field(default_factory=list)
     pending: list[_Call] = field(default_factory=list)
     running: _Call | None = None  # whose backward runs
@@ -340,7 +340,7 @@ class StepCalls:
     def _begin(self, site: Site, args: Sequence[Any]) -> _Step:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
-        step = _Step(chain)
+        step = _Step(chain.sizes)
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None:
             step.recording = follower.step_begins()
@@ -350,7 +350,7 @@ class StepCalls:
         # that, and follows it.
         step.plan = chain.ready
         if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
-            step.chain, step.plan = larger, larger.ready
+            step.sizes, step.plan = larger.sizes, larger.ready
         step.was_planned = step.plan is not None
         if not step.was_planned:
             step.awaits_plan = site.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
@@ -498,8 +498,9 @@ class StepCalls:
             return
         chains.before = None
         chains.known = Known(record.sites, merged, [before.sizes, record.sizes])
-        if chains.may_plan(step.chain):
-            self._plan(first, step.chain)
+        chain = chains.at(step.sizes)
+        if chains.may_plan(chain):
+            self._plan(first, chain)
 
     def _plan(self, first: Site, chain: SizedChain) -> None:
         """Make a plan for a chain that begins at ``first``, from what is known of it."""
@@ -540,13 +541,16 @@ class StepCalls:
         first = step.calls[0].site()
         if first is None:
             return
+        chain = first.chains.get(step.sizes)
         if not step.was_planned:
             self._plan_if_seen_twice(first, step)
+        elif chain is None:
+            return  # forgotten meanwhile
         elif step.regular and step.is_complete:
-            step.chain.num_misses = 0
+            chain.num_misses = 0
         elif step.is_outgrown and first.chains.known is not None and first.chains.known.learns(*step.sites_and_sizes()):
-            first.chains.outgrown(step.chain)
-        elif step.missed and first.chains.missed(step.chain):
+            first.chains.outgrown(chain)
+        elif step.missed and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")
 
 
