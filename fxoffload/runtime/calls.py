@@ -541,14 +541,14 @@ class StepCalls:
         first = step.calls[0].site()
         if first is None:
             return
-        chain = first.chains.get(step.sizes)
+        chain, known = first.chains.get(step.sizes), first.chains.known
         if not step.was_planned:
             self._plan_if_seen_twice(first, step)
         elif chain is None:
             return  # forgotten meanwhile
         elif step.regular and step.is_complete:
             chain.num_misses = 0
-        elif step.is_outgrown and first.chains.known is not None and first.chains.known.learns(*step.sites_and_sizes()):
+        elif step.is_outgrown and known is not None and known.learns(*step.sites_and_sizes()):
             first.chains.outgrown(chain)
         elif step.missed and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")

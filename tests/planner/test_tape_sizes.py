@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fxoffload
 from fxoffload.compiler import session, tape_plan
@@ -24,7 +26,7 @@ from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, new_plans, options
 from tests.support import Stack, assert_equal, assert_nothing_held, batch, compile_counts
 
-alone = tape.alone
+alone, process_group = tape.alone, tape.process_group
 
 # Sizes of the grid; none is the width of the layers, which Dynamo would take for the same size.
 SHORT, MIDDLE, LONG = 15, 32, 48
@@ -173,10 +175,9 @@ def test_only_so_many_plans_are_kept_and_the_largest_among_them() -> None:
     lengths = (100, 100, *range(3, 30))
     for length in lengths:
         at(run, length).step()
-    planned = planned_lengths()
+    planned = [f"2, {n}" for n in (104, *range(9, 16), *range(16, 31, 2))]
+    assert planned_lengths() == planned
     assert len(planned) == chains._MOST_SIZES
-    assert planned[0] == "2, 104"
-    assert planned[1:] == [f"2, {n}" for n in (*range(14, 17), *range(18, 30, 2), 32)][-15:] or len(planned) == 16
     assert moved_by(at(run, 99)) == moved_by(at(run, 3)) == 0
 
 
@@ -308,6 +309,35 @@ def test_what_is_beside_the_graphs_is_that_of_the_largest_recorded() -> None:
     assert extra > max(map(max, beside[0])) > 0
     # The last forward began with what those before it had saved offloaded: only its own input was there.
     assert beside[0][0][-1] == extra - 2 * LONG * 16 * 4
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fully_sharded_layers() -> None:
+    def sharded(**changes: Any) -> Run:
+        run = varying(**changes)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in run.model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(run.model, mesh=mesh)
+        return run
+
+    def gradients(run: Run, length: int) -> dict[str, Tensor]:
+        at(run, length).step()
+        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+
+    budget = 120_000
+    plain, run = sharded(policy="keep_all"), sharded(activation_budget=budget)
+    moved = []
+    for length in (LONG, SHORT, MIDDLE, LONG, 64, SHORT, LONG):
+        expected = gradients(plain, length)
+        fxoffload.reset_stats()
+        assert_equal(gradients(run, length), expected)
+        moved.append(fxoffload.stats().bytes_offloaded)
+    plans = dict(zip(planned_lengths(), new_plans(), strict=True))
+    assert moved[2:] == [plans[f"2, {n}"].predicted.bytes_offloaded for n in (MIDDLE, LONG, 64, SHORT, LONG)]
+    assert moved[5] == 0 < moved[2] < moved[3] < moved[4]
+    assert all(p.predicted_peak_bytes <= budget for p in plans.values())
 
 
 class Dropless(nn.Module):
