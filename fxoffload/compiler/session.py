@@ -265,6 +265,7 @@ class CompileSession:
         if found is not None:
             site.part, site.edges = found
             site.planner, site.may_follow = plan_tape, forward.graph.may_follow
+            site.sizes = None if site.part.sized is None else site.part.sized.sizes
             if self._goal.budget_bytes is not None:
                 # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
                 site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))

@@ -5,6 +5,9 @@ FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.calls``
 each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a graph
 gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time. Nothing
 is exchanged between ranks.
+
+Where sizes vary from call to call, a chain is planned for some sizes: graphs are described as they are with those. They
+have no variants.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from fxoffload._torch_compat import free_symbols, hints_at
+from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of, recomputed_rows
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
@@ -28,6 +33,7 @@ from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.passes.op_costs import tensors_of
 from fxoffload.planner.beside import beside_when_calls_begin
 from fxoffload.planner.chain import Beside, Chain
 from fxoffload.planner.goal import PlanGoal
@@ -38,7 +44,8 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.calls import Following, Seen, Site
+from fxoffload.runtime.calls import Site
+from fxoffload.runtime.chains import Following, Seen
 from fxoffload.runtime.engine import Budgets, engine_for
 from fxoffload.runtime.executor import Movable
 from fxoffload.runtime.held import CallAt, Edges, Held
@@ -77,6 +84,30 @@ class TapeGoal:
 
 
 @dataclass(frozen=True)
+class SizedGraph:
+    """A graph whose sizes vary from call to call.
+
+    Attributes:
+        sizes: that vary.
+        forward: as compiled.
+        backward: as compiled.
+        movables: of the forward.
+        warned: of what its plans have warned.
+    """
+
+    sizes: BatchSizes
+    forward: ForwardState
+    backward: BackwardState
+    movables: tuple[Movable, ...]
+    warned: set[str] = field(default_factory=set)
+
+    def step_at(self, sizes: Sizes, rates: ProfileRates) -> TrainingStep:
+        """One forward and backward of calls of these sizes."""
+        with hints_at(self.sizes.named(sizes)):
+            return step_of(self.forward, self.backward, self.movables, rates)
+
+
+@dataclass(frozen=True)
 class Part:
     """What the plan of a chain knows of one of its graphs.
 
@@ -87,6 +118,7 @@ class Part:
         goal: of the chain.
         edges: of the graph, in the names of ``step``.
         recipe: makes variants of the graph that compute more again; None: there are none.
+        sized: the graph, where its sizes vary; None: they do not. ``step`` is of the sizes that it was compiled for.
     """
 
     graph: CompiledGraph
@@ -95,6 +127,13 @@ class Part:
     goal: TapeGoal
     edges: Edges
     recipe: Recipe | None = None
+    sized: SizedGraph | None = None
+
+    def at(self, sizes: Sizes) -> Part:
+        """The same for calls of these sizes; as it is where none vary."""
+        if self.sized is None or not sizes:
+            return self
+        return replace(self, step=self.sized.step_at(sizes, self.rates))
 
 
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
@@ -110,11 +149,15 @@ def describe_part(
     goal: TapeGoal,
     recipe: Recipe | None = None,
 ) -> tuple[Part, Edges] | None:
-    """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call,
-    nothing that is saved may move, or there are no rates. ``recipe``: of variants of them; the edges then name the
-    inputs that only a variant may save too."""
+    """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call
+    and are not told as arguments, nothing that is saved may move, or there are no rates. ``recipe``: of variants of
+    them; the edges then name the inputs that only a variant may save too."""
+    sized = None
     if _is_dynamic(forward) or _is_dynamic(backward):
-        return None
+        sizes = _sizes_of(forward, backward)
+        if sizes is None:
+            return None
+        sized, recipe = SizedGraph(sizes, forward, backward, tuple(movables)), None
     assert forward.outer is not None and backward.outer is not None
     try:
         rates = rates_for(goal.profile, goal.device)
@@ -134,7 +177,16 @@ def describe_part(
     )
     if recipe is not None:
         edges = with_all_inputs(edges, forward)
-    return Part(graph, step, rates, goal, edges, recipe), edges
+    return Part(graph, step, rates, goal, edges, recipe, sized), edges
+
+
+def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | None:
+    """The sizes that vary; None where the arguments of the forward do not tell all of them."""
+    sizes = BatchSizes.of(forward.gm)
+    tensors = (t for state in (forward, backward) for n in state.gm.graph.nodes for t in tensors_of(n))
+    if sizes is None or not {s for t in tensors for s in free_symbols(t)} <= set(sizes.symbols):
+        return None
+    return sizes
 
 
 def _is_dynamic(state: ForwardState | BackwardState) -> bool:
@@ -146,33 +198,44 @@ def _has_symbols(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
-def plan_tape(sites: Sequence[Site], seen: Seen) -> Following | None:
+def plan_tape(sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes] = ()) -> Following | None:
     """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
     with other options.
 
     Args:
         sites: of the calls, in the order of their forwards.
         seen: what was seen of their memory.
+        sizes: of the calls, the largest that the plan is to serve; empty where none vary.
     """
     parts = [s.part for s in sites if isinstance(s.part, Part)]
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
         return None
     began = time.perf_counter()
-    planning = TapePlanning(parts, seen.held, [frozenset(s.written) for s in sites], seen.live_bytes)
+    planning = TapePlanning(parts_at(parts, sizes), seen, [frozenset(s.written) for s in sites], sizes)
     schedule = planning.run()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
     return planning.following(tuple(weakref.ref(s) for s in sites), schedule, box)
 
 
+def parts_at(parts: Sequence[Part], sizes: Sequence[Sizes]) -> list[Part]:
+    """The parts of calls of these sizes (empty: none vary). Calls that are alike have the same part."""
+    found: dict[tuple[int, Sizes], Part] = {}
+    each = list(zip(parts, sizes or [()] * len(parts), strict=True))
+    for part, size in each:
+        if (id(part), size) not in found:
+            found[id(part), size] = part.at(size)
+    return [found[id(part), size] for part, size in each]
+
+
 class TapePlanning:
     """Plans one chain.
 
     Args:
-        parts: of its calls, in the order of their forwards.
-        held: as of ``Seen``.
+        parts: of its calls, in the order of their forwards, at the sizes that are planned for.
+        seen: of the chain.
         written: per call, inputs that the program modifies before the backward (``Site.written``).
-        live_bytes: as of ``Seen``.
+        sizes: per call, those that are planned for; empty where none vary.
 
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
@@ -182,19 +245,22 @@ class TapePlanning:
     def __init__(
         self,
         parts: Sequence[Part],
-        held: Sequence[Held],
+        seen: Seen,
         written: Sequence[frozenset[str]],
-        live_bytes: Mapping[CallAt, int] | None = None,
+        sizes: Sequence[Sizes] = (),
     ) -> None:
         self.parts = parts
+        self.sizes = tuple(sizes)
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
-        calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
-        self.ways = TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
+        self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
-        if self.goal.budget_bytes is not None and live_bytes:
-            self.ways.beside = self._beside(self.compiled, live_bytes)
+        if self.goal.budget_bytes is not None and seen.live_bytes:
+            ran = self.compiled
+            if seen.sizes != self.sizes:
+                ran = self._ways(parts_at(parts, seen.sizes), seen.held, written).as_compiled()
+            self.ways.beside = self._beside(ran, seen.live_bytes)
             self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
@@ -209,13 +275,30 @@ class TapePlanning:
 
     @property
     def calibrates(self) -> bool:
-        """Whether it is planned again with measured times."""
-        return self.parts[0].goal.calibrates
+        """Whether it is planned again with measured times: where sizes vary, they are not those of one step."""
+        return self.parts[0].goal.calibrates and not self.sizes
+
+    @property
+    def _of_sizes(self) -> str:
+        """The sizes, in words: of the first call that has any; those of the others follow from them."""
+        first = next((s for s in self.sizes if s), ())
+        return f", sizes {', '.join(map(str, first))}" if first else ""
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once, whatever the sizes are."""
+        warned = next((p.sized.warned for p in self.parts if p.sized is not None), set[str]())
+        if kind not in warned:
+            warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
     @property
     def chain(self) -> Chain:
         """What is scheduled."""
         return self.option.chain
+
+    def _ways(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> TapeRecompute:
+        calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
+        return TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
 
     def _scheduler(self, step: TrainingStep) -> Scheduler:
         return Scheduler(
@@ -227,7 +310,9 @@ class TapePlanning:
         )
 
     def _beside(self, compiled: TapeOption, live_bytes: Mapping[CallAt, int]) -> Beside:
-        """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``)."""
+        """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``). Where sizes
+        vary it is an estimate: eager code takes more or less with other sizes than ``compiled`` has, parameters that
+        FSDP gathers take the same."""
         chain = compiled.chain
         goes: dict[str, bool] = {}
         for k, part in enumerate(self.parts):
@@ -259,21 +344,21 @@ class TapePlanning:
             assert aim.limit_bytes is not None
             found = self.option.scheduler.smallest()
             least = found.simulation.peak_bytes + budget - aim.limit_bytes
-            warnings.warn(
+            self._warn(
+                "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
-                f"{len(self.parts)} calls of compiled graphs, found {format_bytes(budget)}; the step takes the least "
-                "that was found. Raise the budget, or make the batch smaller",
-                stacklevel=2,
+                f"{len(self.parts)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the step "
+                "takes the least that was found. Raise the budget, or make the batch smaller",
             )
             self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
             return found
         self.summary = f"the fastest plan found within {format_bytes(budget)}: {self._gain(found)}"
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
-            warnings.warn(
+            self._warn(
+                "slowdown",
                 f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
                 f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
-                stacklevel=2,
             )
         return found
 
@@ -326,7 +411,7 @@ class TapePlanning:
         choices = self.choices(schedule)
         follower = replan_for_tape(self, schedule, sites, box)
         if not any(numbers):
-            return Following(sites, choices, box, follower=follower)
+            return Following(sites, choices, box, follower=follower, sizes=self.sizes)
 
         def prepare() -> None:
             began = time.perf_counter()
@@ -339,9 +424,9 @@ class TapePlanning:
             self.option, self.numbers = self.compiled, [0] * len(self.parts)
             instead = self.compiled.schedule or self.compiled.scheduler.smallest()
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self._gain(instead)}"
-            return Following(sites, self.choices(instead), PlanBox(self.describe(instead)))
+            return Following(sites, self.choices(instead), PlanBox(self.describe(instead)), sizes=self.sizes)
 
-        return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower)
+        return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower, sizes=self.sizes)
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
@@ -363,7 +448,7 @@ class TapePlanning:
     def describe(self, schedule: Schedule) -> Plan:
         """The plan to show."""
         graphs = len({id(p.graph) for p in self.parts})
-        over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}"
+        over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
         # The first of the others computes all again that may be.
         tried = (self.compiled, self.option, *self.others[:1])
         smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in tried}
@@ -399,7 +484,8 @@ class TapePlanning:
                 reason = "others hold it too: to move it would free nothing"
             else:
                 reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
-            yield Row(label, c.name, producer_of(c), c.nbytes or 0, "offload" if go[c.name] else "keep", reason)
+            nbytes = info.nbytes if info is not None and self.sizes else c.nbytes or 0
+            yield Row(label, c.name, producer_of(c), nbytes, "offload" if go[c.name] else "keep", reason)
         for item in saved.skipped:
             if not item.reason.startswith("parameter"):
                 yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)

@@ -3,7 +3,8 @@
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
 reverse. ``StepCalls`` (one per copy engine) watches the chain go by. Two steps that ran through the same graphs are
 handed to a planner, with what was seen of the memory that passes between calls; from the next step on, each call
-follows the plan of its place in the chain.
+follows the plan of its place in the chain. Where sizes vary from step to step, each has a plan of its own
+(``fxoffload.runtime.chains``).
 
 Nothing here can make a result wrong: what a call does is settled when it begins, and its tokens say what it did. A step
 that is not the chain that was planned (other graphs, several forwards before a backward, a forward in the middle of a
@@ -17,9 +18,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,19 @@ from fxoffload._torch_compat import (
 from fxoffload.runtime.allocator_trace import Memory
 from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.chain_clock import StepRecording
-from fxoffload.runtime.held import CallAt, Edges, Held, Moment, later
+from fxoffload.runtime.chains import (
+    CallSizes,
+    Chains,
+    Follower,
+    Following,
+    Known,
+    Planner,
+    Record,
+    Seen,
+    SizedChain,
+    Sizes,
+)
+from fxoffload.runtime.held import CallAt, Edges, Held, Moment
 from fxoffload.runtime.lent import Lent
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.transfer import Group
@@ -43,65 +56,8 @@ from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)
 
-# So many steps in a row that are not the chain that was planned, and it is recorded anew.
-_MOST_MISSES = 2
-# A chain that keeps changing is not worth planning, or looking at, again and again.
-_MOST_PLANS = 3
-_MOST_RECORDS = 16
 # After so many forwards it is asked whether any of them waits for a backward: if not, none of them is remembered.
 _MOST_FORWARDS = 64
-
-
-class Follower(Protocol):
-    """Measures the first steps that follow a plan, and may replace it (``StepCalls.follow_instead``)."""
-
-    def step_begins(self) -> StepRecording | None:
-        """A step that follows the plan begins: its recording, or None if it is not measured."""
-        ...
-
-
-@dataclass(eq=False)
-class Following:
-    """A plan for a chain.
-
-    Attributes:
-        sites: the graphs, in the order of the forwards.
-        choices: what the call at each place does.
-        shown: kept alive for as long as the plan is.
-        prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
-            the thread that runs the forwards, when a step begins.
-        otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
-        follower: measures steps that follow it; None: nothing does.
-    """
-
-    sites: tuple[weakref.ref[Site], ...]
-    choices: tuple[Choice, ...]
-    shown: object = None
-    prepare: Callable[[], None] | None = None
-    otherwise: Callable[[], Following] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
-    follower: Follower | None = None
-
-    def has(self, place: int, site: Site) -> bool:
-        """Whether the call at ``place`` is one of ``site``."""
-        return place < len(self.sites) and self.sites[place]() is site
-
-
-Planner = Callable[[Sequence["Site"], "Seen"], "Following | None"]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What was seen of a chain.
-
-    Attributes:
-        held: memory at the edges of its calls.
-        live_bytes: bytes on the device when each call began, above those when the step did; empty where that is not
-            known.
-    """
-
-    held: tuple[Held, ...]
-    live_bytes: Mapping[CallAt, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -110,6 +66,7 @@ class Site:
 
     Attributes:
         part: what the planner knows of the graph; None: no chain that it is in is planned.
+        sizes: of its calls, where they vary; None: they do not.
         edges: of the graph.
         planner: plans a chain that begins here.
         may_follow: whether the graph does what a plan says, at the moment.
@@ -117,6 +74,7 @@ class Site:
         written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
         at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
         measure: makes the recorder of the call that begins now; None: it is not measured.
+        chains: that begin here.
     """
 
     calls: StepCalls
@@ -128,13 +86,16 @@ class Site:
     at_first: Choice | None = None
     written: set[str] = field(default_factory=set)
     measure: Callable[[], Recorder | None] | None = None
-    # Of the chains that begin here:
-    plan: Following | None = None
-    seen: _Record | None = None
-    is_planning: bool = False
-    num_records: int = 0
-    num_plans: int = 0
-    num_misses: int = 0
+    sizes: CallSizes | None = None
+    chains: Chains = field(default_factory=Chains)
+
+    def sizes_of(self, args: Sequence[Any]) -> Sizes:
+        """Of the call with these arguments; empty where they do not vary."""
+        return () if self.sizes is None else self.sizes.told_by(args)
+
+    def planned_sizes(self, args: Sequence[Any]) -> Sizes:
+        """The sizes that the call with these arguments is planned for."""
+        return () if self.sizes is None else self.sizes.rounded_up(self.sizes.told_by(args))
 
     def forward_begins(self, args: Sequence[Any]) -> None:
         """A forward call begins: sets ``followed``."""
@@ -173,35 +134,13 @@ class Site:
             self.calls.give_up(error)
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What was seen of a step."""
-
-    sites: tuple[weakref.ref[Site], ...]
-    held: tuple[Held, ...]
-    live_bytes: Mapping[CallAt, int]
-
-    def same_chain(self, other: _Record) -> bool:
-        return len(self.sites) == len(other.sites) and all(
-            a() is b() is not None for a, b in zip(self.sites, other.sites, strict=True)
-        )
-
-    def merged(self, other: _Record) -> Seen | None:
-        """What both say: memory is held for as long as in either. None where it passes between calls otherwise. What is
-        on the device is that of ``other``: nothing was compiled in it, if this one came first."""
-        mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
-        if mine.keys() != others.keys():
-            return None
-        held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
-        return Seen(held, other.live_bytes)
-
-
 @dataclass(eq=False)
 class _Call:
     """One forward call of a step, and its backward."""
 
     site: weakref.ref[Site]
     place: int
+    sizes: Sizes = ()
     group: weakref.ref[Group] | None = None  # None until the forward has returned
     empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
     kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
@@ -228,8 +167,9 @@ class _Watched:
 
 @dataclass(eq=False)
 class _Step:
-    """The step that runs."""
+    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded for."""
 
+    sizes: Sizes = ()
     calls: list[_Call] = field(default_factory=list)
     pending: list[_Call] = field(default_factory=list)
     running: _Call | None = None  # whose backward runs
@@ -241,14 +181,19 @@ class _Step:
     records: bool = False
     regular: bool = True
     missed: bool = False
+    is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
-    record: _Record | None = None  # of a step that is complete
+    record: Record | None = None  # of a step that is complete
     now: Moment = field(default_factory=lambda: Moment("forward", 0))
     lent: Lent | None = None
     left_bytes: int = 0
     live_bytes: dict[CallAt, int] = field(default_factory=dict)  # as the allocator says
     watched: list[_Watched] = field(default_factory=list)
     by_key: dict[int, _Watched] = field(default_factory=dict)
+
+    def sites_and_sizes(self) -> tuple[tuple[weakref.ref[Site], ...], tuple[Sizes, ...]]:
+        """Of its calls."""
+        return tuple(c.site for c in self.calls), tuple(c.sizes for c in self.calls)
 
     def spoil(self, *, missed: bool = False) -> None:
         """It is no chain that could be planned. ``missed``: not the one that is."""
@@ -299,8 +244,7 @@ class StepCalls:
     def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...]) -> None:
         """The next step that begins at ``site`` makes other choices, if it still follows the plan of ``follower``."""
         with self._lock:
-            if site.plan is not None and site.plan.follower is follower:
-                site.plan = replace(site.plan, choices=choices)
+            site.chains.follow_instead(follower, choices)
 
     def end_step(self) -> bool:
         """The step that ran is over, if all its backwards are. What it gives reason to plan is planned when this
@@ -328,7 +272,7 @@ class StepCalls:
         site.followed = site.measure = None
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
         if not unusual:
-            self._prepare(site)
+            self._prepare(site, args)
         with self._lock:
             step = self._step
             if unusual:
@@ -338,7 +282,7 @@ class StepCalls:
             if step is None or self._is_over(step, site):
                 overlaps = step is not None and any(c.waits() for c in step.pending)
                 self._finish()
-                step = self._step = self._begin(site)
+                step = self._step = self._begin(site, args)
                 if overlaps:
                     step.spoil(missed=True)  # the memory of another forward is still there
             place = len(step.calls)
@@ -346,11 +290,15 @@ class StepCalls:
                 step.spoil()  # it raised, or another thread runs it
             if step.plan is not None and not step.plan.has(place, site):
                 step.spoil(missed=True)
+            sizes = site.sizes_of(args)
+            if step.plan is not None and not step.plan.serves(place, sizes):
+                step.spoil(missed=True)
+                step.is_outgrown = step.awaits_plan = True
             if step.plan is not None and not site.may_follow():
                 step.spoil()
             if step.records and not (site.part is not None and site.may_follow()):
                 step.spoil()
-            step.calls.append(_Call(weakref.ref(site), place))
+            step.calls.append(_Call(weakref.ref(site), place, sizes))
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
             elif step.awaits_plan:
@@ -369,9 +317,10 @@ class StepCalls:
                     if name is not None and isinstance(value, Tensor) and (version := version_of(value)) is not None
                 ]
 
-    def _prepare(self, site: Site) -> None:
+    def _prepare(self, site: Site, args: Sequence[Any]) -> None:
         """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
-        while (plan := site.plan) is not None and plan.prepare is not None:
+        chain = site.chains.get(site.planned_sizes(args))
+        while chain is not None and (plan := chain.plan) is not None and plan.prepare is not None:
             with self._lock:
                 begins = self._step is None or self._is_over(self._step, site)
             if not begins or not site.may_follow():
@@ -389,8 +338,8 @@ class StepCalls:
                         f"graphs and goes on {how}: {error}",
                         stacklevel=2,
                     )
-                    if site.plan is plan:
-                        site.plan = None if plan.otherwise is None else plan.otherwise()
+                    if chain.plan is plan:
+                        site.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
                 plan.prepare = plan.otherwise = None
 
     def _is_over(self, step: _Step, site: Site) -> bool:
@@ -402,22 +351,25 @@ class StepCalls:
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
         return again and not any(c.waits() for c in step.pending)
 
-    def _begin(self, site: Site) -> _Step:
-        step = _Step()
-        follower = None if site.plan is None or site.plan.prepare is not None else site.plan.follower
+    def _begin(self, site: Site, args: Sequence[Any]) -> _Step:
+        chains = site.chains
+        chain = chains.at(site.planned_sizes(args))
+        step = _Step(chain.sizes)
+        follower = None if chain.ready is None else chain.ready.follower
         if follower is not None:
             step.recording = follower.step_begins()
-        plan = site.plan  # which the follower may have replaced
-        if plan is not None:
-            # One that was made this moment may have to be made ready: the next step does that, and follows it.
-            step.plan = plan if plan.prepare is None else None
-            step.was_planned = step.plan is not None
-            step.awaits_plan = step.plan is None
-        else:
-            tired = site.num_plans >= _MOST_PLANS or site.num_records >= _MOST_RECORDS
-            step.awaits_plan = site.planner is not None and not tired
-            step.records = step.awaits_plan and not site.is_planning
-            site.num_records += step.records
+        if chains.may_plan(chain):
+            self._plan(site, chain)
+        # The follower may have replaced it. One that was made this moment may have to be made ready: the next step does
+        # that, and follows it.
+        step.plan = chain.ready
+        if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
+            step.sizes, step.plan = larger.sizes, larger.ready
+        step.was_planned = step.plan is not None
+        if not step.was_planned:
+            step.awaits_plan = site.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
+            step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
+            chains.num_records += step.records
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
@@ -537,7 +489,7 @@ class StepCalls:
             step.by_key[ref.key] = item
 
     @staticmethod
-    def _record(step: _Step) -> _Record:
+    def _record(step: _Step) -> Record:
         """What was seen of a step whose last backward has run."""
         last = step.now
         held = tuple(Held(tuple(w.members), None if w.until == last else w.until) for w in step.watched)
@@ -546,40 +498,55 @@ class StepCalls:
         step.records = False
         base = next(iter(step.live_bytes.values()), 0) - step.left_bytes
         live_bytes = {at: nbytes - base for at, nbytes in step.live_bytes.items()}
-        return _Record(tuple(c.site for c in step.calls), held, live_bytes)
+        sites, sizes = step.sites_and_sizes()
+        return Record(sites, held, live_bytes, sizes)
 
     def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
+        chains = first.chains
         record = step.record if step.regular else None
-        before, first.seen = first.seen, record
+        before, chains.before = chains.before, record
         if before is None or record is None or not before.same_chain(record):
             return
         merged = before.merged(record)
         if merged is None:
             return
-        first.seen = None
-        first.is_planning = True
-        first.num_plans += 1
-        sites = [site for c in step.calls if (site := c.site()) is not None]
+        chains.before = None
+        chains.known = Known(record.sites, merged, [before.sizes, record.sizes])
+        chain = chains.at(step.sizes)
+        if chains.may_plan(chain):
+            self._plan(first, chain)
+
+    def _plan(self, first: Site, chain: SizedChain) -> None:
+        """Make a plan for a chain that begins at ``first``, from what is known of it."""
+        known = first.chains.known
+        assert known is not None
+        sites = [site for ref in known.sites if (site := ref()) is not None]
+        if len(sites) < len(known.sites):
+            first.chains.known = None  # it was compiled anew
+            return
+        first.chains.begin_planning(chain)
+        args = (sites, chain, known.seen, known.sizes_at(chain.sizes))
         if self._in_background:
-            args = (sites, merged)
-            self._planning = threading.Thread(target=self._plan, args=args, name="fxoffload-tape-plan", daemon=True)
+            self._planning = threading.Thread(
+                target=self._make_plan, args=args, name="fxoffload-tape-plan", daemon=True
+            )
             self._planning.start()
         else:
-            self._plan(sites, merged)
+            self._make_plan(*args)
 
     @staticmethod
-    def _plan(sites: Sequence[Site], seen: Seen) -> None:
-        first = sites[0]
+    def _make_plan(sites: Sequence[Site], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]) -> None:
+        first, plan = sites[0], None
         assert first.planner is not None
         try:
-            first.plan = first.planner(sites, seen)
+            plan = first.planner(sites, seen, sizes)
         except Exception as error:
             warnings.warn(
                 f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
                 stacklevel=2,
             )
         finally:
-            first.is_planning = False
+            first.chains.end_planning(chain, plan)
 
     def _finish(self) -> None:
         """The step is over: was it what was planned?"""
@@ -591,15 +558,17 @@ class StepCalls:
         first = step.calls[0].site()
         if first is None:
             return
+        chain, known = first.chains.get(step.sizes), first.chains.known
         if not step.was_planned:
             self._plan_if_seen_twice(first, step)
+        elif chain is None:
+            return  # forgotten meanwhile
         elif step.regular and step.is_complete:
-            first.num_misses = 0
-        elif step.missed:
-            first.num_misses += 1
-            if first.num_misses >= _MOST_MISSES:
-                log.info("steps are not what was planned any more: they are recorded again")
-                first.plan, first.num_misses = None, 0
+            chain.num_misses = 0
+        elif step.is_outgrown and known is not None and known.learns(*step.sites_and_sizes()):
+            first.chains.outgrown(chain)
+        elif step.missed and first.chains.missed(chain):
+            log.info("steps are not what was planned any more: they are recorded again")
 
 
 def _is_of(call: _Call, group: Group) -> bool:

@@ -620,16 +620,6 @@ def test_other_policies_are_not_planned() -> None:
     assert not new_plans()
 
 
-def test_sizes_that_vary_are_not_planned() -> None:
-    run = recorded(MODELS["stack"], activation_budget="1GiB")
-    found = []
-    for length in (20, 24, 28, 20, 24, 28, 28, 28, 28):
-        run.x = batch(length=length)
-        found.append(moved_by(run))
-    assert len(set(found[-4:])) == 1
-    assert found[-1] > 0
-
-
 def test_a_policy_for_a_while() -> None:
     """It outweighs the plan, which is followed again afterwards."""
     run = recorded(MODELS["stack"], activation_budget=in_between())

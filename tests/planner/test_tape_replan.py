@@ -254,14 +254,16 @@ def test_every_call_goes_on_running_its_variant() -> None:
         moved = moved_by(run)
         assert moved == before.predicted.bytes_offloaded > 0
         site = engine_for(CPU).calls._step.calls[0].site()  # type: ignore[union-attr]
-        assert site is not None and site.plan is not None
-        first = site.plan
+        assert site is not None
+        chain = site.chains.at(())
+        first = chain.plan
+        assert first is not None
         counts = chains.compile_counts()
         for _ in range(3):
-            assert site.plan is first
+            assert chain.plan is first
             assert_equal(run.step(), plain)  # planned again when the third one begins
-        assert site.plan is not first
-        assert [c.variant for c in site.plan.choices] == [c.variant for c in first.choices]
+        assert chain.plan is not None and chain.plan is not first
+        assert [c.variant for c in chain.plan.choices] == [c.variant for c in first.choices]
         assert len({c.variant for c in first.choices}) > 1
         plan = the_plan()
         assert plan.calibrated is not None and plan.simulation is not None

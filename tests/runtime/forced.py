@@ -16,7 +16,8 @@ from fxoffload.compiler.recipe import Recipe, VariantDraft
 from fxoffload.compiler.tape_plan import Part
 from fxoffload.graphs import CompiledGraph
 from fxoffload.runtime.bundle import Bundle
-from fxoffload.runtime.calls import Following, Site, StepCalls
+from fxoffload.runtime.calls import Site, StepCalls
+from fxoffload.runtime.chains import Following
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.windows import Choice
 from tests.support import Observed, effects, rehearsal
@@ -129,7 +130,7 @@ class Forced:
     def force(self, *variants: int, offload: bool = False, **changes: Any) -> None:
         """The next steps do so."""
         engine_for(CPU).calls._step = None
-        self.first.plan = self.plan(variants, offload=offload, **changes)
+        self.first.chains.at(()).plan = self.plan(variants, offload=offload, **changes)
 
     def loss(self) -> Tensor:
         """Of a forward."""

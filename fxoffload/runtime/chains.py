@@ -1,0 +1,309 @@
+"""The chains of calls that begin at one compiled graph, and their plans: one for each size of the first call.
+
+Where sizes vary from call to call, which memory passes between the calls of a step does not. So a chain that was
+recorded twice, whatever its sizes were, is planned for other sizes without being recorded again. Sizes are rounded up
+to a coarse grid; a plan serves all calls that are no larger than those that it was made for.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fxoffload.runtime.chain_clock import StepRecording
+from fxoffload.runtime.held import CallAt, Held, later
+from fxoffload.runtime.windows import Choice
+
+if TYPE_CHECKING:
+    from fxoffload.runtime.calls import Site
+
+# Sizes of one call that vary from call to call; empty where none does.
+Sizes = tuple[int, ...]
+
+# So many steps in a row that are not the chain that was planned, and it is recorded anew.
+_MOST_MISSES = 2
+# A chain that keeps changing is not worth planning, or looking at, again and again.
+_MOST_PLANS = 3
+_MOST_RECORDS = 16
+# So many sizes have a plan at a time, and so many plans are made in all.
+_MOST_SIZES = 16
+_MOST_PLANS_IN_ALL = 64
+
+
+class CallSizes(Protocol):
+    """Of a graph whose sizes vary."""
+
+    def told_by(self, args: Sequence[Any]) -> Sizes:
+        """The sizes of the call with these arguments."""
+        ...
+
+    def rounded_up(self, sizes: Sizes) -> Sizes:
+        """The next larger sizes that are planned for."""
+        ...
+
+
+class Follower(Protocol):
+    """Measures the first steps that follow a plan, and may replace it (``StepCalls.follow_instead``)."""
+
+    def step_begins(self) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured."""
+        ...
+
+
+@dataclass(eq=False)
+class Following:
+    """A plan for a chain.
+
+    Attributes:
+        sites: the graphs, in the order of the forwards.
+        choices: what the call at each place does.
+        shown: kept alive for as long as the plan is.
+        prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
+            the thread that runs the forwards, when a step begins.
+        otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
+        follower: measures steps that follow it; None: nothing does.
+        sizes: per call, the largest that it serves; empty where no sizes vary.
+    """
+
+    sites: tuple[weakref.ref[Site], ...]
+    choices: tuple[Choice, ...]
+    shown: object = None
+    prepare: Callable[[], None] | None = None
+    otherwise: Callable[[], Following] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
+    follower: Follower | None = None
+    sizes: tuple[Sizes, ...] = ()
+
+    def has(self, place: int, site: Site) -> bool:
+        """Whether the call at ``place`` is one of ``site``."""
+        return place < len(self.sites) and self.sites[place]() is site
+
+    def serves(self, place: int, sizes: Sizes) -> bool:
+        """Whether the call at ``place`` may be of these sizes."""
+        return _fits(sizes, self.sizes[place] if self.sizes else ())
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a chain.
+
+    Attributes:
+        held: memory at the edges of its calls.
+        live_bytes: bytes on the device when each call began, above those when the step did; empty where that is not
+            known.
+        sizes: per call, those of the step in which ``live_bytes`` were read.
+    """
+
+    held: tuple[Held, ...]
+    live_bytes: Mapping[CallAt, int] = field(default_factory=dict)
+    sizes: tuple[Sizes, ...] = ()
+
+
+# Plans calls of graphs, seen so, for so large sizes: per call, or none at all where no sizes vary.
+Planner = Callable[[Sequence["Site"], Seen, Sequence[Sizes]], "Following | None"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was seen of one step; see ``Seen``."""
+
+    sites: tuple[weakref.ref[Site], ...]
+    held: tuple[Held, ...]
+    live_bytes: Mapping[CallAt, int]
+    sizes: tuple[Sizes, ...] = ()
+
+    def same_chain(self, other: Record) -> bool:
+        """Whether both went through the same graphs."""
+        return len(self.sites) == len(other.sites) and all(
+            a() is b() is not None for a, b in zip(self.sites, other.sites, strict=True)
+        )
+
+    def merged(self, other: Record) -> Seen | None:
+        """What both say: memory is held for as long as in either. None where it passes between calls otherwise. What is
+        on the device is that of ``other`` (nothing was compiled in it, if this one came first), but for one whose sizes
+        are smaller."""
+        mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
+        if mine.keys() != others.keys():
+            return None
+        held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
+        last = self if _volume(self.sizes) > _volume(other.sizes) else other
+        return Seen(held, last.live_bytes, last.sizes)
+
+
+@dataclass
+class Known:
+    """A chain that was recorded.
+
+    Attributes:
+        sites: the graphs, in the order of the forwards.
+        seen: of it.
+        steps: sizes of the calls of steps; grows when a step is larger than its plan.
+    """
+
+    sites: tuple[weakref.ref[Site], ...]
+    seen: Seen
+    steps: list[tuple[Sizes, ...]]
+
+    def sizes_at(self, first: Sizes) -> tuple[Sizes, ...]:
+        """Sizes of all calls where those of the first are ``first``. Each is one of them if it always was the same one;
+        any other is the largest that was seen, rounded up."""
+        if not any(self.steps[-1]):
+            return ()
+        found = []
+        for call, ref in enumerate(self.sites):
+            most = tuple(max(sizes) for sizes in zip(*(step[call] for step in self.steps), strict=True))
+            site = ref()
+            if site is not None and site.sizes is not None:
+                most = site.sizes.rounded_up(most)
+            found.append(tuple(self._size(call, i, first, size) for i, size in enumerate(most)))
+        return tuple(found)
+
+    def _size(self, call: int, index: int, first: Sizes, most: int) -> int:
+        places = sorted(range(len(first)), key=lambda i: i != index)  # the same place, if it can be
+        same = (i for i in places if all(step[call][index] == step[0][i] for step in self.steps))
+        return next((first[i] for i in same), most)
+
+    def learns(self, sites: tuple[weakref.ref[Site], ...], sizes: tuple[Sizes, ...]) -> bool:
+        """Add the sizes of a step that was larger than its plan. Whether there was anything to add: it went through the
+        same graphs."""
+        is_new = sites == self.sites and sizes not in self.steps
+        if is_new:
+            self.steps.append(sizes)
+        return is_new
+
+
+@dataclass(eq=False)
+class SizedChain:
+    """The chain that begins with a call of some sizes.
+
+    Attributes:
+        sizes: of the first call, as they are planned for.
+        plan: that steps follow.
+        num_plans: how many there were.
+        num_misses: how many steps in a row were another chain than the one that was planned.
+    """
+
+    sizes: Sizes = ()
+    plan: Following | None = None
+    num_plans: int = 0
+    num_misses: int = 0
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether it was planned often enough."""
+        return self.num_plans >= _MOST_PLANS
+
+    @property
+    def ready(self) -> Following | None:
+        """The plan, if a step can follow it at once."""
+        return None if self.plan is None or self.plan.prepare is not None else self.plan
+
+
+class Chains:
+    """All chains that begin at one graph.
+
+    Attributes:
+        before: what the last step that was recorded looked like.
+        known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
+        is_planning: whether a plan is being made.
+        num_records: how many steps were recorded.
+    """
+
+    def __init__(self) -> None:
+        self.before: Record | None = None
+        self.known: Known | None = None
+        self.is_planning = False
+        self.num_records = 0
+        self._num_plans = 0
+        self._found: dict[Sizes, SizedChain] = {}  # the one that was asked for last at the end
+
+    @property
+    def all(self) -> list[SizedChain]:
+        """Those that are remembered."""
+        return list(self._found.values())
+
+    @property
+    def may_record(self) -> bool:
+        """Whether the step that begins is worth recording."""
+        return self.known is None and not self.is_planning and self.num_records < _MOST_RECORDS
+
+    def get(self, sizes: Sizes) -> SizedChain | None:
+        """The chain of these sizes, if it is remembered."""
+        return self._found.get(sizes)
+
+    def at(self, sizes: Sizes) -> SizedChain:
+        """The chain of these sizes. The one that was not asked for longest is forgotten, if there are too many: one
+        without a plan first, the largest last, since its plan serves all others."""
+        chain = self._found.pop(sizes, None) or SizedChain(sizes)
+        if sizes and not chain.plan and self._num_plans >= _MOST_PLANS_IN_ALL:
+            return chain  # it gets no plan: nobody has to make room
+        if len(self._found) >= _MOST_SIZES:
+            largest = max(self._found, key=math.prod)
+            del self._found[min(self._found, key=lambda s: (self._found[s].plan is not None, s == largest))]
+        self._found[sizes] = chain
+        return chain
+
+    def larger(self, sizes: Sizes) -> SizedChain | None:
+        """The smallest one with a plan that serves a first call of these sizes."""
+        found = [c for c in self.all if c.sizes and _fits(sizes, c.sizes) and c.ready is not None]
+        return min(found, key=lambda c: math.prod(c.sizes), default=None)
+
+    def may_plan(self, chain: SizedChain) -> bool:
+        """Whether ``chain`` can, and is still to, get a plan from what is known."""
+        if self.known is None or self.is_planning or chain.plan is not None or chain.is_tired:
+            return False
+        return not chain.sizes or self._num_plans < _MOST_PLANS_IN_ALL
+
+    def awaits_plan(self, chain: SizedChain) -> bool:
+        """Whether a step of ``chain``, which has no plan, does until then what is right for the first steps. Where so
+        many sizes come by that not all of them get a plan, it goes on doing that."""
+        return not chain.is_tired and (self.known is not None or self.num_records < _MOST_RECORDS)
+
+    def begin_planning(self, chain: SizedChain) -> None:
+        """A plan for ``chain`` is being made."""
+        self.is_planning = True
+        chain.num_plans += 1
+        self._num_plans += 1
+
+    def end_planning(self, chain: SizedChain, plan: Following | None) -> None:
+        """It is made; see ``take``."""
+        self.take(chain, plan)
+        self.is_planning = False
+
+    def take(self, chain: SizedChain, plan: Following | None) -> None:
+        """``plan`` is that of ``chain``; None: it could not be made, and what is known is of no use."""
+        chain.plan = plan
+        if plan is None:
+            self.known = None
+
+    def outgrown(self, chain: SizedChain) -> None:
+        """The plan of ``chain`` was made for smaller calls than there are, which is known by now."""
+        chain.plan = None
+        chain.num_plans -= 1
+
+    def missed(self, chain: SizedChain) -> bool:
+        """A step was not what was planned. Whether that was so often enough that steps are recorded again."""
+        chain.num_misses += 1
+        if chain.num_misses < _MOST_MISSES:
+            return False
+        chain.plan, chain.num_misses = None, 0
+        self.before = self.known = None
+        return True
+
+    def follow_instead(self, follower: Follower, choices: tuple[Choice, ...]) -> None:
+        """Plans that are still followed by ``follower`` make other choices."""
+        for chain in self.all:
+            if chain.plan is not None and chain.plan.follower is follower:
+                chain.plan = replace(chain.plan, choices=choices)
+
+
+def _fits(sizes: Sizes, into: Sizes) -> bool:
+    return len(sizes) == len(into) and all(a <= b for a, b in zip(sizes, into, strict=True))
+
+
+def _volume(sizes: Sequence[Sizes]) -> int:
+    return sum(math.prod(s) for s in sizes)
