@@ -128,11 +128,14 @@ class Scheduler:
                 if best is None and limit >= whole:
                     return None
                 if best is None:
-                    limit, step = min(int(limit * (1 + step)), whole), 2 * step
+                    limit, step = min(max(int(limit * (1 + step)), limit + 1), whole), 2 * step
                 else:
                     limit = (too_low + best.simulation.peak_bytes) // 2
             if best is not None and best.simulation.peak_bytes <= too_low * (1 + _PEAK_STEP):
                 break
+        if best is None:
+            found = self.least_time(whole)
+            best = found if found is not None and found.simulation.step_ms <= max_ms else None
         return best
 
     def smallest(self) -> Schedule:

@@ -153,7 +153,6 @@ class Recorder:
             sample.peaks[segment] = None if peak is None else peak - base
             sample.temp_bytes[segment] = None if peak is None else peak - before.allocated
         if self._trace is not None:
-            sample.base = base
             peak, bounds = self._trace.exact_peak(), self._trace.bounds()
             sample.peak = None if peak is None else peak - base
             sample.bounds = None if bounds is None else (bounds[0] - base, bounds[1] - base)

@@ -159,7 +159,7 @@ def _add(whole: Sample, call: Sample, number: int) -> None:
     whole.live_after.update(named(call.live_after))
     whole.peaks.update({segment_of(number, name): peak for name, peak in call.peaks.items()})
     whole.temp_bytes.update({segment_of(number, name): size for name, size in call.temp_bytes.items()})
-    whole.peak, whole.bounds, whole.base = call.peak, call.bounds, call.base
+    whole.peak, whole.bounds = call.peak, call.bounds
 
 
 class ChainClock:
@@ -202,7 +202,6 @@ class ChainClock:
         self._unread: deque[StepRecording] = deque()
         self._samples: list[tuple[Sample, Sample]] = []
         self._failed = False
-        self._earlier_peak: int | None = None  # of the allocator, when the first step began
 
     def begin_step(self) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured."""
@@ -210,8 +209,6 @@ class ChainClock:
             if not self.measuring:
                 return None
             self._seen += 1
-            if self._seen == 1:
-                self._earlier_peak = self._peak()
             if self._seen <= self._skip or not self._sources.events.usable():
                 return None
             if self._recorded >= _PATIENCE * self._count:
@@ -265,22 +262,7 @@ class ChainClock:
         """What was measured, as of one forward and one backward. See [Note: What a chain's times mean]."""
         with self._lock:
             self._read_completed()
-            samples: dict[Phase, list[Sample]] = {
-                "forward": [f for f, _ in self._samples],
-                "backward": [b for _, b in self._samples],
-            }
-            return Readings(samples, self._highest())
-
-    def _highest(self) -> int | None:
-        now = self._peak()
-        return now if now is not None and self._earlier_peak is not None and now > self._earlier_peak else None
-
-    def _peak(self) -> int | None:
-        """The allocator's. None where it says nothing; that it fails, the recorders find too, and tell."""
-        try:
-            return None if self._sources.memory is None else self._sources.memory().peak
-        except Exception:
-            return None
+            return Readings({"forward": [f for f, _ in self._samples], "backward": [b for _, b in self._samples]})
 
 
 def chain_clock_for(device: torch.device, num_calls: int) -> ChainClock:

@@ -13,8 +13,10 @@
 The caller may write to a graph input once the forward has returned. So the forward waits for the copies of inputs,
 which stand in the queue behind everything that earlier calls have under way. Where one graph's output is the next one's
 input, that would drain the queue at every layer. A *watched* input is not waited for: it is held like any other source,
-and whoever lets go of it (a release, the backward that takes it back) asks autograd's version counter whether it was
-written to in the meantime. If so the backward raises, as autograd does for what it saved itself.
+may be taken back, and whoever reads it in the backward asks autograd's version counter whether the program has written
+to it since the forward. If so the backward raises, as autograd does for what it saved itself. What is watched is what
+the caller handed in: of a view that the graph saves, Inductor makes a tensor with a counter of its own. Only what
+autograd made is watched (``Watch.of``): a leaf may be a parameter, whose memory others manage.
 
 Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and
 bytes on the device that were reloaded ahead of use.
@@ -74,7 +76,6 @@ class _InFlight:
     event: object
     nbytes: int
     stream: object
-    watch: Watch | None = None
 
 
 class CopyEngine:
@@ -114,22 +115,23 @@ class CopyEngine:
         budgets: Budgets,
         *,
         reclaimable: bool,
-        watched: bool = False,
+        watches: Sequence[Watch | None] = (),
     ) -> list[Transfer | None]:
         """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
 
-        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``). ``watched``: whether
-        anybody does is looked at (see [Note: Watched inputs]).
+        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``). ``watches``: of
+        each storage, where somebody may (see [Note: Watched inputs]).
         """
         with self._lock:
             self._collect()
             self.streams.offload_waits_for_compute()
             stream = self.streams.compute_stream()
             with self.streams.offloading():
-                return [self._offload(tensors, budgets, reclaimable, watched, stream) for tensors in storages]
+                each = zip(storages, watches or [None] * len(storages), strict=True)
+                return [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
 
     def _offload(
-        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watched: bool, stream: object
+        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watch: Watch | None, stream: object
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
@@ -150,7 +152,6 @@ class CopyEngine:
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
             for t in tensors
         ]
-        watch = Watch(tensors) if watched and not any(t.is_inference() for t in tensors) else None
         transfer = Transfer(
             nbytes,
             block,
@@ -158,9 +159,9 @@ class CopyEngine:
             views,
             reclaimable=reclaimable,
             bury=self._dead.append,
-            watched=watch is not None,
+            watch=watch,
         )
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream, watch))
+        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
@@ -186,9 +187,6 @@ class CopyEngine:
         youngest = {item.stream: item for item in items}
         for item in youngest.values():
             self.streams.compute_waits_for(item.event, Wait.SOURCE_DONE, item.stream)
-        for item in items:
-            if item.watch is not None and (transfer := item.transfer()) is not None:
-                transfer.modified = item.watch.is_broken()
         if self.on_drop is not None:
             for item in items:
                 self.on_drop(item.source)
@@ -196,7 +194,7 @@ class CopyEngine:
     def wait_offload(self, transfers: Sequence[Transfer]) -> None:
         """Let the compute stream wait for these copies to the host, but for those of watched inputs."""
         with self._lock:
-            awaited = [t for t in transfers if not t.watched]
+            awaited = [t for t in transfers if t.watch is None]
             if awaited:
                 self.streams.compute_waits_for(awaited[-1].written, Wait.SOURCE_DONE)
 
@@ -258,7 +256,7 @@ class CopyEngine:
         """The bytes of each transfer on the device, readable by the compute stream from here on.
 
         Raises:
-            ModifiedInputError: the program wrote to one of the sources too early.
+            ModifiedInputError: the program has written to a watched input since its forward.
         """
         with self._lock:
             late = [t for t in transfers if t.buffer is None]
@@ -336,7 +334,7 @@ class CopyEngine:
         self._in_flight_bytes -= item.nbytes
         self._reclaimed_bytes += transfer.nbytes
         transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
-        transfer.stream, transfer.watch = item.stream, item.watch
+        transfer.stream = item.stream
         self._ahead.add(transfer)  # takes no bytes of the prefetch budget: its memory was held all the time
         counters.add("bytes_reclaimed", transfer.nbytes)
 
@@ -346,19 +344,15 @@ class CopyEngine:
             self._reclaimed_bytes -= transfer.nbytes
         self._ahead_bytes -= transfer.ahead_bytes
         transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
-        transfer.watch = None
 
     def _give_up(self, transfer: Transfer) -> None:
         self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY, transfer.stream)
         self._forget_ahead(transfer)
 
     def _sources(self) -> Counter[int]:
-        """How many references to each storage are held for copies that are under way."""
+        """How many sources are held of each storage."""
         with self._lock:
-            found: Counter[int] = Counter()
-            for item in self._in_flight:
-                found[item.source.untyped_storage()._cdata] += 1 if item.watch is None else 1 + item.watch.num_tensors
-            return found
+            return Counter(item.source.untyped_storage()._cdata for item in self._in_flight)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -416,13 +410,12 @@ class CopyEngine:
 
 def _check_watches(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
-        if transfer.modified or (transfer.watch is not None and transfer.watch.is_broken()):
+        if transfer.watch is not None and transfer.watch.is_broken():
             view = transfer.views[0]
             raise ModifiedInputError(
                 f"expected the {view.dtype} input of shape {list(view.shape)} that a compiled forward saved to be "
-                "unchanged until its backward, found it modified by an in-place operation while it was copied to the "
-                "host. Autograd raises for such a value too when nothing is offloaded. Make the operation out of "
-                "place, or hand the compiled code a clone"
+                "unchanged until its backward, found it modified by an in-place operation. Eager PyTorch raises for "
+                "such a value too. Make the operation out of place, or hand the compiled code a clone"
             )
 
 

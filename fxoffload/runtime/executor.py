@@ -35,7 +35,7 @@ from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.layout import HookWatch, layout_of
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.tape import TurnWatch
-from fxoffload.runtime.transfer import Group, Slot, Transfer, make_token, slot_of
+from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
 from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.runtime.windows import Choice, Windows
 from fxoffload.stats import counters
@@ -115,7 +115,7 @@ class _Call:
     window: int = 0  # bytes that this backward reloads ahead unless a budget is set
     keeps_turn: bool = False  # whether what it saves last stays on the device
     windows: Windows | None = None  # of a plan
-    watches: bool = False  # inputs, which are not waited for
+    watches: Mapping[int, Watch] = field(default_factory=dict)  # storages of inputs that are not waited for
     recorder: Recorder | None = None  # of a call that is measured
 
     def in_flight_bytes(self, behind: int) -> int:
@@ -385,7 +385,7 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
         [t for _, _, t in moved],
         call.options.budgets,
         reclaimable=not are_inputs,
-        watched=are_inputs and call.watches,
+        watches=[call.watches.get(t[0].untyped_storage()._cdata) if m.is_input else None for m, _, t in moved],
     )
     paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
     call.largest_offload = max(call.largest_offload, paced)
@@ -398,6 +398,15 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
         for i, view in zip(where, transfer.views, strict=True):
             slots[i] = make_token(Slot(call.group, transfer, view))
             call.transfers[i] = transfer
+
+
+def _watches_of(args: Sequence[Any]) -> dict[int, Watch]:
+    """Storage -> the watch of an argument that lies there, for those that can be watched."""
+    found: dict[int, Watch] = {}
+    for value in args:
+        if isinstance(value, Tensor) and (watch := Watch.of(value)) is not None:
+            found.setdefault(value.untyped_storage()._cdata, watch)
+    return found
 
 
 def no_clock(_args: list[Any]) -> SegmentClock | None:
@@ -457,7 +466,7 @@ def forward_callable(
             decisions,
             keeps_turn=keeps_turn,
             windows=choice.windows,
-            watches=choice.watches,
+            watches=_watches_of(args) if choice.watches else {},
         )
         if keeps_turn:
             call.group.kept_turn_of = turn

@@ -37,7 +37,6 @@ class Sample:
         temp_bytes: the same above what was live when the segment began.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
         bounds: at least and at most the same, or None.
-        base: absolute bytes of what the others are relative to, or None.
     """
 
     phase_ms: float
@@ -48,7 +47,6 @@ class Sample:
     temp_bytes: dict[str, int | None] = field(default_factory=dict)
     peak: int | None = None
     bounds: tuple[int, int] | None = None
-    base: int | None = None
 
     def raise_bytes(self, nbytes: int) -> None:
         """So many of the bytes that were there at the beginning count as well."""
@@ -56,22 +54,14 @@ class Sample:
             found.update({name: live + nbytes for name, live in found.items()})
         self.peaks = {name: None if peak is None else peak + nbytes for name, peak in self.peaks.items()}
         self.peak = None if self.peak is None else self.peak + nbytes
-        self.base = None if self.base is None else self.base - nbytes
         self.bounds = None if self.bounds is None else (self.bounds[0] + nbytes, self.bounds[1] + nbytes)
 
 
 @dataclass(frozen=True)
 class Readings:
-    """Calls that were read, of one signature, by phase. A phase that was not measured has none.
-
-    Attributes:
-        samples: of each phase.
-        highest: absolute bytes that the allocator's peak has risen to since calls like these run; None where it has
-            not, and so may be older.
-    """
+    """Calls that were read, of one signature, by phase. A phase that was not measured has none."""
 
     samples: Mapping[Phase, Sequence[Sample]]
-    highest: int | None = None
 
     def segment_ms(self) -> dict[Phase, dict[str, float]]:
         """Milliseconds of each segment: medians. See [Note: What the times mean]."""
@@ -101,13 +91,8 @@ class Readings:
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that
-        beginning: the largest of the exact ones, else what the allocator's peak has risen to, None where none is known.
-        What runs between the two counts too."""
-        exact = [s.peak for s in self.samples["backward"] if s.peak is not None]
-        bases = [s.base for s in self.samples["backward"] if s.base is not None]
-        if self.highest is not None and bases:
-            exact.append(self.highest - max(bases))
-        return max(exact, default=None)
+        beginning: the largest of the exact ones, None where none is known. What runs between the two counts too."""
+        return max((s.peak for s in self.samples["backward"] if s.peak is not None), default=None)
 
     def peak_bounds_bytes(self) -> tuple[int, int] | None:
         """At least and at most: the same, where it need not be exact. Low: what was allocated at the edge of a segment.

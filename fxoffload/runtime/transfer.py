@@ -47,24 +47,31 @@ class View:
 
 
 class Watch:
-    """Tells whether tensors were modified in place since it began, as autograd tells it of what it saved.
+    """Tells whether a tensor was modified in place since it began, as autograd tells it of what it saved.
 
-    It holds their memory, and nothing of the graphs that made them.
+    It shares the tensor's version counter, and holds neither its memory nor the graph that made it.
     """
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_twin", "_version")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._seen = [(t.detach(), t._version) for t in tensors]
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = tensor._version
+        self._twin = tensor.detach()
+        # The counter stays; the memory goes.
+        self._twin.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    @property
-    def num_tensors(self) -> int:
-        """How many references to their storage it holds."""
-        return len(self._seen)
+    @staticmethod
+    def of(tensor: Tensor) -> Watch | None:
+        """A watch of a tensor that autograd made, or a view of one. None for any other: what is a leaf, or a view of
+        one, may be a parameter whose memory somebody empties or fills without its version's changing (FSDP does)."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+            return None
+        root = tensor if tensor._base is None else tensor._base
+        return None if root.grad_fn is None else Watch(tensor)
 
     def is_broken(self) -> bool:
-        """Whether one was."""
-        return any(t._version != version for t, version in self._seen)
+        """Whether it was."""
+        return self._twin._version != self._version
 
 
 @dataclass(slots=True)
@@ -97,10 +104,8 @@ class Transfer:
         serial: grows with every copy to the host.
         reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
             input after the forward has returned).
-        watched: whether that is known by its watch, so that nobody has to wait for the copy before the caller may
-            write to it (see [Note: Watched inputs] in ``fxoffload.runtime.engine``).
-        watch: of a source that was taken back, or None.
-        modified: whether the caller wrote to the source before its copy had ended: nobody knows what was copied.
+        watch: of the caller's memory; then nobody waits for the copy before the caller may write to it (see
+            [Note: Watched inputs] in ``fxoffload.runtime.engine``).
     """
 
     __slots__ = (
@@ -110,7 +115,6 @@ class Transfer:
         "block",
         "buffer",
         "fence",
-        "modified",
         "nbytes",
         "ready",
         "reclaimable",
@@ -119,7 +123,6 @@ class Transfer:
         "stream",
         "views",
         "watch",
-        "watched",
         "written",
     )
 
@@ -132,16 +135,14 @@ class Transfer:
         *,
         reclaimable: bool,
         bury: Callable[[Remains], None],
-        watched: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.block = block
         self.written = written
         self.views = tuple(views)
-        self.reclaimable = reclaimable or watched
-        self.watched = watched
-        self.watch: Watch | None = None
-        self.modified = False
+        self.reclaimable = reclaimable or watch is not None
+        self.watch = watch
         self.buffer: Tensor | None = None
         self.ready: object = None
         self.stream: object = None

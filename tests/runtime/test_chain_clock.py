@@ -239,29 +239,6 @@ def test_what_it_is_given() -> None:
     assert clock.begin_step() is not None
 
 
-def test_a_peak_that_has_risen_since_the_first_step_is_theirs() -> None:
-    """Between two calls, in a step that is not measured; what the counter held before is nobody's."""
-    time = Time()
-    time.memory = Memory(1000, 1500)
-    clock = time.clock(skip=1, memory=lambda: time.memory)
-    assert clock.begin_step() is None
-    time.allocate(900)
-    time.allocate(-900)
-    step = time.step(clock)
-    assert step is not None
-    step.end()
-    assert clock.readings().peak_bytes() == 900
-
-    lower = time.clock(skip=1, memory=lambda: time.memory)
-    assert lower.begin_step() is None
-    time.allocate(500)
-    time.allocate(-500)
-    step = time.step(lower)
-    assert step is not None
-    step.end()
-    assert lower.readings().peak_bytes() is None
-
-
 def test_what_the_first_call_is_given_for_the_step_alone_counts() -> None:
     time = Time()
     clock = time.clock(memory=lambda: time.memory)
