@@ -239,7 +239,8 @@ class _Builder:
             copied_after=copied_after,
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             lent_until=lent_until,
-            watched=lent_until is not None,
+            # What somebody keeps to the step's end is mostly a leaf, as a batch is, and so waited for.
+            watched=lent_until is not None and until is not None,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:

@@ -134,11 +134,7 @@ def test_moments() -> None:
 @given(training_steps(), st.data())
 def test_a_chain_of_one_call_is_that_call(step: TrainingStep, data: st.DataObject) -> None:
     """Under a plan's windows, to the byte; an entry stands in front."""
-    # Nobody waits for the copies of a chain's inputs.
-    last = len(step.forward) - 1
-    inputs = {c.name for c in step.candidates if c.is_input}
-    storages = [replace(s, lent_until=last, watched=True) if s.name in inputs else s for s in step.storages]
-    step = replace(step, storages=tuple(storages), holds_outputs=True)
+    step = replace(step, holds_outputs=True)
     chain = concatenate([step])
     decisions = tuple(data.draw(st.booleans()) for _ in step.candidates)
     by_name = {name: go for name, go in zip(chain.candidates[0], decisions, strict=True) if name is not None}

@@ -1,5 +1,5 @@
-"""A program that writes to a layer's input before that layer's backward, while a plan offloads it: an error, as in eager
-PyTorch, whatever the inner compiler makes of the saved value."""
+"""A program that writes to a layer's input before that layer's backward, while a plan offloads it: an error, as in
+eager PyTorch, whatever the inner compiler makes of the saved value."""
 
 from __future__ import annotations
 
