@@ -29,7 +29,8 @@ class Choice:
         offload: one bool per movable, True to offload. Of a variant: one per candidate of what it saves, in that order.
         windows: None for windows that follow the segments, or the budgets of the options.
         variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: what was compiled first.
-        watches: whether the forward may return while inputs are still being copied. It waits for them otherwise.
+        watches: whether the forward may return while inputs that can be watched are still being copied
+            ([Note: Watched inputs] in ``fxoffload.runtime.engine``). It waits for all others.
     """
 
     offload: Sequence[bool]
