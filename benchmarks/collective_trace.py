@@ -1,6 +1,7 @@
 """How long the collectives of a step ran, from the profiler's records of NCCL's kernels."""
 
 import re
+import statistics
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -38,6 +39,10 @@ def trace_collectives(stepper: Stepper) -> dict[str, Collective]:
     return summarize_collectives(profiler.events() or ())
 
 
+def _lower_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+
+
 def summarize_collectives(events: Iterable[Event]) -> dict[str, Collective]:
     """A kernel runs from the moment its own rank starts it: what it waits for its peers is in its time."""
     found: dict[str, list[Interval]] = {}
@@ -49,6 +54,7 @@ def summarize_collectives(events: Iterable[Event]) -> dict[str, Collective]:
             count=len(kernels),
             kernel_ms=sum(k.end_us - k.start_us for k in kernels) / 1e3,
             busy_ms=busy_ms(kernels),
+            lower_quartile_ms=_lower_quartile([(k.end_us - k.start_us) / 1e3 for k in kernels]),
         )
         for kind, kernels in sorted(found.items())
     }

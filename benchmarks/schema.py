@@ -162,11 +162,13 @@ class Copies:
 @dataclass
 class Collective:
     """NCCL's kernels of one kind in one extra step, from the profiler. ``kernel_ms``: their times summed up, in which a
-    kernel waits for its peers; ``busy_ms``: time in which at least one ran."""
+    kernel waits for its peers; ``busy_ms``: time in which at least one ran; ``lower_quartile_ms``: of one kernel, a
+    fourth of them are no longer (their peers are there when they begin)."""
 
     count: int
     kernel_ms: float
     busy_ms: float
+    lower_quartile_ms: float = 0.0
 
 
 @dataclass

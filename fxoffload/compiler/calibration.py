@@ -99,13 +99,11 @@ class PlanAgain(ABC):
         if self._limit is not None:
             return scheduler.least_time(self._limit, refined=True)
         assert self._goal.max_slowdown is not None
-        return scheduler.least_peak(baseline.step_ms * (1 + self._goal.max_slowdown))
+        return scheduler.least_peak(self._goal.most_ms(baseline.step_ms))
 
     def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
         mine, other = now.simulation, found.simulation
         if self._limit is not None:
             return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _BETTER)
-        slowdown = self._goal.max_slowdown
-        assert slowdown is not None
-        too_slow = mine.step_ms > baseline.step_ms * (1 + slowdown + _BETTER)
+        too_slow = mine.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
         return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)

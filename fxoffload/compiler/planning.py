@@ -194,7 +194,7 @@ class Planning:
 
     def _max_ms(self, baseline: Simulation) -> float:
         assert self.goal.max_slowdown is not None
-        return baseline.step_ms * (1 + self.goal.max_slowdown)
+        return self.goal.most_ms(baseline.step_ms)
 
     def _with_recompute(self, choices: Choices, baseline: Simulation) -> list[_Try]:
         """Drafts of what the solver chose. What a draft turns out to need beyond that is taken off the next time."""

@@ -7,6 +7,7 @@ exchanged between ranks.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.segment_clock import SegmentClock, clock_for
 from fxoffload.runtime.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
+
+log = logging.getLogger(__name__)
 
 Phases = Mapping[Phase, Mapping[str, float]]
 
@@ -90,7 +93,9 @@ class Replan(Generic[_C]):
 
     def _calibrate(self, calibration: PlanAgain, clock: _C) -> None:
         try:
-            calibration.plan_again(clock.readings())
+            readings = clock.readings()
+            log_times("before the calibration", readings)
+            calibration.plan_again(readings)
         except Exception as error:
             warnings.warn(
                 f"fxoffload could not plan again with measured times and goes on with its first plan: {error}",
@@ -103,10 +108,29 @@ class Replan(Generic[_C]):
         readings = clock.readings()
         segments = readings.segment_ms()
         total = sum(readings.step_ms().values())
+        log_times("after the calibration", readings)
         self._box.update(
             measured_step_ms=total,
             measured_peak_bytes=readings.peak_bytes(),
             measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
+        )
+
+
+def log_times(when: str, readings: Readings) -> None:
+    """Where the time of the steps that were measured went."""
+    segments = readings.segment_ms()
+    for phase, total in readings.step_ms().items():
+        ms = segments.get(phase, {})
+        between = sum(t for name, t in ms.items() if name.endswith("entry"))
+        inside = sum(ms.values()) - between
+        log.info(
+            "%s, the %s took %.1f ms: %.1f in segments, %.1f between calls, %.1f waiting",
+            when,
+            phase,
+            total,
+            inside,
+            between,
+            total - inside - between,
         )
 
 

@@ -59,7 +59,7 @@ class SizedPlan:
         if self.limit_bytes is not None:
             return scheduler.least_time(self.limit_bytes - spare_bytes)
         assert self.goal.max_slowdown is not None
-        found = scheduler.least_peak(self._plain(sizes).compute_ms * (1 + self.goal.max_slowdown))
+        found = scheduler.least_peak(self.goal.most_ms(self._plain(sizes).compute_ms))
         return found or scheduler.least_time(_UNLIMITED)
 
     def smallest(self, sizes: Sizes) -> Schedule:

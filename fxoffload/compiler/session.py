@@ -52,6 +52,7 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import Movable, backward_callable, forward_callable, no_clock
+from fxoffload.runtime.host_limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.segment_readings import Phase
@@ -137,7 +138,9 @@ class CompileSession:
         self._sized: SizedPlan | None = None  # where sizes vary
         self._range: Range | None = None  # of them
         self._plan_box: PlanBox | None = None
-        self._goal = PlanGoal.of(options.activation_budget, options.max_slowdown)
+        self._goal = PlanGoal.of(
+            options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
+        )
         self._replan: Replan[SegmentClock] | None = None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._alike: dict[Phase, dict[str, object]] = {}

@@ -328,7 +328,7 @@ class TapePlanning:
         if self.goal.budget_bytes is not None:
             return self._within(self.goal.budget_bytes)
         slowdown = self.goal.max_slowdown or 0.0
-        aim = TapeAim(max_ms=self.baseline.step_ms * (1 + slowdown))
+        aim = TapeAim(max_ms=self.goal.most_ms(self.baseline.step_ms))
         found = self._take(aim)
         if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
             self.option = self.compiled

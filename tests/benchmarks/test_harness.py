@@ -207,17 +207,20 @@ def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
     ]
     events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=a, end=b)) for n, a, b in names]
     assert summarize_collectives(events) == {
-        "AllGather": Collective(2, 3.0, 2.5),
-        "ReduceScatter": Collective(1, 3.0, 3.0),
+        "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75)),
+        "ReduceScatter": Collective(1, 3.0, 3.0, 3.0),
     }
+    even = [SimpleNamespace(name=names[0][0], time_range=SimpleNamespace(start=0, end=1000 * k)) for k in (1, 2, 3, 9)]
+    assert summarize_collectives(even)["AllGather"].lower_quartile_ms == pytest.approx(1.25)
 
 
 def test_collectives_are_compared_with_inductors() -> None:
     inductor, mine = (_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all"))
-    inductor.result.collectives = {"AllGather": Collective(16, 100.0, 100.0)}
-    mine.result.collectives = {"AllGather": Collective(16, 103.0, 103.0), "AllReduce": Collective(1, 1.0, 1.0)}
+    inductor.result.collectives = {"AllGather": Collective(16, 100.0, 100.0, 2.0)}
+    mine.result.collectives = {"AllGather": Collective(16, 103.0, 103.0, 2.02), "AllReduce": Collective(1, 1.0, 1.0)}
     row = derive([inductor, mine], None)[1]
     assert row["AllGather_kernel_ms_vs_inductor"] == pytest.approx(1.03)
+    assert row["AllGather_lower_quartile_vs_inductor"] == pytest.approx(1.01)
     assert "AllReduce_kernel_ms_vs_inductor" not in row
 
 

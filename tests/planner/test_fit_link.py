@@ -48,13 +48,23 @@ def test_the_rates_that_a_step_ran_with_are_found(down: float, up: float) -> Non
     assert again.step_ms == pytest.approx(ran.step_ms, rel=0.01)
 
 
-def test_waits_that_no_link_explains_change_little() -> None:
+def test_waits_that_no_link_explains_change_nothing() -> None:
     step = chain(MB)
     bare = no_windows(step)
     kept = fit_link(step, (False,) * COUNT, bare, RATES, {"forward": 50.0, "backward": 50.0})
-    assert min(kept.link) >= 0.69
+    assert kept.link == (1.0, 1.0)
+    late = fit_link(step, (True,) * COUNT, bare, RATES, {"forward": 50.0, "backward": 50.0})
+    assert late.link == (1.0, 1.0)
     shorter = fit_link(step, (True,) * COUNT, bare, RATES, {"forward": 0.0, "backward": 0.0})
     assert shorter.link == (1.0, 1.0)
+
+
+def test_a_host_that_is_late_now_and_then_is_no_slow_link() -> None:
+    """As measured: the link has room to spare, and a little is waited for all the same."""
+    step = chain(200 * MB)
+    tight = windows(step, 900 * MB)
+    kept = fit_link(step, (True,) * COUNT, tight, RATES, {"forward": 0.005 * 64, "backward": 0.007 * 48})
+    assert kept.link == (1.0, 1.0)
 
 
 def test_waits_are_what_is_in_no_segment() -> None:

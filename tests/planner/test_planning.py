@@ -20,7 +20,7 @@ from fxoffload.compiler import planning, session
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.errors import BudgetError
 from fxoffload.graphs import CompiledGraph
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal
 from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
 from tests.support import Observed, assert_close, assert_equal, assert_nothing_held, train_step
@@ -599,3 +599,11 @@ def test_what_a_user_wants_on_the_host(knob: dict[str, Any]) -> None:
     moved = [m for m, go in zip(roots(graph), graph.decide(), strict=True) if go]
     assert moved.count("aten.addmm.default") >= LAYERS
     assert plan.predicted.bytes_offloaded > 0
+
+
+def test_ranks_of_one_machine_leave_a_part_of_the_slowdown_free() -> None:
+    """For what waits for each other costs, which no simulation of one rank knows."""
+    assert PlanGoal.of(None, None).most_ms(100.0) == pytest.approx(102.0)
+    assert PlanGoal.of(None, None, num_processes=2).most_ms(100.0) == pytest.approx(100.0 * (1.02 - SHARED_RESERVE))
+    assert PlanGoal.of(None, 0.001, num_processes=8).most_ms(100.0) == 100.0
+    assert PlanGoal.of(1 << 30, None, num_processes=2).budget_bytes == 1 << 30
