@@ -174,7 +174,9 @@ class Recorded:
 @functools.cache
 def recorded(name: str) -> Recorded:
     assert name == "tower"
-    return Recorded(tower(), lambda call: call(example_input()).square().mean())
+    found = Recorded(tower(), lambda call: call(example_input()).square().mean())
+    _BEFORE.extend(new_graphs())  # whichever test is the first to ask
+    return found
 
 
 def test_budgets() -> None:
