@@ -11,12 +11,14 @@ would, and only moves memory:
 
 1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter, and each pointwise result
    that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: who
-   reads it computes it again from what it reads (up to Inductor's limits: 8 values, or 4 where it has several readers).
+   reads it computes it again from what it reads (up to Inductor's limits: 8 reads, or 4 where it has several readers;
+   to read two parts of a value, as a rotation by halves does, is to read it twice).
 2. *Kernels* are what Inductor's scheduler makes of what is written: two that read the same, or of which one reads what
    the other writes, become one where their loops fit and no third one has to run between them. First come those of one
    form, then those that share most bytes, then the nearest in the graph. Those far apart do not join, nor those that
    share little beside what each could be written over. Loops fit that go over as many elements, or, around a reduction,
-   over as many as come out of it or, of whole rows, go into it; reductions, over the same dimension.
+   over as many as come out of it or, of whole rows, go into it; reductions, over the same dimension. What is made of
+   several parts of a value is tiled in another way than a reduction.
 3. A kernel reads each value once (of a view, its part; of an expanded one, its different elements; of what it indexes,
    as many elements as it takes), and writes what somebody outside it reads. What its own ops hand each other is free.
 
@@ -29,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,6 +41,7 @@ from fxoffload._torch_compat import mutated_args
 from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.passes.op_costs import (
     assumption_of,
+    aten_names,
     base_of,
     compute_dtype,
     distinct_bytes,
@@ -51,6 +54,7 @@ from fxoffload.passes.op_costs import (
     op_name,
     reduced_dims,
     shape_of,
+    source_of,
     tensors_of,
 )
 
@@ -175,12 +179,14 @@ class Access:
         reads: values, or views of them, that it reads and does not make itself.
         steps: what a fused kernel computes and writes or reduces, one after the other; the rest is part of these.
         alone: whether it is a kernel of its own: a contraction, attention, a convolution, an opaque op.
+        turns: whether it reads several parts of one value, as a rotation by halves does.
     """
 
     writes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
     alone: bool
+    turns: bool = False
 
 
 def kernel_accesses(nodes: Sequence[fx.Node]) -> list[Access]:
@@ -192,6 +198,10 @@ def kernel_accesses(nodes: Sequence[fx.Node]) -> list[Access]:
 
 # Written value -> what is read of it (itself, or views of it) -> bytes.
 _Reads = dict[fx.Node, dict[fx.Node, int]]
+# Written value, and which of its elements are read, in what order, by the views that lead there.
+_Load = tuple[fx.Node, tuple[str, ...]]
+# Views that only number elements anew.
+_SAME_ELEMENTS = aten_names("view reshape _unsafe_view unsqueeze squeeze expand alias detach")
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,7 @@ class _Loop:
     kept: int
     reduced: int = 1
     dims: str = ""  # which dimensions are reduced: "inner", "outer", or "" for none
+    turns: bool = False  # whether it reads several parts of one value
 
 
 @dataclass(eq=False)
@@ -254,6 +265,7 @@ class _Walk:
         self._place_of: dict[fx.Node, int] = {}  # written value -> place of who makes it or has changed it last
         self._readers: dict[fx.Node, list[int]] = defaultdict(list)  # value -> places of who reads it
         self._in_registers: dict[fx.Node, _Reads] = {}  # unwritten value -> what computing it reads
+        self._loads: dict[fx.Node, set[_Load]] = {}  # likewise, each time that it does
 
         self._wanted, self._inlined = self._read_outside(nodes, inline=inline)
         self._wanted_outside = frozenset(self._wanted)
@@ -273,7 +285,8 @@ class _Walk:
         ]
         for kernel, results in self._fused():
             read = tuple(part for parts in self._read_from_memory(kernel).values() for part in parts)
-            found.append(Access(tuple(results), read, tuple(kernel.members), False))
+            turns = any(loop.turns for loop in kernel.loops)
+            found.append(Access(tuple(results), read, tuple(kernel.members), False, turns))
         return found
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
@@ -307,11 +320,12 @@ class _Walk:
         reads = self._reads_of(node)
         if fused_form(node) in ("pointwise", "gather") and not written and node not in self._inlined:
             readers = {r for u in node.users for r in _real_readers(u)}
-            if len(reads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
-                self._in_registers[node] = reads
+            loads = self._loads_of(node)
+            if len(loads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
+                self._in_registers[node], self._loads[node] = reads, loads
                 return
         kernel = self._new_kernel(node, reads)
-        kernel.loops.add(_loop_of(node))
+        kernel.loops.add(replace(_loop_of(node), turns=self._turns(node)))
         kernel.members.append(node)
         self._kernel_of[node] = kernel
 
@@ -328,6 +342,18 @@ class _Walk:
                 parts = _limited(parts, _numel(node))
             _merge(found, parts)
         return found
+
+    def _loads_of(self, node: fx.Node) -> set[_Load]:
+        """How often computing ``node`` reads which values."""
+        found: set[_Load] = set()
+        for value in _inputs(node):
+            base, shown = base_of(value), _elements_of(value)
+            found.update((b, (*how, *shown)) for b, how in self._loads.get(base, {(base, ())}))
+        return found
+
+    def _turns(self, node: fx.Node) -> bool:
+        loads = self._loads_of(node)
+        return len({base for base, _ in loads}) < len(loads)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
@@ -510,6 +536,16 @@ def _real_readers(user: fx.Node) -> list[fx.Node]:
     return [r for u in user.users for r in _real_readers(u)]
 
 
+def _elements_of(value: fx.Node) -> tuple[str, ...]:
+    """Which elements of its base a view shows, and in what order: empty for all, as they are."""
+    steps: list[str] = []
+    while (source := source_of(value)) is not None:
+        if op_name(value.target) not in _SAME_ELEMENTS:
+            steps.append(f"{op_name(value.target)}{[a for a in value.args if a is not source]}{dict(value.kwargs)}")
+        value = source
+    return tuple(reversed(steps))
+
+
 def _fit(loops: set[_Loop]) -> bool:
     """Whether all of ``loops`` can run in one kernel."""
     reductions = [loop for loop in loops if loop.dims]
@@ -517,6 +553,8 @@ def _fit(loops: set[_Loop]) -> bool:
     if not reductions:
         return len(plain) == 1
     (reduction, *others) = reductions
+    if any(loop.turns and not loop.dims for loop in loops):
+        return False
     # Inductor goes over columns in another order than over what they are made of, and often in pieces.
     around = {reduction.kept} if reduction.dims == "outer" else {reduction.kept, reduction.kept * reduction.reduced}
     return not others and plain <= around

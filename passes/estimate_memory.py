@@ -11,7 +11,8 @@ it, and so are results that nobody reads. On top come:
 1. *The order.* Inductor starts from the order of the graph, where a pointwise result stands at its first reader that
    needs it in memory (at the end, where only the caller does). It then tries three others (greedy by bytes; first come,
    first served; depth first from what touches least) and takes the one that peaks least by its own count, which knows
-   neither hidden memory nor results written in place. So does this pass.
+   neither hidden memory nor results written in place. So does this pass. Of a value that is read in parts (a rotation
+   by halves) Inductor counts other bytes; there the worst of what it may think to be an improvement counts.
 2. *In place.* A fused kernel writes a result over a value that it is the last to read, if both are as large, each
    element is read only where it is written, and no result that the kernel computes later needs it: of two results that
    are made of the same values, one. Of the inputs, this holds for donated ones only.
@@ -30,8 +31,8 @@ import torch.fx as fx
 from fxoffload.passes.choose_donations import Donations
 from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.passes.in_place import bytes_in_place
-from fxoffload.passes.kernel_order import best_order
-from fxoffload.passes.segment_kernels import SegmentKernels
+from fxoffload.passes.kernel_order import likely_orders
+from fxoffload.passes.segment_kernels import Kernel, SegmentKernels
 from fxoffload.passes.values import Storages, output_values, tensor_of
 
 
@@ -87,7 +88,10 @@ def estimate_temp_bytes(
         donated: names of values among these that may be overwritten.
     """
     segment = SegmentKernels(nodes, outputs, dying, donated)
-    order = best_order(segment)
+    return max(_peak_of(segment, order) for order in likely_orders(segment))
+
+
+def _peak_of(segment: SegmentKernels, order: Sequence[Kernel]) -> int:
     live = peak = 0
     for kernel, freed in zip(order, segment.freed(order, segment.dying), strict=True):
         live += kernel.nbytes

@@ -10,8 +10,9 @@ from typing import Any
 from fxoffload.passes.segment_kernels import Kernel, SegmentKernels, is_inside
 
 
-def best_order(segment: SegmentKernels) -> list[Kernel]:
-    """The order with the smallest planned peak; of equals the first in the list."""
+def likely_orders(segment: SegmentKernels) -> list[list[Kernel]]:
+    """Orders that Inductor may take: the one with the smallest planned peak (of equals the first that it tries). Of a
+    value that is read in parts it counts other bytes than all, so there any that it may think to be an improvement."""
     kernels = _depth_first(segment.kernels, key=lambda k: k.place)
     place = {k: i for i, k in enumerate(kernels)}
     weight = {
@@ -23,7 +24,12 @@ def best_order(segment: SegmentKernels) -> list[Kernel]:
         _first_served(kernels, place),
         _depth_first(kernels, key=weight.__getitem__),
     )
-    return min((o for o in orders if len(o) == len(kernels)), key=lambda order: planned_peak(segment, order))
+    found = [o for o in orders if len(o) == len(kernels)]
+    planned = [planned_peak(segment, order) for order in found]
+    best = min(planned)
+    if not any(k.turns for k in kernels):
+        return [found[planned.index(best)]]
+    return [o for o, peak in zip(found, planned, strict=True) if peak == best or peak < planned[0]]
 
 
 def planned_peak(segment: SegmentKernels, order: Sequence[Kernel]) -> int:
