@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,24 +63,28 @@ def write_shards(
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
     job = _Job(folder, fsync, _tasks(shards))
     count = _num_workers(shards, workers)
-    threads = [threading.Thread(target=_work, args=(job,), name=f"fxoffload-convert-{n}") for n in range(count)]
+    # Not Thread.join: interrupted by Ctrl-C, it takes a running thread for ended (bpo-45274), and the caller would
+    # remove the folder under its hands.
+    pool = ThreadPoolExecutor(count, thread_name_prefix="fxoffload-convert")
+    running: list[Future[None]] = []
     try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(POLL_S / count)
-            if progress is not None:
-                progress(job.num_bytes, total)
+        running += [pool.submit(_work, job) for _ in range(count)]
+        while wait(running, timeout=POLL_S).not_done:
+            _report(job, total, progress)
+        _report(job, total, progress)
     finally:
         job.stop = True
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        wait(running)
+        pool.shutdown()
         for file in [*job.sources.values(), *(shard.file for shard in job.shards.values())]:
             os.close(file)
     if job.failure is not None:
         raise job.failure
+
+
+def _report(job: _Job, total: int, progress: Progress | None) -> None:
+    if progress is not None:
+        progress(job.num_bytes, total)
 
 
 def _num_workers(shards: Sequence[Shard], workers: int) -> int:
