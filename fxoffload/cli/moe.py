@@ -14,7 +14,7 @@ from fxoffload import checkpoints
 from fxoffload.checkpoints.convert import DEFAULT_SHARD_SIZE
 from fxoffload.checkpoints.families import FORMS
 from fxoffload.checkpoints.find_family import EXAMPLE
-from fxoffload.cli.moe_tables import describe_conversion, describe_verification, inspection_table, progress_bar
+from fxoffload.cli.moe_tables import describe_conversion, describe_verification, print_inspection, progress_bar
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -127,7 +127,7 @@ def inspect(source: Source, pattern: Pattern = None, as_json: AsJson = False) ->
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=1))
     else:
-        Console().print(inspection_table(found))
+        print_inspection(found, Console())
 
 
 @app.command("verify")

@@ -36,16 +36,10 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def inspection_table(found: Inspection) -> Table:
-    """One row for each group of layers that are alike, and the whole below."""
+def print_inspection(found: Inspection, console: Console) -> None:
+    """What it is, one row for each group of layers that are alike, and the whole below."""
     layout = found.layout if found.form is None else f"{found.layout} ({found.form})"
-    table = Table(
-        title=f"{escape(found.folder)}: {found.family}, layout {layout}",
-        caption=_caption(found),
-        caption_justify="left",
-    )
-    for name in ("layers", "experts", "gate [I, H]", "dtypes", "bytes"):
-        table.add_column(name)
+    table = Table("layers", "experts", "gate \\[I, H]", "dtypes", "bytes")
     for tower in found.towers:
         table.add_row(
             escape(f"{tower.prefix}{{{ranges(tower.layers)}}}"),
@@ -54,7 +48,15 @@ def inspection_table(found: Inspection) -> Table:
             ", ".join(tower.dtypes),
             format_bytes(tower.num_bytes),
         )
-    return table
+    dtypes = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items())
+    console.print(escape(f"{found.folder}: {found.family}, layout {layout}"), soft_wrap=True, highlight=False)
+    console.print(table)
+    console.print(
+        f"{found.num_tensors} tensors in {found.num_shards} shards, {format_bytes(found.num_bytes)}: {dtypes}; "
+        f"{len(found.other_files)} other files",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def describe_conversion(done: Conversion, target: Path) -> str:
@@ -72,12 +74,4 @@ def describe_verification(done: Verification) -> str:
     return (
         f"verified: {done.num_tensors} tensors (one per expert), {format_bytes(done.num_bytes)}, equal bit for bit; "
         f"fingerprint {done.fingerprint}"
-    )
-
-
-def _caption(found: Inspection) -> str:
-    dtypes = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items())
-    return (
-        f"{found.num_tensors} tensors in {found.num_shards} files, {format_bytes(found.num_bytes)}: {dtypes}; "
-        f"{len(found.other_files)} other files"
     )
