@@ -24,7 +24,7 @@ EXAMPLE = "model.layers.{layer}.mlp.experts.{expert}.{gate_proj|up_proj|down_pro
 def find_family(
     config: Mapping[str, Any] | None, keys: Iterable[str], pattern: str | None = None
 ) -> tuple[Family, str]:
-    """The family, and the dotted path of the config's section that named it ("" is the whole config).
+    """The family, and the dotted path of the config's section that counts its experts ("" is the whole config).
 
     Raises UnknownFamilyError, which lists the known ones and keys that look like experts.
     """
@@ -35,7 +35,7 @@ def find_family(
     for section in SECTIONS:
         found = section_of(config or {}, section).get("model_type")
         if found in known:
-            return known[found], section
+            return known[found], _counting_section(config or {}, known[found], section)
         if found is not None:
             seen.append(repr(found))
     keys = list(keys)
@@ -44,6 +44,12 @@ def find_family(
         f"expected config.json to have one of the model types {', '.join(known)}, found {', '.join(seen) or 'none'}; "
         f"keys: {some(experts)}. Describe the experts with --pattern '{EXAMPLE}'"
     )
+
+
+def _counting_section(config: Mapping[str, Any], family: Family, named: str) -> str:
+    """Multimodal configs say the model type outside and the number of experts inside."""
+    inside = (section for section in SECTIONS if section.startswith(named))
+    return next((section for section in inside if family.num_experts in section_of(config, section)), named)
 
 
 def section_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:

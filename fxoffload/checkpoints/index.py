@@ -158,17 +158,13 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Files below ``root`` relative to it, through links, each real folder once."""
-    seen = {os.path.realpath(root)}
+    """Files below ``root`` relative to it, through links."""
     for folder, subfolders, files in os.walk(root, followlinks=True):
         here = Path(folder).relative_to(root)
-        kept = []
-        for name in sorted(subfolders):
-            real = os.path.realpath(os.path.join(folder, name))
-            if (here / name).as_posix() not in NOT_COPIED and real not in seen:
-                seen.add(real)
-                kept.append(name)
-        subfolders[:] = kept
+        subfolders[:] = sorted(name for name in subfolders if (here / name).as_posix() not in NOT_COPIED)
+        for name in subfolders:
+            if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(os.path.join(folder, name))):
+                raise BrokenCheckpointError(f"{root / here / name}: a link to a folder around it; remove it")
         for name in sorted(files):
             if not os.path.isfile(os.path.join(folder, name)):
                 raise BrokenCheckpointError(f"{root / here / name}: expected a file, found a dangling link or a device")

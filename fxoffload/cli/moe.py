@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,19 +48,7 @@ def merge(
     fsync: Fsync = True,
 ) -> None:
     """One tensor per expert -> stacked: gate_proj, up_proj [E, I, H], down_proj [E, H, I]."""
-    with progress_bar() as progress:
-        done = checkpoints.merge(
-            source,
-            target,
-            shard_size=shard_size,
-            workers=workers,
-            verify=verify,
-            overwrite=overwrite,
-            pattern=pattern,
-            fsync=fsync,
-            progress=progress,
-        )
-    typer.echo(describe_conversion(done, target))
+    _run(checkpoints.merge, locals())
 
 
 @app.command()
@@ -74,19 +63,7 @@ def split(
     fsync: Fsync = True,
 ) -> None:
     """Stacked or fused -> one tensor per expert, as Hugging Face stores it."""
-    with progress_bar() as progress:
-        done = checkpoints.split(
-            source,
-            target,
-            shard_size=shard_size,
-            workers=workers,
-            verify=verify,
-            overwrite=overwrite,
-            pattern=pattern,
-            fsync=fsync,
-            progress=progress,
-        )
-    typer.echo(describe_conversion(done, target))
+    _run(checkpoints.split, locals())
 
 
 @app.command()
@@ -103,21 +80,7 @@ def convert(
     fsync: Fsync = True,
 ) -> None:
     """Any of the three layouts -> another."""
-    with progress_bar() as progress:
-        done = checkpoints.convert(
-            source,
-            target,
-            to,
-            form=form,
-            shard_size=shard_size,
-            workers=workers,
-            verify=verify,
-            overwrite=overwrite,
-            pattern=pattern,
-            fsync=fsync,
-            progress=progress,
-        )
-    typer.echo(describe_conversion(done, target))
+    _run(checkpoints.convert, locals())
 
 
 @app.command()
@@ -128,6 +91,13 @@ def inspect(source: Source, pattern: Pattern = None, as_json: AsJson = False) ->
         typer.echo(json.dumps(dataclasses.asdict(found), indent=1))
     else:
         print_inspection(found, Console())
+
+
+def _run(work: Callable[..., checkpoints.Conversion], arguments: dict[str, Any]) -> None:
+    """``work`` with the arguments of a command, which are named as its own."""
+    with progress_bar() as progress:
+        done = work(**arguments, progress=progress)
+    typer.echo(describe_conversion(done, arguments["target"]))
 
 
 @app.command("verify")

@@ -96,6 +96,7 @@ def truncate(path: Path, by: int = 1) -> None:
         (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object, found list"),
         (lambda f: (f / "model-00009-of-00009.safetensors").write_bytes(b"x"), "name every shard, found others"),
         (lambda f: (f / INDEX).unlink(), "3 files without an index"),
+        (lambda f: (f / "assets" / "up").symlink_to(f), "a link to a folder around it"),
         (lambda f: (f / "gone.json").symlink_to("nowhere"), "dangling link"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,6 +163,23 @@ def test_the_section_is_where_the_model_type_is(tmp_path: Path) -> None:
     source = save(tmp_path / "source", expert_state(QWEN, TINY, prefix=prefix), config)
     found = checkpoints.inspect(source)
     assert (found.family, found.towers[0].prefix) == ("deepseek_v3", prefix)
+
+
+@pytest.mark.parametrize("outer", ["qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe"])
+def test_the_count_is_where_the_text_model_is(tmp_path: Path, outer: str) -> None:
+    """The model type is outside, the number of experts and the rules for layers inside."""
+    family = FAMILY[outer]
+    inner = config_for(family, TINY, model_type=f"{outer}_text")
+    source = save(tmp_path / "source", expert_state(family, TINY), {"model_type": outer, "text_config": inner})
+    checkpoints.inspect(source)
+    for name, value, words in (
+        (family.num_experts, 5, "expected experts 0-4 \\(config.json\\), missing 4"),
+        ("num_hidden_layers", 3, "expected experts in 0-2"),
+    ):
+        config = {"model_type": outer, "text_config": {**inner, name: value}}
+        (source / "config.json").write_text(json.dumps(config))
+        with pytest.raises(BrokenCheckpointError, match=words):
+            checkpoints.inspect(source)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxoffload import checkpoints
+from fxoffload.checkpoints.header import DTYPE_BITS
+from fxoffload.checkpoints.index import open_checkpoint
 from tests.checkpoints.making import (
     FAMILY,
     FP8,
@@ -182,7 +184,9 @@ def test_links_are_followed_and_copied_as_files(tmp_path: Path) -> None:
     source.mkdir()
     for path in blobs.iterdir():
         (source / path.name).symlink_to(path)
+    (source / "twice").symlink_to(blobs / "assets")
     checkpoints.merge(source, tmp_path / "target", verify=True)
+    assert (tmp_path / "target" / "twice" / "LICENSE").exists()
     assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))
     assert (tmp_path / "target" / "assets" / "LICENSE").read_bytes() == (blobs / "assets" / "LICENSE").read_bytes()
     assert_same(load(tmp_path / "target"), as_layout(FAMILY["qwen3_moe"], load(source), "stacked"))
@@ -209,6 +213,16 @@ def test_shards_hold_no_more_than_asked(tmp_path: Path) -> None:
     assert len(held) > 5
     assert all(sum(sizes) <= 500 or len(sizes) == 1 for sizes in held.values())
     assert sorted(held) == [f"model-{n:05d}-of-{len(held):05d}.safetensors" for n in range(1, len(held) + 1)]
+
+
+def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
+    """Odd numbers of fp8 between float32 scales, float16 and an int64: loaders that map files want them aligned."""
+    family = FAMILY["deepseek_v3"]
+    source = make(tmp_path / "source", "experts", family.name, replace(FP8, intermediate=5, experts=3))
+    checkpoints.convert(source, tmp_path / "fused", "fused", shard_size=1500)
+    checkpoints.split(tmp_path / "fused", tmp_path / "back")
+    tensors = [t for name in ("fused", "back") for t in open_checkpoint(tmp_path / name).tensors.values()]
+    assert [t.name for t in tensors if t.num_bytes and t.offset % (DTYPE_BITS[t.dtype] // 8)] == []
 
 
 def test_metadata_of_shards_and_index_is_kept_and_the_total_counted_anew(tmp_path: Path) -> None:
