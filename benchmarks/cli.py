@@ -1,11 +1,13 @@
 """The command line: ``run``, ``show`` and ``list``."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks import moe_convert
 from benchmarks.arguments import (
     CASES,
     KINDS,
@@ -30,7 +32,7 @@ def main() -> None:
 
 @app.command()
 def run(
-    scenario: Annotated[str, typer.Argument(help=f"One of: {', '.join(SCENARIOS)}.")],
+    scenario: Annotated[str, typer.Argument(help=f"One of: {', '.join([*SCENARIOS, moe_convert.NAME])}.")],
     out: Annotated[Path, typer.Option(help="Folder for <scenario>.json.")],
     settings: Annotated[list[str], typer.Option("--set", help="name=value ..., name=a,b sweeps; see list.")] = [],  # noqa: B006
     variants: Annotated[str | None, typer.Option(help="Comma-separated; options after @.")] = None,
@@ -40,6 +42,9 @@ def run(
     ] = None,
 ) -> None:
     """Measure a scenario, and print a Markdown table. One process per variant, or (sweeps) per case."""
+    if scenario == moe_convert.NAME:
+        run_conversions(settings, variants, out)
+        return
     try:
         chosen = find_scenario(scenario)
         values = split_settings(settings)
@@ -60,10 +65,24 @@ def run(
         raise typer.Exit(1)
 
 
+def run_conversions(settings: list[str], variants: str | None, out: Path) -> None:
+    """The scenario that runs no model has variants and settings of its own."""
+    try:
+        asked = variants.split("+") if variants else list(moe_convert.WORK)
+        report = moe_convert.run(moe_convert.parse_protocol(settings), asked, out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(moe_convert.render(report))
+
+
 @app.command()
 def show(report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")]) -> None:
     """Print the table of an earlier run."""
-    typer.echo(render(from_json(Report, report.read_text())))
+    text = report.read_text()
+    if json.loads(text)["scenario"] == moe_convert.NAME:
+        typer.echo(moe_convert.render(moe_convert.from_json(text)))
+    else:
+        typer.echo(render(from_json(Report, text)))
 
 
 @app.command()
@@ -82,9 +101,18 @@ def list_everything() -> None:
     """What can be run."""
     for scenario in SCENARIOS.values():
         typer.echo(f"{scenario.name}: {scenario.answers}\n    variants: {scenario.variants}")
+    typer.echo(f"{moe_convert.NAME}: {moe_convert.ANSWERS}\n    variants: {'+'.join(moe_convert.WORK)}")
     typer.echo(f"cases: {', '.join(CASES)}")
     typer.echo(f"variants: {', '.join(KINDS)}; offload_all@option=value@option=value passes options to the backend")
     typer.echo(f"options for all fxoffload variants through --set: {', '.join(SHARED_OPTIONS)}")
+
+
+@app.command("_moe", hidden=True)
+def moe(kind: str, source: Path, target: Path, answer: Path, started: float) -> None:
+    """One conversion, started by run."""
+    from benchmarks.moe_variants import run_sample
+
+    run_sample(kind, source, target, answer, started)
 
 
 @app.command("_sweep", hidden=True)

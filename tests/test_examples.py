@@ -31,3 +31,10 @@ def test_plan_ahead(tmp_path: Path) -> None:
     assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
     assert plan.predicted_step_ms <= 1.02 * plan.baseline_step_ms
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_moe_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = run_example("moe_checkpoints.py", str(tmp_path))
+    assert "logits equal: True" in text
+    assert "stacked: 23 tensors" in text and "layout stacked" in text

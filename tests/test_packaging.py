@@ -64,6 +64,13 @@ def test_the_entry_point_is_declared_and_loads(pyproject: dict[str, Any]) -> Non
     assert callable(getattr(importlib.import_module(module), name))
 
 
+def test_the_command_is_declared_and_loads(pyproject: dict[str, Any]) -> None:
+    scripts = pyproject["project"]["scripts"]
+    assert scripts == {"fxoffload": "fxoffload.cli.app:main"}
+    module, _, name = scripts["fxoffload"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
 def test_the_import_registers_the_backend_and_starts_no_cuda() -> None:
     # Without entry points, as where the package is not installed.
     code = """

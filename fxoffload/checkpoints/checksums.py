@@ -1,0 +1,132 @@
+"""A checksum of every tensor as the layout of one tensor per expert would hold it, whatever the layout on the disk.
+
+Two checkpoints of the same weights have the same checksums. This is the proof that a conversion changed nothing, so it
+takes nothing from the plan: it reads a part of a stored tensor and cuts it with array indexing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from fxoffload.checkpoints.expert_keys import Stored, single_name
+from fxoffload.checkpoints.families import Projection
+from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
+from fxoffload.checkpoints.layouts import Block, Experts
+from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, read_fully
+
+Report = Callable[[int], None]
+
+
+def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_bytes: None) -> dict[str, str]:
+    """For every tensor, by its name in the layout of one tensor per expert: dtype, shape and sha256.
+
+    ``report`` is called with the bytes read, from several threads.
+    """
+    files = _Files()
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            # A failure is raised by result(), and what was queued behind it is cancelled.
+            futures = [pool.submit(job) for job in _jobs(experts, files, report)]
+            try:
+                return {name: text for future in futures for name, text in future.result()}
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    finally:
+        files.close()
+
+
+class _Files:
+    """Open files by path, for several threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[path]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+
+Job = Callable[[], list[tuple[str, str]]]
+
+
+def _jobs(experts: Experts, files: _Files, report: Report) -> Iterator[Job]:
+    for tensor in experts.others.values():
+        yield lambda tensor=tensor: [_whole(tensor.name, tensor, files, report)]
+    for block in experts.blocks.values():
+        for (stored, parameter), tensors in block.tensors.items():
+            for expert, tensor in tensors.items():
+                if expert is not None and stored != "gate_up":
+                    name = single_name(experts.family, block.name, expert, stored, parameter)
+                    yield lambda name=name, tensor=tensor: [_whole(name, tensor, files, report)]
+                else:
+                    for number in range(tensor.shape[0]):
+                        yield lambda args=(block, stored, parameter, tensor, number): _part(
+                            experts, *args, files, report
+                        )
+
+
+def _whole(name: str, tensor: StoredTensor, files: _Files, report: Report) -> tuple[str, str]:
+    digest = hashlib.sha256()
+    file, end = files.open(tensor.path), tensor.offset + tensor.num_bytes
+    buffer = memoryview(bytearray(min(BUFFER_BYTES, tensor.num_bytes)))
+    for offset in range(tensor.offset, end, BUFFER_BYTES):
+        view = buffer[: min(BUFFER_BYTES, end - offset)]
+        read_fully(file, view, offset)
+        digest.update(view)
+        report(len(view))
+    return name, _text(tensor.dtype, tensor.shape, digest)
+
+
+def _part(
+    experts: Experts,
+    block: Block,
+    stored: Stored,
+    parameter: str,
+    tensor: StoredTensor,
+    number: int,
+    files: _Files,
+    report: Report,
+) -> list[tuple[str, str]]:
+    """The checksums of what one expert has in a tensor that all experts share."""
+    shape = tensor.shape[1:]
+    size = tensor.num_bytes // tensor.shape[0]
+    data = np.empty(size, dtype=np.uint8)
+    read_fully(files.open(tensor.path), memoryview(data.data), tensor.offset + number * size)
+    report(size)
+    array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
+    found = []
+    for projection, matrix in _matrices(array, stored, experts.form):
+        name = single_name(experts.family, block.name, number, projection, parameter)
+        content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
+        found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))
+    return found
+
+
+def _matrices(array: np.ndarray, stored: Stored, form: str | None) -> list[tuple[Projection, np.ndarray]]:
+    if stored != "gate_up":
+        return [(stored, array if form in (None, "concatenated") else array.T)]
+    half = array.shape[0 if form == "concatenated" else -1] // 2
+    if form == "concatenated":
+        return [("gate", array[:half]), ("up", array[half:])]
+    if form == "transposed":
+        return [("gate", array[..., :half].T), ("up", array[..., half:].T)]
+    return [("gate", array[..., ::2].T), ("up", array[..., 1::2].T)]
+
+
+def _text(dtype: str, shape: tuple[int, ...], digest: hashlib._Hash) -> str:
+    return f"{dtype} {list(shape)} sha256:{digest.hexdigest()}"

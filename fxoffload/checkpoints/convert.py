@@ -1,0 +1,224 @@
+"""The conversions, from folder to folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+
+from fxoffload.checkpoints.check_experts import check_experts
+from fxoffload.checkpoints.errors import CheckpointError, DiskFullError, LayoutError
+from fxoffload.checkpoints.families import FORMS, Form
+from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
+from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
+from fxoffload.checkpoints.plan_conversion import choose_form, plan_conversion
+from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_shards
+from fxoffload.checkpoints.publish import Destination, building, check_room, choose_destination, sync_folder
+from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, write_file
+from fxoffload.checkpoints.stream import write_shards
+from fxoffload.checkpoints.verify import Verification, verify_experts
+from fxoffload.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Name = TypeVar("Name", bound=str)
+Folder = str | os.PathLike[str]
+# Called with what is done ("convert", "verify"), bytes done and bytes in all, from any thread.
+StageProgress = Callable[[str, int, int], None]
+
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+class Options(TypedDict, total=False):
+    """What ``convert`` takes beside the folders and the layout; see there."""
+
+    form: str | None
+    shard_size: int | str
+    workers: int | None
+    verify: bool
+    overwrite: bool
+    pattern: str | None
+    fsync: bool
+    progress: StageProgress | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done. ``seconds`` is wall time without the verification, the sync to the disk included."""
+
+    source_layout: Layout
+    layout: Layout
+    form: Form | None
+    family: str
+    num_tensors: int
+    num_shards: int
+    num_bytes: int
+    seconds: float
+    verification: Verification | None
+
+
+def convert(
+    source: Folder,
+    target: Folder,
+    to: str,
+    *,
+    form: str | None = None,
+    shard_size: int | str = DEFAULT_SHARD_SIZE,
+    workers: int | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+    pattern: str | None = None,
+    fsync: bool = True,
+    progress: StageProgress | None = None,
+) -> Conversion:
+    """Write the checkpoint in folder ``source`` into the new folder ``target``, its experts in the layout ``to``.
+
+    ``to`` is "experts" (a tensor for each expert: gate and up [I, H], down [H, I]), "stacked" (gate_proj and up_proj
+    [E, I, H], down_proj [E, H, I]) or "fused" (gate_up_proj [E, 2I, H], gate first; or another of the family's forms,
+    by default its first: ``form``). E experts, I intermediate and H hidden features. The layout of the source is
+    detected. dtypes, all other tensors and all other files stay as they are; config.json is not edited.
+
+    ``shard_size``: most bytes of tensors in a file (a larger tensor has its own), as bytes or as "5GB".
+    ``workers``: threads, by default as many as there are CPUs, at most 8, at least 2.
+    ``verify``: compare a checksum of every tensor with the source before ``target`` appears.
+    ``overwrite``: replace a checkpoint at ``target``, which stays until the new one is whole.
+    ``pattern``: for a family that is not known, an expert's key such as
+    "model.layers.{layer}.mlp.experts.{expert}.{gate_proj|up_proj|down_proj}.weight".
+    ``fsync``: on return the output is on the disk, and not only in the page cache.
+    ``progress(stage, done, total)``: bytes of the stage "convert" or "verify"; may be called from any thread.
+
+    ``target`` appears whole or not at all. Raises CheckpointError: UnknownFamilyError, LayoutError (mixed, or already
+    as asked), BrokenCheckpointError (files, shapes or counts that do not agree), UnsupportedCheckpointError (pickled or
+    4-bit weights), DestinationError, DiskFullError, MismatchError (``verify``).
+    """
+    begun = time.perf_counter()
+    experts = _open(source, pattern)
+    chosen = _one_of(to, LAYOUTS, "layout")
+    chosen_form = choose_form(experts, chosen, None if form is None else _one_of(form, FORMS, "form"))
+    outputs = plan_conversion(experts, chosen, chosen_form)
+    checkpoint = experts.checkpoint
+    shards = plan_shards(outputs, parse_bytes(shard_size, "shard_size"), checkpoint.metadata)
+    num_workers = _check_workers(workers)
+    destination = choose_destination(checkpoint, target, overwrite=overwrite)
+    index = build_index(shards, outputs, checkpoint.index_metadata)
+    num_file_bytes = sum(s.num_bytes for s in shards) + len(index or b"") + side_file_bytes(checkpoint)
+    check_room(destination, num_file_bytes)
+    verification = None
+    try:
+        with building(destination) as folder:
+            _write(experts, shards, index, folder, num_workers, fsync, progress)
+            seconds = time.perf_counter() - begun
+            if verify:
+                output = detect(open_checkpoint(folder), pattern)
+                verification = verify_experts(experts, output, num_workers, _stage(progress, "verify"))
+            check_unchanged(checkpoint)
+    except OSError as error:
+        raise _explained(error, destination, num_file_bytes) from error
+    return Conversion(
+        experts.layout,
+        chosen,
+        chosen_form,
+        experts.family.name,
+        len(outputs),
+        len(shards),
+        sum(output.num_bytes for output in outputs),
+        seconds,
+        verification,
+    )
+
+
+def merge(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
+    """``convert(source, target, to="stacked", ...)`` for a source of one tensor per expert, else LayoutError."""
+    _expect(
+        source, options.get("pattern"), ("experts",), 'merge stacks one tensor per expert; use convert(to="stacked")'
+    )
+    return convert(source, target, "stacked", **options)
+
+
+def split(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
+    """``convert(source, target, to="experts", ...)`` for a stacked or fused source, else LayoutError."""
+    _expect(source, options.get("pattern"), ("stacked", "fused"), "there is nothing to split")
+    return convert(source, target, "experts", **options)
+
+
+def verify(
+    source: Folder,
+    output: Folder,
+    *,
+    pattern: str | None = None,
+    workers: int | None = None,
+    progress: StageProgress | None = None,
+) -> Verification:
+    """Prove that two folders hold the same weights and files, in whatever layouts, by a checksum of every tensor.
+
+    Raises MismatchError, which names what differs, and the errors of ``convert`` for a checkpoint that cannot be read.
+    """
+    pair = _open(source, pattern), _open(output, pattern)
+    return verify_experts(*pair, _check_workers(workers), _stage(progress, "verify"))
+
+
+def _open(folder: Folder, pattern: str | None) -> Experts:
+    experts = detect(open_checkpoint(folder), pattern)
+    check_experts(experts)
+    return experts
+
+
+def _write(
+    experts: Experts,
+    shards: list[Shard],
+    index: bytes | None,
+    folder: Path,
+    workers: int,
+    fsync: bool,
+    progress: StageProgress | None,
+) -> None:
+    write_shards(shards, folder, workers, fsync=fsync, progress=_stage(progress, "convert"))
+    copy_side_files(experts.checkpoint, folder, fsync=fsync)
+    if index is not None:
+        write_file(folder / INDEX_NAME, index, fsync=fsync)
+    if fsync:
+        for path in {folder, *(p.parent for p in folder.rglob("*"))}:
+            sync_folder(path)
+
+
+def _explained(error: OSError, destination: Destination, num_bytes: int) -> Exception:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return DiskFullError(
+        f"{destination.final.parent}: expected room for {num_bytes} bytes, and the disk (or the quota) was full "
+        "before all were written; nothing was left behind: make room or write elsewhere"
+    )
+
+
+def _expect(source: Folder, pattern: str | None, layouts: tuple[Layout, ...], advice: str) -> None:
+    found = detect(open_checkpoint(source), pattern).layout
+    if found not in layouts:
+        raise LayoutError(f"{source}: expected the layout {' or '.join(layouts)}, found {found}; {advice}")
+
+
+def _one_of(value: str, known: Iterable[Name], what: str) -> Name:
+    """``value`` as one of the ``known``, which an error lists."""
+    for name in known:
+        if name == value:
+            return name
+    raise CheckpointError(f"expected a {what} of {', '.join(known)}, found {value!r}")
+
+
+def _check_workers(workers: int | None) -> int:
+    if workers is None:
+        return max(2, min(8, len(os.sched_getaffinity(0))))
+    if workers < 1:
+        raise CheckpointError(f"expected at least 1 worker, found {workers}")
+    return workers
+
+
+def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None] | None:
+    if progress is None:
+        return None
+    report = progress
+    return lambda done, total: report(stage, done, total)

@@ -1,0 +1,52 @@
+"""Why a checkpoint cannot be converted. No error leaves a half checkpoint behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+
+class CheckpointError(ValueError):
+    """Base of this package's errors: what was expected, what was found, what to do."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """The files contradict each other or the config: shards missing or cut short, experts missing, wrong shapes."""
+
+
+class LayoutError(CheckpointError):
+    """The layout is mixed, unknown, or not the one that was asked for."""
+
+
+class UnknownFamilyError(CheckpointError):
+    """No known family describes this model; a pattern can."""
+
+
+class UnsupportedCheckpointError(CheckpointError, NotImplementedError):
+    """An honest limit: a valid checkpoint that is not converted (pickled files, 4-bit experts)."""
+
+
+class DestinationError(CheckpointError):
+    """The folder to write to exists, is the source, or is in use."""
+
+
+class DiskFullError(CheckpointError):
+    """There is not enough room for the output."""
+
+
+class MismatchError(CheckpointError):
+    """The output does not hold what the source holds."""
+
+
+def some(keys: Iterable[str], limit: int = 5) -> str:
+    """The first ``limit`` keys, and how many more there are."""
+    listed = list(keys)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """``{0, 1, 2, 5}`` as ``0-2, 5``."""
+    ordered = sorted(numbers)
+    starts = [n for n in ordered if n - 1 not in set(ordered)]
+    ends = [n for n in ordered if n + 1 not in set(ordered)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,107 @@
+"""The known families, as data: how each names its experts, and where its config says which layers have them.
+
+Sources: the configuration, modeling and conversion_mapping modules of transformers 5.23 and the files that its
+``save_pretrained`` writes; tests/checkpoints/test_transformers.py builds each family and compares logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Projection = Literal["gate", "up", "down"]
+Form = Literal["concatenated", "transposed", "interleaved"]
+Layers = Literal["all", "sparse_step", "first_dense", "unchecked"]
+
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+
+# What an expert's linear layer may hold, and how the name ends once experts share a tensor.
+PARAMETERS = {
+    "weight": "",
+    "bias": "_bias",
+    "weight_scale_inv": "_scale_inv",
+    "weight_scale": "_scale",
+    "input_scale": "_input_scale",
+    "activation_scale": "_activation_scale",
+}
+
+# How ``gate_up_proj`` of one expert is stored, [rows, columns], for I intermediate and H hidden features.
+FORMS: dict[Form, str] = {
+    "concatenated": "[2I, H], gate first; down [H, I]",
+    "transposed": "[H, 2I], gate first; down [I, H]",
+    "interleaved": "[H, 2I], columns gate, up, gate, up ...; down [I, H]",
+}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The decoder whose keys begin with ``prefix``; its part of the config is at the dotted path ``section``.
+
+    ``optional``: the config does not say which of its layers have experts.
+    """
+
+    prefix: str
+    section: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture stores its experts.
+
+    ``module`` follows ``layers.{layer}.`` in the keys; ``projections`` are the names of gate, up and down in the layout
+    of one tensor per expert. ``forms`` are those of the fused layout, the one to write first. ``num_experts`` is the
+    config's key. A tower's section is where the model type was found, unless it says so itself.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    num_experts: str
+    layers: Layers = "all"
+    module: str = "mlp.experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    forms: tuple[Form, ...] = ("concatenated",)
+    towers: tuple[Tower, ...] = (Tower("mtp.", optional=True), Tower(""))
+    # Set by a pattern: literal text before ``layers.{layer}.``, with the numbers of layers under another name.
+    stem: str | None = None
+
+
+FAMILIES = (
+    Family("qwen2_moe", ("qwen2_moe",), "num_experts", "sparse_step"),
+    Family("qwen3_moe", ("qwen3_moe",), "num_experts", "sparse_step"),
+    Family("qwen3_next", ("qwen3_next",), "num_experts", "sparse_step"),
+    Family("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), "num_experts"),
+    Family(
+        # The Hub's files are transposed, those that transformers 5 saves are not, and it reads both.
+        "qwen3_vl_moe",
+        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        "num_experts",
+        "sparse_step",
+        forms=("transposed", "concatenated"),
+    ),
+    Family(
+        "qwen3_omni_moe",
+        ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_talker"),
+        "num_experts",
+        "sparse_step",
+        towers=(
+            Tower("thinker.", "thinker_config.text_config"),
+            Tower("talker.", "talker_config.text_config"),
+            Tower("", "text_config"),
+        ),
+    ),
+    Family("deepseek_v2", ("deepseek_v2",), "n_routed_experts", "first_dense"),
+    Family("deepseek_v3", ("deepseek_v3", "deepseek_v32", "kimi_k2"), "n_routed_experts", "first_dense"),
+    Family("glm4_moe", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "n_routed_experts", "first_dense"),
+    Family("glm4v_moe", ("glm4v_moe", "glm4v_moe_text"), "n_routed_experts", "first_dense"),
+    Family("dots1", ("dots1",), "n_routed_experts", "first_dense"),
+    Family("olmoe", ("olmoe", "flex_olmo"), "num_experts"),
+    Family(
+        "mixtral",
+        ("mixtral", "minimax", "minimax_m2", "phimoe"),
+        "num_local_experts",
+        module="block_sparse_moe.experts",
+        projections=("w1", "w3", "w2"),
+    ),
+    Family("gpt_oss", ("gpt_oss",), "num_local_experts", forms=("interleaved",)),
+)

@@ -1,0 +1,83 @@
+"""Which family a checkpoint is of: by its config, or by a pattern that the user gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, some
+from fxoffload.checkpoints.families import FAMILIES, Family, Tower
+
+# Where multimodal configs keep their language model, outermost first.
+SECTIONS = (
+    "",
+    "text_config",
+    "thinker_config.text_config",
+    "thinker_config",
+    "language_config",
+    "llm_config",
+)
+EXAMPLE = "model.layers.{layer}.mlp.experts.{expert}.{gate_proj|up_proj|down_proj}.weight"
+
+
+def find_family(
+    config: Mapping[str, Any] | None, keys: Iterable[str], pattern: str | None = None
+) -> tuple[Family, str]:
+    """The family, and the dotted path of the config's section that counts its experts ("" is the whole config).
+
+    Raises UnknownFamilyError, which lists the known ones and keys that look like experts.
+    """
+    if pattern is not None:
+        return parse_pattern(pattern), ""
+    known = {model_type: family for family in FAMILIES for model_type in family.model_types}
+    seen = []
+    for section in SECTIONS:
+        found = section_of(config or {}, section).get("model_type")
+        if found in known:
+            return known[found], _counting_section(config or {}, known[found], section)
+        if found is not None:
+            seen.append(repr(found))
+    keys = list(keys)
+    experts = [key for key in keys if "expert" in key] or keys
+    raise UnknownFamilyError(
+        f"expected config.json to have one of the model types {', '.join(known)}, found {', '.join(seen) or 'none'}; "
+        f"keys: {some(experts)}. Describe the experts with --pattern '{EXAMPLE}'"
+    )
+
+
+def _counting_section(config: Mapping[str, Any], family: Family, named: str) -> str:
+    """Multimodal configs say the model type outside and the number of experts inside."""
+    inside = (section for section in SECTIONS if section.startswith(named))
+    return next((section for section in inside if family.num_experts in section_of(config, section)), named)
+
+
+def section_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """The part of a config at a dotted path; empty where there is none."""
+    for name in filter(None, path.split(".")):
+        value = config.get(name)
+        config = value if isinstance(value, Mapping) else {}
+    return config
+
+
+def parse_pattern(pattern: str) -> Family:
+    """A family from a key with ``{layer}``, ``{expert}`` and the names of the projections, ``{gate|up|down}``."""
+    match = re.fullmatch(
+        r"(?P<stem>[^{}]*)\{layer\}\.(?P<module>[^{}]+)\.\{expert\}\.\{(?P<names>[^{}|]+\|[^{}|]+\|[^{}|]+)\}\.weight",
+        pattern,
+    )
+    if match is None:
+        raise CheckpointError(f"expected a pattern such as {EXAMPLE!r}, found {pattern!r}")
+    gate, up, down = match["names"].split("|")
+    if len({gate, up, down}) < 3:
+        raise CheckpointError(f"expected three different names for gate, up and down, found {match['names']!r}")
+    return Family(
+        name="pattern",
+        model_types=(),
+        num_experts="",
+        layers="unchecked",
+        module=match["module"],
+        projections=(gate, up, down),
+        towers=(Tower(""),),
+        stem=match["stem"],
+    )

@@ -1,0 +1,135 @@
+"""The header of a safetensors file: eight bytes of length, JSON, then the tensors' bytes without gaps.
+
+Source: https://huggingface.co/docs/safetensors (format). Headers are read and written here and not by the safetensors
+library because a conversion needs the offsets: most of it is byte ranges copied from file to file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError
+
+# Bits of one element. F4 and the F6 pair are packed: a row need not end at a byte.
+DTYPE_BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+# The library's own limit: a longer header is an attack or a torn file.
+MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: ``offset`` and ``num_bytes`` in bytes from the start of the file at ``path``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file in the order of their offsets, and its metadata.
+
+    Raises BrokenCheckpointError where lengths, shapes, offsets and the file's size do not fit together.
+    """
+    size = os.stat(path).st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise BrokenCheckpointError(
+                f"{path}: expected a safetensors header of at most {MOST_HEADER_BYTES} bytes, found {size} bytes of "
+                f"file and a header of {length}; the file is truncated or no safetensors file: fetch it again"
+            )
+        text = file.read(length)
+    try:
+        entries = json.loads(text)
+        metadata = dict(entries.pop("__metadata__", None) or {})
+        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, (BrokenCheckpointError, UnsupportedCheckpointError)):
+            raise
+        raise BrokenCheckpointError(
+            f"{path}: the safetensors header cannot be read ({error}); fetch it again"
+        ) from error
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    _check_offsets(path, tensors, 8 + length, size)
+    return tensors, metadata
+
+
+def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The length and the JSON for tensors ``(name, dtype, shape)`` that follow in this order, padded to 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + num_bytes_of(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor. Raises UnsupportedCheckpointError for a dtype that is not of this list."""
+    if dtype not in DTYPE_BITS:
+        raise UnsupportedCheckpointError(f"expected one of the dtypes {', '.join(DTYPE_BITS)}, found {dtype!r}")
+    return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> StoredTensor:
+    shape = tuple(int(size) for size in entry["shape"])  # type: ignore[union-attr]
+    begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[union-attr]
+    dtype = str(entry["dtype"])
+    expected = num_bytes_of(dtype, shape)
+    if min(shape, default=0) < 0 or end - begin != expected:
+        raise BrokenCheckpointError(
+            f"{path}: {name} is {dtype} {list(shape)}, expected {expected} bytes, found {end - begin}; "
+            "fetch the file again"
+        )
+    return StoredTensor(name, dtype, shape, path, start + begin, end - begin)
+
+
+def _check_offsets(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
+    offset = start
+    for tensor in tensors:
+        if tensor.offset != offset:
+            raise BrokenCheckpointError(
+                f"{path}: expected {tensor.name} at byte {offset}, where the tensor before it ends, found it at "
+                f"{tensor.offset}; the header lies: fetch the file again"
+            )
+        offset += tensor.num_bytes
+    if offset != size:
+        word = "truncated" if size < offset else "longer than its header says"
+        raise BrokenCheckpointError(
+            f"{path}: expected {offset} bytes, found {size}; the file is {word}: fetch it again"
+        )

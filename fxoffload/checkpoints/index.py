@@ -1,0 +1,171 @@
+"""A checkpoint folder, read through its index: what is in it, and whether its files agree with each other.
+
+Only headers and JSON are read; no tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, UnsupportedCheckpointError, some
+from fxoffload.checkpoints.header import StoredTensor, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Of the clone or the download and not of the model: they describe the source's files, and would be wrong beside others.
+NOT_COPIED = (".git", ".cache/huggingface")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified folder of safetensors shards.
+
+    ``tensors`` are in the order of the shards and of the offsets in them; ``metadata`` is the shards' own,
+    ``index_metadata`` the index's. ``other_files`` are paths relative to ``folder``, links followed.
+    ``stamps`` are size and modification time (ns) of each shard, to notice that one changed since.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] | None
+    tensors: Mapping[str, StoredTensor]
+    shards: tuple[Path, ...]
+    metadata: Mapping[str, str]
+    index_metadata: Mapping[str, Any]
+    other_files: tuple[Path, ...]
+    stamps: Mapping[Path, tuple[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Read and check a folder: every shard is there, whole, and holds the keys that the index says.
+
+    Raises BrokenCheckpointError where files contradict each other, UnsupportedCheckpointError for pickled weights.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(
+            f"expected a checkpoint folder, found {'a file' if root.exists() else 'nothing'} at {root}"
+        )
+    weight_map, index_metadata = _read_index(root)
+    names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
+    _check_listing(root, names)
+    stamps = {root / name: _stamp(root / name) for name in names}
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    for name in names:
+        found, shard_metadata = read_header(root / name)
+        metadata.update(shard_metadata)
+        if weight_map is not None:
+            _check_against_index(name, {tensor.name for tensor in found}, weight_map)
+        tensors.update({tensor.name: tensor for tensor in found})
+    weights = {*names, INDEX_NAME}
+    others = tuple(path for path in _walk(root) if path.as_posix() not in weights)
+    return Checkpoint(
+        root, _read_config(root), tensors, tuple(root / n for n in names), metadata, index_metadata, others, stamps
+    )
+
+
+def check_unchanged(checkpoint: Checkpoint) -> None:
+    """Raise BrokenCheckpointError where a shard was written to since it was opened."""
+    changed = [path.name for path, stamp in checkpoint.stamps.items() if _stamp(path) != stamp]
+    if changed:
+        raise BrokenCheckpointError(
+            f"{checkpoint.folder}: {some(changed)} changed while being read; convert again when nothing writes to it"
+        )
+
+
+def _read_index(root: Path) -> tuple[dict[str, str] | None, dict[str, Any]]:
+    path = root / INDEX_NAME
+    if not path.is_file():
+        if (root / SINGLE_NAME).is_file():
+            return None, {}
+        raise _no_weights(root)
+    index = _read_json(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BrokenCheckpointError(f"{path}: expected a weight_map of tensor names to files, found {type(weight_map)}")
+    bad = [f"{key}: {name}" for key, name in weight_map.items() if not isinstance(name, str) or Path(name).name != name]
+    if bad:
+        raise BrokenCheckpointError(f"{path}: expected names of files in the same folder, found {some(bad)}")
+    return weight_map, dict(index.get("metadata") or {})
+
+
+def _no_weights(root: Path) -> CheckpointError:
+    pickled = sorted(
+        p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth") and "training_args" not in p.name
+    )
+    if pickled:
+        return UnsupportedCheckpointError(
+            f"{root}: expected safetensors, found pickled weights: {some(pickled)}. Loading a pickle runs code and "
+            "needs it whole in RAM; write safetensors first, with from_pretrained(SRC) and save_pretrained(DST)"
+        )
+    loose = sorted(p.name for p in root.glob("*.safetensors"))
+    found = f"{len(loose)} files without an index: {some(loose)}" if loose else "neither"
+    return BrokenCheckpointError(f"{root}: expected {INDEX_NAME} or {SINGLE_NAME}, found {found}")
+
+
+def _check_listing(root: Path, names: list[str]) -> None:
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing:
+        raise BrokenCheckpointError(
+            f"{root}: expected {len(names)} shards, {len(missing)} missing: {some(missing)}; fetch them again"
+        )
+    strays = sorted(p.name for p in root.glob("model*.safetensors") if p.name not in names)
+    if strays:
+        raise BrokenCheckpointError(
+            f"{root}: expected the index to name every shard, found others: {some(strays)}; "
+            "remove what does not belong to the checkpoint, or mend the index"
+        )
+
+
+def _check_against_index(shard: str, found: set[str], weight_map: Mapping[str, str]) -> None:
+    said = {key for key, name in weight_map.items() if name == shard}
+    problems = []
+    if said - found:
+        problems.append(f"said to be in it but not there: {some(sorted(said - found))}")
+    if found - said:
+        problems.append(f"in it but not said to be: {some(sorted(found - said))}")
+    if problems:
+        raise BrokenCheckpointError(f"{shard}: the index lies; {'; '.join(problems)}")
+
+
+def _read_config(root: Path) -> Mapping[str, Any] | None:
+    path = root / "config.json"
+    return _read_json(path) if path.is_file() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path}: expected JSON, found something else ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise BrokenCheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Files below ``root`` relative to it, through links."""
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        here = Path(folder).relative_to(root)
+        subfolders[:] = sorted(name for name in subfolders if (here / name).as_posix() not in NOT_COPIED)
+        for name in subfolders:
+            if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(os.path.join(folder, name))):
+                raise BrokenCheckpointError(f"{root / here / name}: a link to a folder around it; remove it")
+        for name in sorted(files):
+            if not os.path.isfile(os.path.join(folder, name)):
+                raise BrokenCheckpointError(f"{root / here / name}: expected a file, found a dangling link or a device")
+            yield here / name

@@ -1,0 +1,154 @@
+"""``fxoffload moe``: the same conversions, with a table, a progress bar and messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fxoffload import checkpoints
+from fxoffload.cli import app as app_module
+from fxoffload.cli.app import app, main
+from tests.checkpoints.making import FAMILY, TINY, as_layout, assert_same, expert_state, load, make, other_state
+
+ROOT = Path(__file__).parents[2]
+QWEN = FAMILY["qwen3_moe"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process: exit status, stdout, stderr."""
+    monkeypatch.setattr(app_module.signal, "signal", lambda *args: None)
+
+    def invoke(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fxoffload", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        out, err = capfd.readouterr()
+        return (code if isinstance(code, int) else int(code is not None)), out, err
+
+    return invoke
+
+
+def expected(layout: str) -> dict:
+    return as_layout(QWEN, expert_state(QWEN, TINY), layout) | other_state(TINY)
+
+
+def test_merge_convert_and_split(tmp_path: Path, run: Run) -> None:
+    source = make(tmp_path / "a")
+    code, out, err = run("moe", "merge", source, tmp_path / "b", "--verify", "--shard-size", "1kB", "--workers", "1")
+    assert code == 0, err
+    assert "experts -> stacked" in out and "GB/s" in out
+    assert "equal bit for bit; fingerprint " in out
+    assert err == "", "no progress bar where there is no terminal"
+    assert run("moe", "convert", tmp_path / "b", tmp_path / "c", "--to", "fused", "--no-fsync")[0] == 0
+    assert run("moe", "split", tmp_path / "c", tmp_path / "d")[0] == 0
+    for folder, layout in (("b", "stacked"), ("c", "fused"), ("d", "experts")):
+        assert_same(load(tmp_path / folder), expected(layout))
+    code, out, _ = run("moe", "verify", source, tmp_path / "c")
+    assert code == 0 and checkpoints.verify(source, source).fingerprint in out
+
+
+def test_inspect_shows_a_table_and_json(tmp_path: Path, run: Run) -> None:
+    source = make(tmp_path / "gpt", "fused", "gpt_oss")
+    code, out, _ = run("moe", "inspect", source)
+    assert code == 0
+    for word in (
+        "gpt_oss",
+        "fused (interleaved)",
+        "model.layers.{0-1}",
+        "[5, 6]",
+        "BF16",
+        "4 other files",
+        f"{source}: ",
+    ):
+        assert word in out
+    code, out, _ = run("moe", "inspect", source, "--json")
+    found = json.loads(out)
+    assert (found["layout"], found["form"], found["towers"][0]["num_experts"]) == ("fused", "interleaved", 4)
+    assert found["num_bytes"] == sum(tensor.nbytes for tensor in load(source).values())
+
+
+def test_a_mistake_is_a_message_and_not_a_traceback(tmp_path: Path, run: Run) -> None:
+    source = make(tmp_path / "a")
+    for words, message in (
+        (("merge", source, source), "is the source"),
+        (("split", source, tmp_path / "b"), "nothing to split"),
+        (("convert", source, tmp_path / "b", "--to", "merged"), "expected a layout of"),
+        (("merge", source, tmp_path / "b", "--shard-size", "5 gigs"), "shard_size is '5 gigs'"),
+        (("inspect", tmp_path / "none"), "found nothing at"),
+        (("verify", source, tmp_path / "none"), "found nothing at"),
+    ):
+        code, out, err = run("moe", *words)
+        assert (code, out) == (1, "")
+        assert err.startswith("fxoffload: ") and message in err and "Traceback" not in err
+    (tmp_path / "b").mkdir()
+    code, _, err = run("moe", "merge", source, tmp_path / "b")
+    assert code == 1 and "--overwrite" in err
+    assert run("moe", "merge", source, tmp_path / "b", "--overwrite")[0] == 0
+
+
+def test_a_pattern_on_the_command_line(tmp_path: Path, run: Run) -> None:
+    source = make(tmp_path / "a")
+    (source / "config.json").unlink()
+    code, _, err = run("moe", "merge", source, tmp_path / "b")
+    assert code == 1 and "--pattern" in err
+    pattern = err[err.index("--pattern '") + 11 :].split("'")[0]
+    code, _, err = run("moe", "merge", source, tmp_path / "b", "--pattern", pattern)
+    assert code == 0, err
+    assert_same(load(tmp_path / "b"), expected("stacked"))
+
+
+def test_help_names_every_command() -> None:
+    found = CliRunner().invoke(app, ["moe", "--help"])
+    assert found.exit_code == 0
+    assert all(name in found.output for name in ("merge", "split", "convert", "inspect", "verify"))
+
+
+def test_a_terminal_sees_bytes_and_their_rate(tmp_path: Path) -> None:
+    """``python -m fxoffload`` under a pseudo-terminal."""
+    source = make(tmp_path / "a")
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "fxoffload", "moe", "merge", str(source), str(tmp_path / "b"), "--verify"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # the other end was closed
+            break
+        if not data:
+            break
+        seen += data
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = seen.decode()
+    num_bytes = checkpoints.inspect(source).num_bytes
+    assert "convert" in text and "verify" in text
+    assert f"{num_bytes / 1000:.1f}/{num_bytes / 1000:.1f} kB" in text
+    assert "B/s" in text
+
+
+def test_the_package_imports_no_command_line_and_no_safetensors() -> None:
+    code = """
+import sys
+import fxoffload
+import fxoffload.checkpoints
+loaded = {name.partition(".")[0] for name in sys.modules} & {"typer", "rich", "click", "safetensors", "transformers"}
+loaded |= {name for name in sys.modules if name.startswith("fxoffload.cli")}
+assert not loaded, loaded
+import fxoffload.cli.app
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
