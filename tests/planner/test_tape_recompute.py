@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute
+from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, no_faster_forward
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.chain import concatenate
@@ -335,3 +335,17 @@ def test_no_option_exceeds_the_budget_and_none_plain_is_faster(
     for other in (keep, recompute):
         if other.peak_bytes <= budget:
             assert chosen.simulation.step_ms <= other.step_ms + 1e-3
+
+
+def test_what_a_forward_saves_by_writing_less_is_not_counted_on() -> None:
+    compiled, faster, slower = layer(ms=1.0), layer((64,), ms=0.5), layer((64,), ms=1.5)
+    found = no_faster_forward(faster, compiled)
+    assert [s.ms for s in found.forward] == [pytest.approx(1.0)]
+    assert (found.backward, found.storages, found.takes) == (faster.backward, faster.storages, faster.takes)
+    assert no_faster_forward(slower, compiled) is slower
+    assert no_faster_forward(compiled, compiled) is compiled
+    count = 4
+    found = ways(compiled, [faster], count).search(TapeAim(limit_bytes=400 * MB))
+    assert any(again(option) for option in found)
+    for option in found:
+        assert sum(s.ms for s in option.chain.step.forward) == pytest.approx(count * 1.0)
