@@ -26,13 +26,15 @@ FOUR_BIT = re.compile(
 
 @dataclass(frozen=True)
 class ExpertKey:
-    """``block`` is the module that holds the experts, for example ``model.layers.3.mlp.experts``.
+    """``block`` is the module that holds the experts, for example ``model.layers.3.mlp.experts``; ``stem`` is its
+    beginning, ``model.layers.``.
 
     ``expert`` is None where all experts share the tensor; ``parameter`` is a key of PARAMETERS, or None where the name
     is not one that this package knows.
     """
 
     block: str
+    stem: str
     tower: Tower
     layer: int
     expert: int | None
@@ -67,7 +69,7 @@ class KeyReader:
 
     def _key(self, match: re.Match[str], expert: int | None, projection: Stored, parameter: str | None) -> ExpertKey:
         tower = next((t for t in self._family.towers if match["prefix"].startswith(t.prefix)), Tower(""))
-        return ExpertKey(match["block"], tower, int(match["layer"]), expert, projection, parameter)
+        return ExpertKey(match["block"], match["prefix"], tower, int(match["layer"]), expert, projection, parameter)
 
 
 def single_name(family: Family, block: str, expert: int, projection: Projection, parameter: str) -> str:

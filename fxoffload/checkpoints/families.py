@@ -37,12 +37,14 @@ FORMS: dict[Form, str] = {
 class Tower:
     """The decoder whose keys begin with ``prefix``; its part of the config is at the dotted path ``section``.
 
-    ``optional``: the config does not say which of its layers have experts.
+    ``optional``: the config does not say which of its layers have experts. ``switch``: the config's key that is false
+    where a checkpoint leaves out a tower that its config describes.
     """
 
     prefix: str
     section: str | None = None
     optional: bool = False
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,16 @@ FAMILIES = (
         "sparse_step",
         towers=(
             Tower("thinker.", "thinker_config.text_config"),
-            Tower("talker.", "talker_config.text_config"),
+            Tower("talker.", "talker_config.text_config", switch="enable_audio_output"),
             Tower("", "text_config"),
         ),
+    ),
+    Family(
+        # Parts of it that were saved by themselves.
+        "qwen3_omni_moe_text",
+        ("qwen3_omni_moe_text", "qwen3_omni_moe_talker_text"),
+        "num_experts",
+        "sparse_step",
     ),
     Family("deepseek_v2", ("deepseek_v2",), "n_routed_experts", "first_dense"),
     Family("deepseek_v3", ("deepseek_v3", "deepseek_v32", "kimi_k2"), "n_routed_experts", "first_dense"),

@@ -22,7 +22,7 @@ from fxoffload.checkpoints.errors import (
 )
 from fxoffload.checkpoints.expert_keys import FOUR_BIT, ExpertKey, KeyReader, Stored
 from fxoffload.checkpoints.families import Family, Form, Tower
-from fxoffload.checkpoints.find_family import EXAMPLE, find_family
+from fxoffload.checkpoints.find_family import EXAMPLE, find_family, quantization_of
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import Checkpoint
 
@@ -35,9 +35,13 @@ Tensors = dict[tuple[Stored, str], dict[int | None, StoredTensor]]
 
 @dataclass
 class Block:
-    """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them."""
+    """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them.
+
+    ``stem`` is how the name begins before the layer's number: the decoder's, for example ``model.layers.``.
+    """
 
     name: str
+    stem: str
     tower: Tower
     layer: int
     tensors: Tensors = field(default_factory=dict)
@@ -54,6 +58,11 @@ class Block:
             for expert, tensor in experts.items()
         ]
         return max(counts)
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the weights, or of what is there instead of them."""
+        return next((t.dtype for (_, p), those in self.tensors.items() if p == "weight" for t in those.values()), "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
     layout = _layout(expert_keys)
     blocks: dict[str, Block] = {}
     for name, key in expert_keys.items():
-        block = blocks.setdefault(key.block, Block(key.block, key.tower, key.layer))
+        block = blocks.setdefault(key.block, Block(key.block, key.stem, key.tower, key.layer))
         if key.parameter is None:
             raise AssertionError(f"{name} was checked to be known")
         experts = block.tensors.setdefault((key.projection, key.parameter), {})
@@ -106,7 +115,7 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
     packed = [name for name in unknown if FOUR_BIT.search(name)]
     packed += [name for name in keys if checkpoint.tensors[name].dtype in ("F4", "F6_E2M3", "F6_E3M2")]
     if packed:
-        method = ((checkpoint.config or {}).get("quantization_config") or {}).get("quant_method")
+        method = quantization_of(checkpoint.config, {}).get("quant_method")
         raise UnsupportedCheckpointError(
             f"{checkpoint.folder}: the experts are packed below 8 bits (quant_method {method!r}): {some(packed)}. "
             "Their order is a kernel's; expected 8 bits or more: convert the checkpoint before quantization"
