@@ -51,9 +51,11 @@ class Tower:
 class Family:
     """How one architecture stores its experts.
 
-    ``module`` follows ``layers.{layer}.`` in the keys; ``projections`` are the names of gate, up and down in the layout
-    of one tensor per expert. ``forms`` are those of the fused layout, the one to write first. ``num_experts`` is the
-    config's key. A tower's section is where the model type was found, unless it says so itself.
+    ``module`` follows ``layers.{layer}.`` in the keys; ``other_module`` may stand there instead where experts share a
+    tensor: what transformers calls it in memory, where the files have another name. ``projections`` are the names of
+    gate, up and down in the layout of one tensor per expert. ``forms`` are those of the fused layout, the one to write
+    first. ``num_experts`` is the config's key. A tower's section is where the model type was found, unless it says so
+    itself.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Family:
     num_experts: str
     layers: Layers = "all"
     module: str = "mlp.experts"
+    other_module: str | None = None
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     forms: tuple[Form, ...] = ("concatenated",)
     towers: tuple[Tower, ...] = (Tower("mtp.", optional=True), Tower(""))
@@ -110,6 +113,7 @@ FAMILIES = (
         ("mixtral", "minimax", "minimax_m2", "phimoe"),
         "num_local_experts",
         module="block_sparse_moe.experts",
+        other_module="mlp.experts",
         projections=("w1", "w3", "w2"),
     ),
     Family("gpt_oss", ("gpt_oss",), "num_local_experts", forms=("interleaved",)),

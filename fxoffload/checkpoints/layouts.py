@@ -59,6 +59,10 @@ class Block:
         ]
         return max(counts)
 
+    def single_module(self, family: Family) -> str:
+        """The module that holds the experts in the layout of one tensor each: the files' name for it."""
+        return f"{self.stem}{self.layer}.{family.module}"
+
     @property
     def weight_dtype(self) -> str:
         """Of the weights, or of what is there instead of them."""
@@ -106,6 +110,7 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
             raise BrokenCheckpointError(f"{name} and {experts[key.expert].name} are the same expert's; remove one")
         experts[key.expert] = checkpoint.tensors[name]
     others = {name: tensor for name, tensor in checkpoint.tensors.items() if found[name] is None}
+    _check_modules(family, blocks)
     form = _form(family, blocks) if layout == "fused" else None
     return Experts(checkpoint, family, section, layout, form, blocks, others)
 
@@ -121,7 +126,22 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
             "Their order is a kernel's; expected 8 bits or more: convert the checkpoint before quantization"
         )
     if unknown:
-        raise LayoutError(f"expected experts to hold weights, biases and scales only, found {some(unknown)}")
+        raise LayoutError(
+            "expected experts to hold weights, biases and scales only, and to be numbered 0, 1, 2 ..., found "
+            f"{some(unknown)}; remove what is no expert's, or describe the experts with --pattern '{EXAMPLE}'"
+        )
+
+
+def _check_modules(family: Family, blocks: Mapping[str, Block]) -> None:
+    """The experts of all layers are under one of the family's two modules."""
+    by_module: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        by_module.setdefault(name.removeprefix(f"{block.stem}{block.layer}."), []).append(name)
+    if len(by_module) > 1:
+        listed = "; ".join(f"{module}: {some(names)}" for module, names in by_module.items())
+        raise LayoutError(
+            f"expected the experts of {family.name} under one module, found {listed}; rename one to the other"
+        )
 
 
 def _layout(keys: Mapping[str, ExpertKey]) -> Layout:
