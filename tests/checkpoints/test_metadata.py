@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors import safe_open
 
 from fxoffload import checkpoints
 from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError, MismatchError, UnsupportedCheckpointError
 from fxoffload.checkpoints.index import open_checkpoint
-from fxoffload.cli.moe_tables import describe_conversion
+from fxoffload.cli.moe_tables import describe_conversion, print_inspection
 from tests.checkpoints.making import (
     FAMILY,
     FP8,
@@ -67,6 +69,9 @@ def test_metadata_on_which_shards_differ_are_left_out_and_said(tmp_path: Path) -
     assert done.notes == ("not kept: metadata on which the shards differ (format, part)",)
     assert "\nnote: not kept: metadata" in describe_conversion(done, tmp_path / "target")
     assert checkpoints.inspect(source).notes == done.notes
+    console = Console(file=io.StringIO())
+    print_inspection(checkpoints.inspect(source), console)
+    assert "note: not kept: metadata on which the shards differ (format, part)\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("metadata", [{"a": {"b": 1}}, {"a": 1}, {"a": None}, "text", ["a"]])
