@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError, ranges, some
-from fxoffload.checkpoints.families import PROJECTIONS, Tower
+from fxoffload.checkpoints.check_parameters import check_parameters
+from fxoffload.checkpoints.config_values import whole_number, whole_numbers
+from fxoffload.checkpoints.errors import BrokenCheckpointError, gaps, ranges, some
+from fxoffload.checkpoints.families import Tower
 from fxoffload.checkpoints.find_family import section_of
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.layouts import Block, Experts
-from fxoffload.checkpoints.slices import expert_shape, stored_projections
+from fxoffload.checkpoints.slices import stored_projections
+
+# More than any model has by far: a larger number is a mistake, and not worth a set of that size.
+MOST_LAYERS = 100_000
 
 
 def check_experts(experts: Experts) -> None:
     """Raise BrokenCheckpointError for missing experts or layers, differing shapes or dtypes, a config that is wrong."""
     for block in experts.blocks.values():
-        config = _config_of(experts, block.tower)
-        _check_complete(experts, block, config.get(experts.family.num_experts))
+        config = config_of(experts, block.tower)
+        _check_complete(experts, block, whole_number(config, experts.family.num_experts))
         for (projection, parameter), tensors in block.tensors.items():
             _check_alike(f"{block.name}: {projection} {parameter}", list(tensors.values()))
-        _check_projections(experts, block, config)
+        check_parameters(experts, block, config)
+    for stem in {block.stem for block in experts.blocks.values()}:
+        _check_layers_alike([block for block in experts.blocks.values() if block.stem == stem])
     for tower in experts.family.towers:
         _check_layers(experts, tower)
 
@@ -30,37 +37,42 @@ def expected_layers(layers: str, config: Mapping[str, Any]) -> set[int] | None:
 
     ``mlp_layer_types`` is a list of "dense" and "sparse" and goes first; else ``layers`` is a family's rule.
     """
-    num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int) or layers == "unchecked":
+    num_layers = whole_number(config, "num_hidden_layers")
+    if num_layers is None or layers == "unchecked":
         return None
+    if num_layers > MOST_LAYERS:
+        raise BrokenCheckpointError(
+            f"config.json: expected num_hidden_layers to be at most {MOST_LAYERS}, found {num_layers}; mend the config"
+        )
     numbers = range(num_layers)
     types = config.get("mlp_layer_types")
     if isinstance(types, list):
         return {n for n in numbers if n < len(types) and types[n] == "sparse"}
     if layers == "sparse_step":
-        dense = set(config.get("mlp_only_layers") or ())
-        step = config.get("decoder_sparse_step") or 1
+        dense = set(whole_numbers(config, "mlp_only_layers") or ())
+        step = whole_number(config, "decoder_sparse_step") or 1
         return {n for n in numbers if n not in dense and (n + 1) % step == 0}
     if layers == "first_dense":
-        first = config.get("first_k_dense_replace") or 0
-        frequency = config.get("moe_layer_freq") or 1
+        first = whole_number(config, "first_k_dense_replace") or 0
+        frequency = whole_number(config, "moe_layer_freq") or 1
         return {n for n in numbers if n >= first and n % frequency == 0}
     return set(numbers)
 
 
-def _config_of(experts: Experts, tower: Tower) -> Mapping[str, Any]:
+def config_of(experts: Experts, tower: Tower) -> Mapping[str, Any]:
+    """The part of the config that describes ``tower``."""
     section = experts.section if tower.section is None else tower.section
     return section_of(experts.checkpoint.config or {}, section)
 
 
 def _check_layers(experts: Experts, tower: Tower) -> None:
     """Layers from ``num_hidden_layers`` on are those of multi-token prediction; a checkpoint may leave them out."""
-    config = _config_of(experts, tower)
+    config = config_of(experts, tower)
     expected = None if tower.optional else expected_layers(experts.family.layers, config)
-    found = {block.layer for block in experts.blocks.values() if block.tower == tower}
-    if expected is None or (not found and tower.prefix):
+    if expected is None or _switched_off(experts, tower):
         return
-    where = f"layers of {tower.prefix or 'the model'}"
+    stem, found = _decoder(experts, tower, expected)
+    where = f"layers of {stem or tower.prefix or 'the model'}"
     if expected - found:
         raise BrokenCheckpointError(
             f"{where}: expected experts in {ranges(expected)} (config.json), none in {ranges(expected - found)}; "
@@ -69,14 +81,51 @@ def _check_layers(experts: Experts, tower: Tower) -> None:
     surplus = {layer for layer in found - expected if layer < config["num_hidden_layers"]}
     if surplus:
         raise BrokenCheckpointError(
-            f"{where}: expected experts in {ranges(expected)} only (config.json), found some in {ranges(surplus)}; "
-            "mend the config"
+            f"{where}: expected experts in {ranges(expected) or 'no layer'} only (config.json), found some in "
+            f"{ranges(surplus)}; mend the config"
         )
 
 
-def _check_complete(experts: Experts, block: Block, said: object) -> None:
-    num_experts = said if isinstance(said, int) else block.num_experts
-    source = "config.json" if isinstance(said, int) else "the highest number found"
+def _switched_off(experts: Experts, tower: Tower) -> bool:
+    """The config describes the tower and says that the checkpoint leaves it out."""
+    return tower.switch is not None and (experts.checkpoint.config or {}).get(tower.switch) is False
+
+
+def _decoder(experts: Experts, tower: Tower, expected: Collection[int]) -> tuple[str, set[int]]:
+    """The module whose layers the config counts, of several with the tower's prefix, and its layers with experts.
+
+    It is the one that has most of the expected ones: another module's layer 1 does not stand in for the decoder's.
+    """
+    layers: dict[str, set[int]] = {}
+    for block in experts.blocks.values():
+        if block.tower == tower:
+            layers.setdefault(block.stem, set()).add(block.layer)
+    return max(layers.items(), key=lambda item: len(item[1].intersection(expected)), default=("", set()))
+
+
+def _check_layers_alike(blocks: list[Block]) -> None:
+    """The layers of one module have one number of experts, and the same parameters where weights are of one dtype."""
+    first = blocks[0]
+    for block in blocks:
+        if block.num_experts != first.num_experts:
+            raise BrokenCheckpointError(
+                f"expected one number of experts in all layers of {first.stem}, found {first.num_experts} in "
+                f"{first.name} and {block.num_experts} in {block.name}; fetch the shards that hold the others"
+            )
+    having: dict[str, tuple[Block, set[str]]] = {}
+    for block in blocks:
+        parameters = {parameter for _, parameter in block.tensors}
+        other, those = having.setdefault(block.weight_dtype, (block, parameters))
+        if parameters != those:
+            raise BrokenCheckpointError(
+                f"expected the same parameters in all layers of {first.stem}, found {', '.join(sorted(those))} in "
+                f"{other.name} and {', '.join(sorted(parameters))} in {block.name}; fetch the shards that hold the rest"
+            )
+
+
+def _check_complete(experts: Experts, block: Block, said: int | None) -> None:
+    num_experts = block.num_experts if said is None else said
+    source = "the highest number found" if said is None else "config.json"
     present = {projection for projection, _ in block.tensors}
     missing = [name for name in stored_projections(experts.layout) if name not in present]
     if missing:
@@ -92,21 +141,23 @@ def _check_complete(experts: Experts, block: Block, said: object) -> None:
             raise BrokenCheckpointError(
                 f"{tensor.name}: expected {num_experts} experts ({source}), found shape {list(tensor.shape)}"
             )
+        if not num_experts:
+            raise BrokenCheckpointError(
+                f"{tensor.name}: expected at least one expert, found shape {list(tensor.shape)}; "
+                "a layer without experts has no such tensor"
+            )
 
 
 def _check_numbers(what: str, tensors: Iterable[int | None], num_experts: int, source: str) -> None:
     found = {number for number in tensors if number is not None}
-    expected = set(range(num_experts))
-    if expected - found:
+    above = {number for number in found if number >= num_experts}
+    expected = f"expected experts 0-{num_experts - 1}" if num_experts else "expected no experts"
+    if len(found) - len(above) < num_experts:
         raise BrokenCheckpointError(
-            f"{what}: expected experts 0-{num_experts - 1} ({source}), missing {ranges(expected - found)}; "
-            "fetch the shards that hold them"
+            f"{what}: {expected} ({source}), missing {gaps(found, num_experts)}; fetch the shards that hold them"
         )
-    if found - expected:
-        raise BrokenCheckpointError(
-            f"{what}: expected experts 0-{num_experts - 1} ({source}), found {ranges(found - expected)} too; "
-            "mend the config"
-        )
+    if above:
+        raise BrokenCheckpointError(f"{what}: {expected} ({source}), found {ranges(above)} too; mend the config")
 
 
 def _check_alike(what: str, tensors: list[StoredTensor]) -> None:
@@ -117,48 +168,3 @@ def _check_alike(what: str, tensors: list[StoredTensor]) -> None:
             raise BrokenCheckpointError(
                 f"{what}: expected one {kind} for all experts, found {first} in {tensors[0].name} and {some(other)}"
             )
-
-
-def _check_projections(experts: Experts, block: Block, config: Mapping[str, Any]) -> None:
-    """gate and up are alike, down is their transpose, and every parameter is there for all three."""
-    parameters = {parameter for _, parameter in block.tensors}
-    for parameter in parameters:
-        shapes = {p: expert_shape(experts, block, p, parameter) for p in PROJECTIONS}
-        absent = [p for p, shape in shapes.items() if shape is None]
-        if absent:
-            raise BrokenCheckpointError(
-                f"{block.name}: expected {parameter} for gate, up and down, found none for {', '.join(absent)}"
-            )
-        gate, up, down = (shapes[p] or () for p in PROJECTIONS)
-        if gate != up:
-            raise BrokenCheckpointError(
-                f"{block.name}: expected gate and up {parameter} of one shape, found {list(gate)} and {list(up)}"
-            )
-        if parameter == "weight" and (len(gate) != 2 or down != gate[::-1]):
-            raise BrokenCheckpointError(
-                f"{block.name}: expected gate [I, H] and down [H, I], found {list(gate)} and {list(down)} per expert"
-            )
-    if "weight" not in parameters:
-        raise BrokenCheckpointError(f"{block.name}: expected weights, found only {', '.join(sorted(parameters))}")
-    weight = expert_shape(experts, block, "gate", "weight") or (0, 0)
-    hidden = config.get("hidden_size")
-    if isinstance(hidden, int) and weight[1] != hidden:
-        raise BrokenCheckpointError(
-            f"{block.name}: expected gate [I, {hidden}] (hidden_size of config.json), found {list(weight)}"
-        )
-    _check_blocks(experts, block, weight)
-
-
-def _check_blocks(experts: Experts, block: Block, weight: tuple[int, ...]) -> None:
-    """Block scales have one row for each begun block of rows: ceil(I / 128) for gate."""
-    quantization = (experts.checkpoint.config or {}).get("quantization_config") or {}
-    size = quantization.get("weight_block_size")
-    scale = expert_shape(experts, block, "gate", "weight_scale_inv")
-    if not isinstance(size, list) or len(size) != 2 or scale is None or len(scale) != 2:
-        return
-    expected = tuple(-(-n // b) for n, b in zip(weight, size, strict=True))
-    if scale != expected:
-        raise BrokenCheckpointError(
-            f"{block.name}: expected scales {list(expected)} for a weight {list(weight)} in blocks of {size}, "
-            f"found {list(scale)}"
-        )

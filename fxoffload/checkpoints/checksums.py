@@ -71,7 +71,7 @@ def _jobs(experts: Experts, files: _Files, report: Report) -> Iterator[Job]:
         for (stored, parameter), tensors in block.tensors.items():
             for expert, tensor in tensors.items():
                 if expert is not None and stored != "gate_up":
-                    name = single_name(experts.family, block.name, expert, stored, parameter)
+                    name = single_name(experts.family, block.single_module(experts.family), expert, stored, parameter)
                     yield lambda name=name, tensor=tensor: [_whole(name, tensor, files, report)]
                 else:
                     for number in range(tensor.shape[0]):
@@ -111,7 +111,7 @@ def _part(
     array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
     found = []
     for projection, matrix in _matrices(array, stored, experts.form):
-        name = single_name(experts.family, block.name, number, projection, parameter)
+        name = single_name(experts.family, block.single_module(experts.family), number, projection, parameter)
         content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
         found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))
     return found

@@ -15,6 +15,7 @@ from fxoffload.checkpoints.errors import CheckpointError, DiskFullError, LayoutE
 from fxoffload.checkpoints.families import FORMS, Form
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
 from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
+from fxoffload.checkpoints.notes import output_notes, source_notes
 from fxoffload.checkpoints.plan_conversion import choose_form, plan_conversion
 from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_shards
 from fxoffload.checkpoints.publish import Destination, building, check_room, choose_destination, sync_folder
@@ -49,7 +50,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done. ``seconds`` is wall time without the verification, the sync to the disk included."""
+    """What was done. ``seconds`` is wall time without the verification, the sync to the disk included.
+
+    ``notes`` say in sentences what could not be checked and what is not kept.
+    """
 
     source_layout: Layout
     layout: Layout
@@ -60,6 +64,7 @@ class Conversion:
     num_bytes: int
     seconds: float
     verification: Verification | None
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -129,6 +134,7 @@ def convert(
         sum(output.num_bytes for output in outputs),
         seconds,
         verification,
+        notes=(*source_notes(experts), *output_notes(experts, chosen, len(shards))),
     )
 
 

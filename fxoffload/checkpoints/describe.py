@@ -12,6 +12,7 @@ from fxoffload.checkpoints.families import Form
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import open_checkpoint
 from fxoffload.checkpoints.layouts import Block, Layout, detect
+from fxoffload.checkpoints.notes import source_notes
 from fxoffload.checkpoints.slices import expert_shape
 
 
@@ -29,7 +30,10 @@ class TowerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A whole checkpoint. ``form`` is set for the fused layout; ``bytes_by_dtype`` counts every tensor."""
+    """A whole checkpoint. ``form`` is set for the fused layout; ``bytes_by_dtype`` counts every tensor.
+
+    ``notes`` say in sentences what could not be checked.
+    """
 
     folder: str
     family: str
@@ -41,6 +45,7 @@ class Inspection:
     num_bytes: int
     bytes_by_dtype: dict[str, int]
     other_files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> Inspection:
@@ -54,10 +59,9 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
     checkpoint = experts.checkpoint
     alike: dict[tuple[str, int, tuple[int, ...], tuple[str, ...]], list[Block]] = {}
     for block in experts.blocks.values():
-        prefix = block.name[: -len(f"{block.layer}.{experts.family.module}")]
         dtypes = tuple(sorted({tensor.dtype for tensor in block.all_tensors()}))
         shape = expert_shape(experts, block, "gate", "weight") or ()
-        alike.setdefault((prefix, block.num_experts, shape, dtypes), []).append(block)
+        alike.setdefault((block.stem, block.num_experts, shape, dtypes), []).append(block)
     towers = tuple(_tower(*key, blocks) for key, blocks in alike.items())
     return Inspection(
         str(checkpoint.folder),
@@ -70,6 +74,7 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         checkpoint.num_bytes,
         _bytes_by_dtype(checkpoint.tensors.values()),
         tuple(path.as_posix() for path in checkpoint.other_files),
+        source_notes(experts),
     )
 
 

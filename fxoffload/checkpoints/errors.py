@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 
 
 class CheckpointError(ValueError):
@@ -46,7 +47,17 @@ def some(keys: Iterable[str], limit: int = 5) -> str:
 
 def ranges(numbers: Collection[int]) -> str:
     """``{0, 1, 2, 5}`` as ``0-2, 5``."""
-    ordered = sorted(numbers)
-    starts = [n for n in ordered if n - 1 not in set(ordered)]
-    ends = [n for n in ordered if n + 1 not in set(ordered)]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    present = set(numbers)
+    starts = sorted(n for n in present if n - 1 not in present)
+    ends = sorted(n for n in present if n + 1 not in present)
+    return ", ".join(_span(a, b) for a, b in zip(starts, ends, strict=True))
+
+
+def gaps(numbers: Iterable[int], count: int) -> str:
+    """What ``numbers`` lack of 0 to ``count`` - 1, as ``ranges`` writes it; ``count`` may be any size."""
+    found = [-1, *sorted({n for n in numbers if 0 <= n < count}), count]
+    return ", ".join(_span(a + 1, b - 1) for a, b in pairwise(found) if b - a > 1)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -16,6 +16,8 @@ MERGED_NAMES: dict[str, Stored] = {
     "up_proj": "up",
     "down_proj": "down",
 }
+# One way to write each: experts.03 would come back from another layout as experts.3. Nine digits at most.
+NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _PARAMETER_OF_SUFFIX = {suffix: parameter for parameter, suffix in PARAMETERS.items()}
 # What GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 call their packed weights and what goes with them.
 FOUR_BIT = re.compile(
@@ -26,13 +28,15 @@ FOUR_BIT = re.compile(
 
 @dataclass(frozen=True)
 class ExpertKey:
-    """``block`` is the module that holds the experts, for example ``model.layers.3.mlp.experts``.
+    """``block`` is the module that holds the experts, for example ``model.layers.3.mlp.experts``; ``stem`` is its
+    beginning, ``model.layers.``.
 
     ``expert`` is None where all experts share the tensor; ``parameter`` is a key of PARAMETERS, or None where the name
     is not one that this package knows.
     """
 
     block: str
+    stem: str
     tower: Tower
     layer: int
     expert: int | None
@@ -45,13 +49,19 @@ class KeyReader:
 
     def __init__(self, family: Family) -> None:
         stem = r".*?(?<![^.])layers\." if family.stem is None else re.escape(family.stem)
-        block = rf"(?P<block>(?P<prefix>{stem})(?P<layer>\d+)\.{re.escape(family.module)})"
+        head = rf"(?P<prefix>{stem})(?P<layer>{NUMBER})\."
+        shared = "|".join(re.escape(module) for module in (family.module, family.other_module) if module)
         names = "|".join(re.escape(name) for name in family.projections)
         self._family = family
         self._projection_of: dict[str, Projection] = dict(zip(family.projections, PROJECTIONS, strict=True))
-        self._single = re.compile(rf"{block}\.(?P<expert>\d+)\.(?P<projection>{names})\.(?P<parameter>.+)")
-        self._merged = re.compile(rf"{block}\.(?P<projection>{'|'.join(MERGED_NAMES)})(?P<suffix>(?:[._].*)?)")
-        self._any_expert = re.compile(rf"{block}\.\d+\..+")
+        self._single = re.compile(
+            rf"(?P<block>{head}{re.escape(family.module)})\.(?P<expert>{NUMBER})\.(?P<projection>{names})"
+            r"\.(?P<parameter>.+)"
+        )
+        merged = rf"(?P<projection>{'|'.join(MERGED_NAMES)})(?P<suffix>(?:[._].*)?)"
+        self._merged = re.compile(rf"(?P<block>{head}(?:{shared}))\.{merged}")
+        # The same with numbers that are not written so: 03, or digits of another script.
+        self._any_expert = re.compile(rf"(?P<block>(?P<prefix>{stem})\d+\.(?:{shared}))\.(?:\d+\..+|{merged})")
 
     def read(self, name: str) -> ExpertKey | None:
         """What ``name`` is, or None when it does not belong to an expert."""
@@ -62,12 +72,20 @@ class KeyReader:
             parameter = _PARAMETER_OF_SUFFIX.get(match["suffix"])
             return self._key(match, None, MERGED_NAMES[match["projection"]], parameter)
         if match := self._any_expert.fullmatch(name):
-            return self._key(match, None, "gate", None)
+            return self._key(match, None, "gate", None, layer=0)
         return None
 
-    def _key(self, match: re.Match[str], expert: int | None, projection: Stored, parameter: str | None) -> ExpertKey:
+    def _key(
+        self,
+        match: re.Match[str],
+        expert: int | None,
+        projection: Stored,
+        parameter: str | None,
+        layer: int | None = None,
+    ) -> ExpertKey:
+        layer = int(match["layer"]) if layer is None else layer
         tower = next((t for t in self._family.towers if match["prefix"].startswith(t.prefix)), Tower(""))
-        return ExpertKey(match["block"], tower, int(match["layer"]), expert, projection, parameter)
+        return ExpertKey(match["block"], match["prefix"], tower, layer, expert, projection, parameter)
 
 
 def single_name(family: Family, block: str, expert: int, projection: Projection, parameter: str) -> str:

@@ -37,21 +37,25 @@ FORMS: dict[Form, str] = {
 class Tower:
     """The decoder whose keys begin with ``prefix``; its part of the config is at the dotted path ``section``.
 
-    ``optional``: the config does not say which of its layers have experts.
+    ``optional``: the config does not say which of its layers have experts. ``switch``: the config's key that is false
+    where a checkpoint leaves out a tower that its config describes.
     """
 
     prefix: str
     section: str | None = None
     optional: bool = False
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
 class Family:
     """How one architecture stores its experts.
 
-    ``module`` follows ``layers.{layer}.`` in the keys; ``projections`` are the names of gate, up and down in the layout
-    of one tensor per expert. ``forms`` are those of the fused layout, the one to write first. ``num_experts`` is the
-    config's key. A tower's section is where the model type was found, unless it says so itself.
+    ``module`` follows ``layers.{layer}.`` in the keys; ``other_module`` may stand there instead where experts share a
+    tensor: what transformers calls it in memory, where the files have another name. ``projections`` are the names of
+    gate, up and down in the layout of one tensor per expert. ``forms`` are those of the fused layout, the one to write
+    first. ``num_experts`` is the config's key. A tower's section is where the model type was found, unless it says so
+    itself.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Family:
     num_experts: str
     layers: Layers = "all"
     module: str = "mlp.experts"
+    other_module: str | None = None
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     forms: tuple[Form, ...] = ("concatenated",)
     towers: tuple[Tower, ...] = (Tower("mtp.", optional=True), Tower(""))
@@ -86,9 +91,16 @@ FAMILIES = (
         "sparse_step",
         towers=(
             Tower("thinker.", "thinker_config.text_config"),
-            Tower("talker.", "talker_config.text_config"),
+            Tower("talker.", "talker_config.text_config", switch="enable_audio_output"),
             Tower("", "text_config"),
         ),
+    ),
+    Family(
+        # Parts of it that were saved by themselves.
+        "qwen3_omni_moe_text",
+        ("qwen3_omni_moe_text", "qwen3_omni_moe_talker_text"),
+        "num_experts",
+        "sparse_step",
     ),
     Family("deepseek_v2", ("deepseek_v2",), "n_routed_experts", "first_dense"),
     Family("deepseek_v3", ("deepseek_v3", "deepseek_v32", "kimi_k2"), "n_routed_experts", "first_dense"),
@@ -101,6 +113,7 @@ FAMILIES = (
         ("mixtral", "minimax", "minimax_m2", "phimoe"),
         "num_local_experts",
         module="block_sparse_moe.experts",
+        other_module="mlp.experts",
         projections=("w1", "w3", "w2"),
     ),
     Family("gpt_oss", ("gpt_oss",), "num_local_experts", forms=("interleaved",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, some
@@ -29,12 +30,13 @@ def find_family(
     Raises UnknownFamilyError, which lists the known ones and keys that look like experts.
     """
     if pattern is not None:
-        return parse_pattern(pattern), ""
+        section, counted_by = _counted(config or {})
+        return replace(parse_pattern(pattern), num_experts=counted_by), section
     known = {model_type: family for family in FAMILIES for model_type in family.model_types}
     seen = []
     for section in SECTIONS:
         found = section_of(config or {}, section).get("model_type")
-        if found in known:
+        if isinstance(found, str) and found in known:
             return known[found], _counting_section(config or {}, known[found], section)
         if found is not None:
             seen.append(repr(found))
@@ -44,6 +46,13 @@ def find_family(
         f"expected config.json to have one of the model types {', '.join(known)}, found {', '.join(seen) or 'none'}; "
         f"keys: {some(experts)}. Describe the experts with --pattern '{EXAMPLE}'"
     )
+
+
+def _counted(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The section and the key that count experts in a config of an unknown family; the key is "" where none does."""
+    names = sorted({family.num_experts for family in FAMILIES})
+    found = ((s, name) for s in SECTIONS for name in names if section_of(config, s).get(name) is not None)
+    return next(found, ("", ""))
 
 
 def _counting_section(config: Mapping[str, Any], family: Family, named: str) -> str:
@@ -58,6 +67,11 @@ def section_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         value = config.get(name)
         config = value if isinstance(value, Mapping) else {}
     return config
+
+
+def quantization_of(config: Mapping[str, Any] | None, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``quantization_config`` of a section of ``config``, else of the whole; empty where there is none."""
+    return section_of(section, "quantization_config") or section_of(config or {}, "quantization_config")
 
 
 def parse_pattern(pattern: str) -> Family:

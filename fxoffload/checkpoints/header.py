@@ -73,7 +73,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         text = file.read(length)
     try:
         entries = json.loads(text)
-        metadata = dict(entries.pop("__metadata__", None) or {})
+        metadata = _metadata(path, entries.pop("__metadata__", None))
         tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, (BrokenCheckpointError, UnsupportedCheckpointError)):
@@ -106,17 +106,50 @@ def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
+def _metadata(path: Path, found: object) -> dict[str, str]:
+    """The safetensors library reads no file whose metadata is anything but texts by name; nor is it passed on."""
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise BrokenCheckpointError(
+            f"{path}: expected __metadata__ to be an object of texts, found {_shortened(found)}; write the file again "
+            "with the safetensors library"
+        )
+    return found
+
+
 def _tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> StoredTensor:
-    shape = tuple(int(size) for size in entry["shape"])  # type: ignore[union-attr]
-    begin, end = (int(offset) for offset in entry["data_offsets"])  # type: ignore[union-attr]
-    dtype = str(entry["dtype"])
+    shape = _whole_numbers(path, name, entry, "shape")
+    begin, end = _whole_numbers(path, name, entry, "data_offsets")
+    dtype = entry["dtype"]
+    if dtype not in DTYPE_BITS:
+        raise UnsupportedCheckpointError(
+            f"{path}: expected {name} to be one of the dtypes {', '.join(DTYPE_BITS)}, found {dtype!r}; convert a "
+            "checkpoint of these"
+        )
+    dtype = str(dtype)
     expected = num_bytes_of(dtype, shape)
-    if min(shape, default=0) < 0 or end - begin != expected:
+    if end - begin != expected:
         raise BrokenCheckpointError(
             f"{path}: {name} is {dtype} {list(shape)}, expected {expected} bytes, found {end - begin}; "
             "fetch the file again"
         )
     return StoredTensor(name, dtype, shape, path, start + begin, end - begin)
+
+
+def _whole_numbers(path: Path, name: str, entry: Mapping[str, object], key: str) -> tuple[int, ...]:
+    """Sizes and offsets as they are: 5.9 or "6" made a number would be another tensor than other readers see."""
+    values = entry[key]
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise BrokenCheckpointError(
+            f"{path}: expected {key} of {name} to be whole numbers, found {_shortened(values)}; fetch the file again"
+        )
+    return tuple(values)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_offsets(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:

@@ -5,6 +5,7 @@ Only headers and JSON are read; no tensor is.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ class Checkpoint:
 
     ``tensors`` are in the order of the shards and of the offsets in them; ``metadata`` is the shards' own,
     ``index_metadata`` the index's. ``other_files`` are paths relative to ``folder``, links followed.
+    ``conflicts`` are the names in the shards' metadata on which they differ; these are not in ``metadata``.
     ``stamps`` are size and modification time (ns) of each shard, to notice that one changed since.
     """
 
@@ -38,6 +40,7 @@ class Checkpoint:
     index_metadata: Mapping[str, Any]
     other_files: tuple[Path, ...]
     stamps: Mapping[Path, tuple[int, int]]
+    conflicts: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +52,16 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
     Raises BrokenCheckpointError where files contradict each other, UnsupportedCheckpointError for pickled weights.
     """
-    root = Path(folder)
+    try:
+        return _open(Path(folder))
+    except OSError as error:
+        raise BrokenCheckpointError(
+            f"{error.filename or folder}: cannot be read ({error.strerror or error}); expected every file and folder "
+            "of the checkpoint to be readable: mend that, or remove what does not belong to it"
+        ) from error
+
+
+def _open(root: Path) -> Checkpoint:
     if not root.is_dir():
         raise CheckpointError(
             f"expected a checkpoint folder, found {'a file' if root.exists() else 'nothing'} at {root}"
@@ -59,17 +71,26 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     _check_listing(root, names)
     stamps = {root / name: _stamp(root / name) for name in names}
     tensors: dict[str, StoredTensor] = {}
-    metadata: dict[str, str] = {}
+    metadata: dict[str, set[str]] = {}
     for name in names:
         found, shard_metadata = read_header(root / name)
-        metadata.update(shard_metadata)
+        for key, value in shard_metadata.items():
+            metadata.setdefault(key, set()).add(value)
         if weight_map is not None:
             _check_against_index(name, {tensor.name for tensor in found}, weight_map)
         tensors.update({tensor.name: tensor for tensor in found})
     weights = {*names, INDEX_NAME}
-    others = tuple(path for path in _walk(root) if path.as_posix() not in weights)
+    others = tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in weights)
     return Checkpoint(
-        root, _read_config(root), tensors, tuple(root / n for n in names), metadata, index_metadata, others, stamps
+        root,
+        _read_config(root),
+        tensors,
+        tuple(root / name for name in names),
+        {key: next(iter(values)) for key, values in metadata.items() if len(values) == 1},
+        index_metadata,
+        others,
+        stamps,
+        tuple(sorted(key for key, values in metadata.items() if len(values) > 1)),
     )
 
 
@@ -95,7 +116,10 @@ def _read_index(root: Path) -> tuple[dict[str, str] | None, dict[str, Any]]:
     bad = [f"{key}: {name}" for key, name in weight_map.items() if not isinstance(name, str) or Path(name).name != name]
     if bad:
         raise BrokenCheckpointError(f"{path}: expected names of files in the same folder, found {some(bad)}")
-    return weight_map, dict(index.get("metadata") or {})
+    metadata = index.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise BrokenCheckpointError(f"{path}: expected metadata to be an object, found {metadata!r}; mend the index")
+    return weight_map, metadata or {}
 
 
 def _no_weights(root: Path) -> CheckpointError:
@@ -157,15 +181,23 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Files below ``root`` relative to it, through links."""
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        here = Path(folder).relative_to(root)
-        subfolders[:] = sorted(name for name in subfolders if (here / name).as_posix() not in NOT_COPIED)
-        for name in subfolders:
-            if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(os.path.join(folder, name))):
-                raise BrokenCheckpointError(f"{root / here / name}: a link to a folder around it; remove it")
-        for name in sorted(files):
-            if not os.path.isfile(os.path.join(folder, name)):
-                raise BrokenCheckpointError(f"{root / here / name}: expected a file, found a dangling link or a device")
-            yield here / name
+def _walk(root: Path, here: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    """Files below ``root / here`` relative to ``root``, through links; ``above`` are the real folders on the way.
+
+    Not os.walk, which leaves out what it cannot read, and says nothing.
+    """
+    real = os.path.realpath(root / here)
+    if any(Path(folder).is_relative_to(real) for folder in above):
+        raise BrokenCheckpointError(f"{root / here}: a link to a folder around it; remove it")
+    with os.scandir(root / here) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    for name in (entry.name for entry in entries if not entry.is_dir()):
+        if not os.path.isfile(root / here / name):
+            raise BrokenCheckpointError(f"{root / here / name}: expected a file, found a dangling link or a device")
+        if not os.access(root / here / name, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / here / name))
+        yield here / name
+    for name in folders:
+        if (here / name).as_posix() not in NOT_COPIED:
+            yield from _walk(root, here / name, (*above, real))

@@ -22,7 +22,7 @@ from fxoffload.checkpoints.errors import (
 )
 from fxoffload.checkpoints.expert_keys import FOUR_BIT, ExpertKey, KeyReader, Stored
 from fxoffload.checkpoints.families import Family, Form, Tower
-from fxoffload.checkpoints.find_family import EXAMPLE, find_family
+from fxoffload.checkpoints.find_family import EXAMPLE, find_family, quantization_of
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import Checkpoint
 
@@ -35,9 +35,13 @@ Tensors = dict[tuple[Stored, str], dict[int | None, StoredTensor]]
 
 @dataclass
 class Block:
-    """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them."""
+    """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them.
+
+    ``stem`` is how the name begins before the layer's number: the decoder's, for example ``model.layers.``.
+    """
 
     name: str
+    stem: str
     tower: Tower
     layer: int
     tensors: Tensors = field(default_factory=dict)
@@ -54,6 +58,15 @@ class Block:
             for expert, tensor in experts.items()
         ]
         return max(counts)
+
+    def single_module(self, family: Family) -> str:
+        """The module that holds the experts in the layout of one tensor each: the files' name for it."""
+        return f"{self.stem}{self.layer}.{family.module}"
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the weights, or of what is there instead of them."""
+        return next((t.dtype for (_, p), those in self.tensors.items() if p == "weight" for t in those.values()), "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
     layout = _layout(expert_keys)
     blocks: dict[str, Block] = {}
     for name, key in expert_keys.items():
-        block = blocks.setdefault(key.block, Block(key.block, key.tower, key.layer))
+        block = blocks.setdefault(key.block, Block(key.block, key.stem, key.tower, key.layer))
         if key.parameter is None:
             raise AssertionError(f"{name} was checked to be known")
         experts = block.tensors.setdefault((key.projection, key.parameter), {})
@@ -97,6 +110,7 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
             raise BrokenCheckpointError(f"{name} and {experts[key.expert].name} are the same expert's; remove one")
         experts[key.expert] = checkpoint.tensors[name]
     others = {name: tensor for name, tensor in checkpoint.tensors.items() if found[name] is None}
+    _check_modules(family, blocks)
     form = _form(family, blocks) if layout == "fused" else None
     return Experts(checkpoint, family, section, layout, form, blocks, others)
 
@@ -106,13 +120,28 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
     packed = [name for name in unknown if FOUR_BIT.search(name)]
     packed += [name for name in keys if checkpoint.tensors[name].dtype in ("F4", "F6_E2M3", "F6_E3M2")]
     if packed:
-        method = ((checkpoint.config or {}).get("quantization_config") or {}).get("quant_method")
+        method = quantization_of(checkpoint.config, {}).get("quant_method")
         raise UnsupportedCheckpointError(
             f"{checkpoint.folder}: the experts are packed below 8 bits (quant_method {method!r}): {some(packed)}. "
             "Their order is a kernel's; expected 8 bits or more: convert the checkpoint before quantization"
         )
     if unknown:
-        raise LayoutError(f"expected experts to hold weights, biases and scales only, found {some(unknown)}")
+        raise LayoutError(
+            "expected experts to hold weights, biases and scales only, and to be numbered 0, 1, 2 ..., found "
+            f"{some(unknown)}; remove what is no expert's, or describe the experts with --pattern '{EXAMPLE}'"
+        )
+
+
+def _check_modules(family: Family, blocks: Mapping[str, Block]) -> None:
+    """The experts of all layers are under one of the family's two modules."""
+    by_module: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        by_module.setdefault(name.removeprefix(f"{block.stem}{block.layer}."), []).append(name)
+    if len(by_module) > 1:
+        listed = "; ".join(f"{module}: {some(names)}" for module, names in by_module.items())
+        raise LayoutError(
+            f"expected the experts of {family.name} under one module, found {listed}; rename one to the other"
+        )
 
 
 def _layout(keys: Mapping[str, ExpertKey]) -> Layout:

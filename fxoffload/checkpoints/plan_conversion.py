@@ -85,7 +85,8 @@ def choose_form(experts: Experts, layout: Layout, form: Form | None) -> Form | N
     if (layout, form) == (experts.layout, experts.form):
         text = f" ({form})" if form and len(forms) > 1 else ""
         raise LayoutError(
-            f"{experts.checkpoint.folder} is in the layout {layout}{text} already; there is nothing to do"
+            f"{experts.checkpoint.folder} is in the layout {layout}{text} already; there is nothing to do: ask "
+            "for another layout, or copy the folder"
         )
     return form
 
@@ -118,7 +119,9 @@ def _plan_block(experts: Experts, block: Block, layout: Layout, form: Form | Non
         for stored in stored_projections(layout):
             if layout == "experts":
                 for expert in range(block.num_experts):
-                    name = single_name(experts.family, block.name, expert, _plain(stored), parameter)
+                    name = single_name(
+                        experts.family, block.single_module(experts.family), expert, _plain(stored), parameter
+                    )
                     outputs.append(_plan_tensor(experts, block, name, stored, parameter, form, [expert], stack=False))
             else:
                 name = merged_name(block.name, stored, parameter)
@@ -150,7 +153,8 @@ def _plan_tensor(
     for position, expert in enumerate(numbers):
         target = position * part_bytes
         pieces = [_piece(experts, block, expert, p, parameter, shape, form) for p in projections]
-        if all(piece.taken.contiguous and piece.put.contiguous for piece in pieces):
+        # What is empty is a copy of nothing in every form: a step with no bytes to put in order has no size to plan by.
+        if not part_bytes or all(piece.taken.contiguous and piece.put.contiguous for piece in pieces):
             steps += [_copy(piece, shape, dtype, target) for piece in pieces]
         else:
             steps.append(Reorder(tuple(pieces), DTYPE_BITS[dtype] // 8, part_bytes, target))

@@ -24,7 +24,10 @@ class Shard:
 
 
 def plan_shards(outputs: Sequence[OutputTensor], shard_size_bytes: int, metadata: Mapping[str, str]) -> list[Shard]:
-    """Fill shards in order, none above ``shard_size_bytes`` of tensors unless one tensor is larger than that."""
+    """Fill shards in order, none above ``shard_size_bytes`` of tensors unless one tensor is larger than that.
+
+    Each has the source's ``metadata``, with the format "pt" where that names none.
+    """
     groups: list[list[OutputTensor]] = [[]]
     filled = 0
     for output in outputs:
@@ -33,7 +36,12 @@ def plan_shards(outputs: Sequence[OutputTensor], shard_size_bytes: int, metadata
             filled = 0
         groups[-1].append(output)
         filled += output.num_bytes
-    return [_shard(_name(n, len(groups)), group, {**metadata, "format": "pt"}) for n, group in enumerate(groups, 1)]
+    return [_shard(_name(n, len(groups)), group, with_format(metadata)) for n, group in enumerate(groups, 1)]
+
+
+def with_format(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a shard with its format, which transformers asks for: "pt" unless it says "mlx" or another."""
+    return {"format": "pt", **metadata}
 
 
 def build_index(shards: Sequence[Shard], outputs: Sequence[OutputTensor], metadata: Mapping[str, Any]) -> bytes | None:

@@ -11,6 +11,7 @@ from fxoffload.checkpoints.check_experts import check_experts
 from fxoffload.checkpoints.checksums import checksums
 from fxoffload.checkpoints.errors import MismatchError, some
 from fxoffload.checkpoints.layouts import Experts
+from fxoffload.checkpoints.plan_shards import with_format
 from fxoffload.checkpoints.side_files import compare_side_files
 
 
@@ -45,6 +46,7 @@ def verify_experts(
     expected = checksums(source, workers, report)
     found = checksums(output, workers, report)
     _compare(source, output, expected, found)
+    _compare_metadata(source, output)
     compare_side_files(source.checkpoint, output.checkpoint)
     lines = "\n".join(f"{name} {text}" for name, text in sorted(expected.items()))
     fingerprint = hashlib.sha256(lines.encode()).hexdigest()
@@ -65,3 +67,15 @@ def _compare(source: Experts, output: Experts, expected: dict[str, str], found: 
                 f"expected {expected.get(first, 'nothing')}, found {found.get(first, 'nothing')}. "
                 "Do not use the output; convert again"
             )
+
+
+def _compare_metadata(source: Experts, output: Experts) -> None:
+    """What the source's shards say in their headers, where they agree with each other."""
+    expected, found = (with_format(experts.checkpoint.metadata) for experts in (source, output))
+    names = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    if names:
+        first = names[0]
+        raise MismatchError(
+            f"{output.checkpoint.folder} against {source.checkpoint.folder}: the metadata of the shards differ in "
+            f"{some(names)}. {first}: expected {expected.get(first)!r}, found {found.get(first)!r}; convert again"
+        )

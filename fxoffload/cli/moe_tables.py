@@ -57,17 +57,20 @@ def print_inspection(found: Inspection, console: Console) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    for note in found.notes:
+        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
 def describe_conversion(done: Conversion, target: Path) -> str:
-    """One line, and another where it was verified."""
+    """One line, another for each note, and another where it was verified."""
     layout = done.layout if done.form is None else f"{done.layout} ({done.form})"
     rate = done.num_bytes / 1e9 / max(done.seconds, 1e-9)
     text = (
         f"{target}: {done.source_layout} -> {layout}, {done.num_tensors} tensors in {done.num_shards} shards, "
         f"{format_bytes(done.num_bytes)} in {done.seconds:.1f} s ({rate:.2f} GB/s)"
     )
-    return text if done.verification is None else f"{text}\n{describe_verification(done.verification)}"
+    verified = [] if done.verification is None else [describe_verification(done.verification)]
+    return "\n".join([text, *(f"note: {note}" for note in done.notes), *verified])
 
 
 def describe_verification(done: Verification) -> str:

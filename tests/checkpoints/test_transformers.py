@@ -12,7 +12,7 @@ import torch
 
 from fxoffload import checkpoints
 from fxoffload.checkpoints.families import FAMILIES
-from tests.checkpoints.making import FAMILY, State, as_layout, assert_same, load
+from tests.checkpoints.making import FAMILY, State, as_layout, assert_same, load, save
 
 transformers = pytest.importorskip("transformers")
 
@@ -257,3 +257,20 @@ def test_reference_and_transformers_agree(saved: tuple[str, torch.nn.Module, Pat
     empty = forget_experts(model)
     fill_experts(empty, name, as_layout(family, load(folder), "fused", "concatenated"))
     assert torch.equal(logits(empty), logits(model))
+
+
+@pytest.mark.parametrize("layout", ["stacked", "fused"])
+def test_what_mixtral_holds_in_memory_is_read_and_loads(tmp_path: Path, layout: str) -> None:
+    """Saved as state_dict() has it, without the renaming of save_pretrained."""
+    torch.manual_seed(0)
+    model = MODELS["mixtral"][1]().eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in state
+    save(tmp_path / "memory", state, model.config.to_dict())
+    source = tmp_path / "memory"
+    if layout == "stacked":
+        source = tmp_path / "stacked"
+        checkpoints.convert(tmp_path / "memory", source, "stacked", verify=True)
+    checkpoints.split(source, tmp_path / "single", verify=True)
+    loaded = type(model).from_pretrained(tmp_path / "single").eval()
+    assert torch.equal(logits(loaded), logits(model))
