@@ -27,7 +27,7 @@ class Checkpoint:
 
     ``tensors`` are in the order of the shards and of the offsets in them; ``metadata`` is the shards' own,
     ``index_metadata`` the index's. ``other_files`` are paths relative to ``folder``, links followed.
-    ``stamps`` are size and modification time (ns) of each shard, to notice that one changed since.
+    ``stamps`` are size and modification time (ns) of each file, to notice that one changed since.
     """
 
     folder: Path
@@ -57,7 +57,8 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     weight_map, index_metadata = _read_index(root)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
     _check_listing(root, names)
-    stamps = {root / name: _stamp(root / name) for name in names}
+    others = tuple(path for path in _walk(root) if path.as_posix() not in {*names, INDEX_NAME})
+    stamps = {root / name: _stamp(root / name) for name in (*names, *others)}
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for name in names:
@@ -66,15 +67,13 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         if weight_map is not None:
             _check_against_index(name, {tensor.name for tensor in found}, weight_map)
         tensors.update({tensor.name: tensor for tensor in found})
-    weights = {*names, INDEX_NAME}
-    others = tuple(path for path in _walk(root) if path.as_posix() not in weights)
     return Checkpoint(
         root, _read_config(root), tensors, tuple(root / n for n in names), metadata, index_metadata, others, stamps
     )
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise BrokenCheckpointError where a shard was written to since it was opened."""
+    """Raise BrokenCheckpointError where a file was written to since the folder was opened."""
     changed = [path.name for path, stamp in checkpoint.stamps.items() if _stamp(path) != stamp]
     if changed:
         raise BrokenCheckpointError(
@@ -153,7 +152,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return -1, -1
     return status.st_size, status.st_mtime_ns
 
 
