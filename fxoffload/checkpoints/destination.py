@@ -61,8 +61,8 @@ def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, ov
     if not final.parent.is_dir():
         raise DestinationError(f"expected a folder to write into, found no {final.parent}; make it first")
     destination = Destination(source, final, overwrite)
-    check_replaceable(destination)
     _check_apart(destination)
+    check_replaceable(destination)
     return destination
 
 
