@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fxoffload import checkpoints
-from fxoffload.checkpoints import DestinationError, DiskFullError, MismatchError
+from fxoffload.checkpoints import DestinationError, DiskFullError
 from fxoffload.checkpoints import claim as claim_module
 from fxoffload.checkpoints import move_bytes as move_bytes_module
 from fxoffload.checkpoints import publish as publish_module
@@ -228,22 +228,11 @@ def test_the_output_is_no_more_open_than_the_source(source: Path, target: Path) 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "assets/LICENSE"])
-@pytest.mark.parametrize("gone", [True, False])
-def test_other_files_that_change_meanwhile_are_noticed(source: Path, target: Path, name: str, gone: bool) -> None:
+def test_other_files_that_change_meanwhile_are_noticed(source: Path, target: Path, name: str) -> None:
     def change(stage: str, done: int, total: int) -> None:
-        if stage == "verify" and done == total:
-            (source / name).rename(source / "moved") if gone else (source / name).write_bytes(b"{}")
+        (source / name).write_text("{}")
 
-    with pytest.raises((checkpoints.BrokenCheckpointError, MismatchError, FileNotFoundError)):
-        checkpoints.merge(source, target, progress=change, verify=True)
-    assert not target.exists()
-
-
-def test_a_config_that_is_read_and_changes_is_noticed(source: Path, target: Path) -> None:
-    def change(stage: str, done: int, total: int) -> None:
-        (source / "config.json").write_text("{}")
-
-    with pytest.raises(checkpoints.BrokenCheckpointError, match=r"config\.json changed while being read"):
+    with pytest.raises(checkpoints.BrokenCheckpointError, match=rf"{Path(name).name} changed while being read"):
         checkpoints.merge(source, target, progress=change)
     assert names(target.parent) == ["source"]
 
