@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fxoffload.checkpoints.check_experts import check_experts
+from fxoffload.checkpoints.destination import Destination, choose_destination
 from fxoffload.checkpoints.errors import CheckpointError, DiskFullError, LayoutError
 from fxoffload.checkpoints.families import FORMS, Form
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
@@ -18,8 +19,8 @@ from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
 from fxoffload.checkpoints.notes import output_notes, source_notes
 from fxoffload.checkpoints.plan_conversion import choose_form, plan_conversion
 from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_shards
-from fxoffload.checkpoints.publish import Destination, building, check_room, choose_destination, sync_folder
-from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, write_file
+from fxoffload.checkpoints.publish import building, sync_folder
+from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, weights_mode, write_file
 from fxoffload.checkpoints.stream import write_shards
 from fxoffload.checkpoints.verify import Verification, verify_experts
 from fxoffload.sizes import parse_bytes
@@ -112,10 +113,9 @@ def convert(
     destination = choose_destination(checkpoint, target, overwrite=overwrite)
     index = build_index(shards, outputs, checkpoint.index_metadata)
     num_file_bytes = sum(s.num_bytes for s in shards) + len(index or b"") + side_file_bytes(checkpoint)
-    check_room(destination, num_file_bytes)
     verification = None
     try:
-        with building(destination) as folder:
+        with building(destination, num_file_bytes) as folder:
             _write(experts, shards, index, folder, num_workers, fsync, progress)
             seconds = time.perf_counter() - begun
             if verify:
@@ -183,10 +183,11 @@ def _write(
     fsync: bool,
     progress: StageProgress | None,
 ) -> None:
-    write_shards(shards, folder, workers, fsync=fsync, progress=_stage(progress, "convert"))
+    mode = weights_mode(experts.checkpoint)
+    write_shards(shards, folder, workers, mode=mode, fsync=fsync, progress=_stage(progress, "convert"))
     copy_side_files(experts.checkpoint, folder, fsync=fsync)
     if index is not None:
-        write_file(folder / INDEX_NAME, index, fsync=fsync)
+        write_file(folder / INDEX_NAME, index, mode=mode, fsync=fsync)
     if fsync:
         for path in {folder, *(p.parent for p in folder.rglob("*"))}:
             sync_folder(path)

@@ -29,7 +29,7 @@ class Checkpoint:
     ``tensors`` are in the order of the shards and of the offsets in them; ``metadata`` is the shards' own,
     ``index_metadata`` the index's. ``other_files`` are paths relative to ``folder``, links followed.
     ``conflicts`` are the names in the shards' metadata on which they differ; these are not in ``metadata``.
-    ``stamps`` are size and modification time (ns) of each shard, to notice that one changed since.
+    ``stamps`` are size and modification time (ns) of each file, to notice that one changed since.
     """
 
     folder: Path
@@ -69,7 +69,8 @@ def _open(root: Path) -> Checkpoint:
     weight_map, index_metadata = _read_index(root)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
     _check_listing(root, names)
-    stamps = {root / name: _stamp(root / name) for name in names}
+    others = tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in {*names, INDEX_NAME})
+    stamps = {root / name: _stamp(root / name) for name in (*names, *others)}
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, set[str]] = {}
     for name in names:
@@ -79,8 +80,6 @@ def _open(root: Path) -> Checkpoint:
         if weight_map is not None:
             _check_against_index(name, {tensor.name for tensor in found}, weight_map)
         tensors.update({tensor.name: tensor for tensor in found})
-    weights = {*names, INDEX_NAME}
-    others = tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in weights)
     return Checkpoint(
         root,
         _read_config(root),
@@ -95,7 +94,7 @@ def _open(root: Path) -> Checkpoint:
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise BrokenCheckpointError where a shard was written to since it was opened."""
+    """Raise BrokenCheckpointError where a file was written to since the folder was opened."""
     changed = [path.name for path, stamp in checkpoint.stamps.items() if _stamp(path) != stamp]
     if changed:
         raise BrokenCheckpointError(
@@ -177,7 +176,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return -1, -1
     return status.st_size, status.st_mtime_ns
 
 

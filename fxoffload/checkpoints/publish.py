@@ -1,63 +1,33 @@
 """Nothing is lost: a checkpoint is built in a temporary folder beside its destination and renamed when it is whole.
 
-    .{name}.fxoffload-partial   being written; its lock file is locked as long as the process lives
-    .{name}.fxoffload-old       what was at the destination, while it is replaced (``overwrite``)
+    .{name}.fxoffload-lock      locked from the first look at these to the last removal; says which are ours (claim.py)
+    .{name}.fxoffload-partial   being written
+    .{name}.fxoffload-old       what was at the destination, between the two renames that replace it; always whole
+    .{name}.fxoffload-trash     the same once it is replaced; only ever removed
 
-A killed process leaves the first, never a destination. The next run takes its lock, knows from it that nobody writes,
-and removes what is in it. If it was killed between the two renames of a replacement, the next run puts the old one
-back.
+A killed process leaves the first two, never a destination. The next run takes the lock, knows from it that nobody
+writes, and removes the folder that the lock names. If the process was killed between the two renames, the next run
+puts the old checkpoint back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
+import stat
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from fxoffload.checkpoints.claim import Claim, identity, take_claim
+from fxoffload.checkpoints.destination import Destination, check_replaceable
 from fxoffload.checkpoints.errors import DestinationError, DiskFullError
-from fxoffload.checkpoints.index import INDEX_NAME, SINGLE_NAME, Checkpoint
+from fxoffload.checkpoints.interrupts import held_back
 from fxoffload.sizes import format_bytes
 
-LOCK_NAME = ".fxoffload-lock"
 # Directories, the index, side files' last blocks.
 SLACK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where the result goes: ``final``, and the folders beside it that hold it meanwhile."""
-
-    final: Path
-    partial: Path
-    old: Path
-    overwrite: bool
-
-
-def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, overwrite: bool) -> Destination:
-    """Check that ``target`` may be written. Raises DestinationError; changes nothing but what a killed run left."""
-    final = Path(os.path.abspath(target))
-    if final.is_symlink():
-        raise DestinationError(f"{target} is a symbolic link; name the folder that it leads to")
-    real, real_source = Path(os.path.realpath(final)), Path(os.path.realpath(source.folder))
-    if real == real_source or real.is_relative_to(real_source) or real_source.is_relative_to(real):
-        relation = "the source" if real == real_source else "inside the source, or around it"
-        raise DestinationError(f"{target} is {relation} ({source.folder}); expected a folder apart from it")
-    if not final.parent.is_dir():
-        raise DestinationError(f"expected a folder to write into, found no {final.parent}; make it first")
-    destination = Destination(
-        final,
-        final.with_name(f".{final.name}.fxoffload-partial"),
-        final.with_name(f".{final.name}.fxoffload-old"),
-        overwrite,
-    )
-    _put_back(destination)
-    if os.path.lexists(final):
-        _check_replaceable(source, final, overwrite)
-    return destination
 
 
 def check_room(destination: Destination, num_bytes: int) -> None:
@@ -71,21 +41,31 @@ def check_room(destination: Destination, num_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def building(destination: Destination) -> Iterator[Path]:
-    """The folder to write into; renamed to its destination at the end, removed where an exception comes.
+def building(destination: Destination, num_bytes: int) -> Iterator[Path]:
+    """The folder to write ``num_bytes`` into; renamed to its destination at the end, removed where an exception comes.
 
-    Raises DestinationError when another process is writing there.
+    Raises DestinationError when another process is writing there, or what is there may not be replaced; DiskFullError
+    when there is no room, once a killed run's folder is gone.
     """
-    lock = _claim(destination)
+    claim = take_claim(destination.lock)
     try:
-        yield destination.partial
-        os.unlink(destination.partial / LOCK_NAME)
-        _rename(destination)
-    except BaseException:
-        shutil.rmtree(destination.partial, ignore_errors=True)
-        raise
+        with held_back():
+            _settle(destination, claim)
+        check_replaceable(destination)
+        check_room(destination, num_bytes)
+        try:
+            _make(destination, claim)
+            yield destination.partial
+            with held_back():
+                _publish(destination, claim)
+        except BaseException:
+            with held_back():
+                if _is_named(destination.partial, claim):
+                    _remove(destination.partial)
+            raise
     finally:
-        os.close(lock)
+        left = (destination.partial, destination.old, destination.trash)
+        claim.release(keep=any(map(os.path.lexists, left)))
 
 
 def sync_folder(folder: Path) -> None:
@@ -97,70 +77,85 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _check_replaceable(source: Checkpoint, final: Path, overwrite: bool) -> None:
-    if not overwrite:
-        raise DestinationError(f"{final} exists; write elsewhere, or replace it with --overwrite (overwrite=True)")
-    if not final.is_dir():
-        raise DestinationError(f"{final} is a file; expected a checkpoint folder to replace")
-    known = ("config.json", INDEX_NAME, SINGLE_NAME)
-    if any(final.iterdir()) and not any((final / name).is_file() for name in known):
+def _make(destination: Destination, claim: Claim) -> None:
+    """The empty folder, no more open than the source."""
+    mode = stat.S_IMODE(os.stat(destination.source.folder).st_mode) & 0o777
+    os.mkdir(destination.partial, mode | stat.S_IRWXU)
+    claim.note(partial=os.lstat(destination.partial).st_ino)
+
+
+def _settle(destination: Destination, claim: Claim) -> None:
+    """Undo or finish what a killed run began, which its record names. Anything else of these names is not touched."""
+    partial, old, trash = destination.partial, destination.old, destination.trash
+    for folder in (partial, trash):
+        if os.path.lexists(folder):
+            if not _is_named(folder, claim):
+                raise _foreign(folder)
+            _remove(folder)
+    if not os.path.lexists(old):
+        return
+    if claim.record.get("old") != identity(old) or not _is_folder(old):
+        raise _foreign(old)
+    if not os.path.lexists(destination.final):
+        os.rename(old, destination.final)
+    elif claim.record.get("new") == identity(destination.final):
+        _discard(destination)
+    else:
         raise DestinationError(
-            f"{final} holds files but none of {', '.join(known)}: it is no checkpoint, and is not replaced; "
-            "remove it yourself"
+            f"expected one of {destination.final} and {old}, found both: a killed run left the second, the checkpoint "
+            "that it was to replace; keep the one that you want under the first name, and move the other away"
         )
-    inside = [
-        path.name for path in source.shards if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(final))
-    ]
-    if inside:
-        raise DestinationError(f"{final} holds the files that the source links to ({inside[0]}); write elsewhere")
 
 
-def _put_back(destination: Destination) -> None:
-    """Undo a replacement that was killed between its renames."""
-    if destination.old.exists() and not os.path.lexists(destination.final):
-        os.rename(destination.old, destination.final)
+def _is_named(folder: Path, claim: Claim) -> bool:
+    """Is it a folder of this claim's, or an empty one?"""
+    if not _is_folder(folder):
+        return False
+    ours = (claim.record.get("partial"), *claim.record.get("old", [])[:1])
+    return os.lstat(folder).st_ino in ours or not os.listdir(folder)
 
 
-def _claim(destination: Destination) -> int:
-    """The partial folder, empty and locked."""
-    partial = destination.partial
-    if partial.exists():
-        lock = _lock(partial)
-        # Nobody holds it: a killed run left it. Its lock file goes last, so that a kill now leaves the same state.
-        for entry in partial.iterdir():
-            if entry.name != LOCK_NAME:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        return lock
-    partial.mkdir()
-    return _lock(partial)
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
-def _lock(partial: Path) -> int:
-    lock = os.open(partial / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise DestinationError(
-            f"{partial} is being written by another process; wait for it, or write elsewhere"
-        ) from error
-    return lock
+def _foreign(path: Path) -> DestinationError:
+    lock = path.with_name(path.name.rpartition("-")[0] + "-lock")
+    return DestinationError(
+        f"expected {path} to be of an earlier run, found no record of it in {lock}; look what it is, and move or "
+        "remove it yourself"
+    )
 
 
-def _rename(destination: Destination) -> None:
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        warnings.warn(f"{folder} could not be removed in full; remove it yourself", stacklevel=2)
+
+
+def _publish(destination: Destination, claim: Claim) -> None:
     final, partial, old = destination.final, destination.partial, destination.old
+    if not _is_folder(partial) or os.lstat(partial).st_ino != claim.record["partial"]:
+        raise DestinationError(f"{partial} was moved or replaced while it was being written; convert again")
     if not os.path.lexists(final):
         os.rename(partial, final)
         sync_folder(final.parent)
         return
     if not destination.overwrite:
         raise DestinationError(f"{final} appeared while the checkpoint was being written; nothing was replaced")
-    shutil.rmtree(old, ignore_errors=True)
+    check_replaceable(destination)  # it may hold other files than hours ago
+    claim.note(old=identity(final), new=identity(partial), durable=True)
+    os.rename(final, old)
     try:
-        os.rename(final, old)
         os.rename(partial, final)
     except BaseException:
-        _put_back(destination)
+        os.rename(old, final)
         raise
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _discard(destination)
+
+
+def _discard(destination: Destination) -> None:
+    """Remove what was replaced, under a name from which nothing is put back."""
+    os.rename(destination.old, destination.trash)
+    _remove(destination.trash)

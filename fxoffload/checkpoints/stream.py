@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fxoffload.checkpoints.interrupts import held_back
 from fxoffload.checkpoints.move_bytes import CHUNK_BYTES, ByteMover, StoppedError, write_fully
 from fxoffload.checkpoints.plan_conversion import Copy, Piece, Reorder, Step
 from fxoffload.checkpoints.plan_shards import Shard
@@ -37,6 +38,7 @@ class _Job:
     """What the workers share; ``lock`` guards all of it."""
 
     folder: Path
+    mode: int
     fsync: bool
     tasks: Iterator[tuple[Shard, Step]]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,32 +54,37 @@ def write_shards(
     folder: Path,
     workers: int,
     *,
+    mode: int = 0o666,
     fsync: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Write every shard into ``folder``; with ``fsync`` they are on the disk on return.
+    """Write every shard into ``folder``, with the permissions ``mode`` less the umask.
+
+    With ``fsync`` they are on the disk on return.
 
     ``progress(done, total)`` is called in bytes from this thread. The first failure of a worker is raised here, after
-    all of them have ended; so is KeyboardInterrupt. Files are left as they are then.
+    all of them have ended; so is KeyboardInterrupt, however often Ctrl-C is pressed. Files are left as they are then.
     """
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    job = _Job(folder, fsync, _tasks(shards))
+    job = _Job(folder, mode, fsync, _tasks(shards))
     count = _num_workers(shards, workers)
     # Not Thread.join: interrupted by Ctrl-C, it takes a running thread for ended (bpo-45274), and the caller would
     # remove the folder under its hands.
     pool = ThreadPoolExecutor(count, thread_name_prefix="fxoffload-convert")
     running: list[Future[None]] = []
-    try:
-        running += [pool.submit(_work, job) for _ in range(count)]
-        while wait(running, timeout=POLL_S).not_done:
+    with held_back() as held:
+        try:
+            running += [pool.submit(_work, job) for _ in range(count)]
+            while wait(running, timeout=POLL_S).not_done:
+                held.deliver()
+                _report(job, total, progress)
             _report(job, total, progress)
-        _report(job, total, progress)
-    finally:
-        job.stop = True
-        wait(running)
-        pool.shutdown()
-        for file in [*job.sources.values(), *(shard.file for shard in job.shards.values())]:
-            os.close(file)
+        finally:
+            job.stop = True
+            wait(running)
+            pool.shutdown()
+            for file in [*job.sources.values(), *(shard.file for shard in job.shards.values())]:
+                os.close(file)
     if job.failure is not None:
         raise job.failure
 
@@ -129,8 +136,12 @@ def _work(job: _Job) -> None:
         pass
     except BaseException as error:  # raised again by write_shards, in the caller's thread
         with job.lock:
-            job.failure = job.failure or error
-            job.stop = True
+            _fail(job, error)
+
+
+def _fail(job: _Job, error: BaseException) -> None:
+    job.failure = job.failure or error
+    job.stop = True
 
 
 def _take(job: _Job) -> tuple[Shard, Step, int] | None:
@@ -140,7 +151,11 @@ def _take(job: _Job) -> tuple[Shard, Step, int] | None:
             return None
         shard, step = task
         if shard.name not in job.shards:
-            file = _create(job.folder / shard.name, shard)
+            try:
+                file = _create(job.folder / shard.name, shard, job.mode)
+            except BaseException as error:
+                _fail(job, error)  # before another worker has the lock, and finds the file there
+                raise
             job.shards[shard.name] = _OpenShard(file, sum(1 for _ in _cut(shard)))
         return shard, step, job.shards[shard.name].file
 
@@ -167,9 +182,9 @@ def _source(job: _Job, step: Copy | Piece) -> int:
         return job.sources[step.path]
 
 
-def _create(path: Path, shard: Shard) -> int:
+def _create(path: Path, shard: Shard, mode: int) -> int:
     """The file with its whole length reserved: a full disk is known now, not hours later."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:
             os.posix_fallocate(file, 0, shard.num_bytes)

@@ -9,11 +9,20 @@ from types import FrameType
 import typer
 
 from fxoffload.checkpoints.errors import CheckpointError
+from fxoffload.checkpoints.interrupts import ENDING
 from fxoffload.cli.moe import app as moe
 from fxoffload.errors import FxOffloadError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")
+
+
+class InterruptedBySignal(BaseException):
+    """No KeyboardInterrupt, which typer turns into a status of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
 
 
 @app.callback()
@@ -23,14 +32,21 @@ def fxoffload() -> None:
 
 def main() -> None:
     """Run a command; a mistake of the user's is one message on stderr and exit status 1, not a traceback."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(number, _interrupt)
     try:
         app(prog_name="fxoffload")
     except (CheckpointError, FxOffloadError, OSError) as error:
         print(f"fxoffload: {error}", file=sys.stderr)
         sys.exit(1)
+    except InterruptedBySignal as error:
+        print(f"fxoffload: interrupted ({error}); the destination is as it was, or whole", file=sys.stderr)
+        sys.exit(error.status)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM cleans up as Ctrl-C does."""
-    raise KeyboardInterrupt
+    """The first signal ends the run; more of them do not disturb it while it cleans up."""
+    for other in ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    raise InterruptedBySignal(number)

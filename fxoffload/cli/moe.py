@@ -23,7 +23,8 @@ app = typer.Typer(
 )
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint's folder.")]
-Target = Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; must not exist.")]
+# As text: a Path of an empty name would be the current folder.
+Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to write; must not exist.")]
 ShardSize = Annotated[str, typer.Option(help="Most bytes of tensors in a file, for example 5GB or 2GiB.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; by default one per CPU, 2 to 8.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare a checksum of every tensor with the source.")]
@@ -97,7 +98,10 @@ def _run(work: Callable[..., checkpoints.Conversion], arguments: dict[str, Any])
     """``work`` with the arguments of a command, which are named as its own."""
     with progress_bar() as progress:
         done = work(**arguments, progress=progress)
-    typer.echo(describe_conversion(done, arguments["target"]))
+    try:
+        typer.echo(describe_conversion(done, arguments["target"]))
+    except OSError as error:
+        raise OSError(f"{arguments['target']} is whole, but this could not be printed: {error}") from error
 
 
 @app.command("verify")

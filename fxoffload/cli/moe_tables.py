@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -61,7 +60,7 @@ def print_inspection(found: Inspection, console: Console) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
-def describe_conversion(done: Conversion, target: Path) -> str:
+def describe_conversion(done: Conversion, target: str) -> str:
     """One line, another for each note, and another where it was verified."""
     layout = done.layout if done.form is None else f"{done.layout} ({done.form})"
     rate = done.num_bytes / 1e9 / max(done.seconds, 1e-9)

@@ -97,6 +97,22 @@ def test_a_mistake_is_a_message_and_not_a_traceback(tmp_path: Path, run: Run) ->
     assert run("moe", "merge", source, tmp_path / "b", "--overwrite")[0] == 0
 
 
+def test_an_empty_destination_is_not_the_current_folder(tmp_path: Path, run: Run) -> None:
+    code, _, err = run("moe", "merge", make(tmp_path / "a"), "", "--overwrite")
+    assert code == 1 and "found an empty name" in err
+
+
+def test_a_report_that_cannot_be_printed_says_that_the_work_is_done(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "fxoffload", "moe", "merge", str(make(tmp_path / "a")), str(tmp_path / "b")]
+    with open("/dev/full", "w") as full:
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'b'} is whole, but this could not be printed" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert_same(load(tmp_path / "b"), expected("stacked"))
+
+
 def test_a_pattern_on_the_command_line(tmp_path: Path, run: Run) -> None:
     source = make(tmp_path / "a")
     (source / "config.json").unlink()

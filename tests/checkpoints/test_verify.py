@@ -128,6 +128,13 @@ def test_other_files_are_compared(tmp_path: Path, how: Callable[[Path], object],
         checkpoints.verify(source, target)
 
 
+def test_a_file_that_only_the_output_has(tmp_path: Path) -> None:
+    source, target = make(tmp_path / "a", "experts"), make(tmp_path / "b", "stacked")
+    (target / "assets" / "own.py").touch()
+    with pytest.raises(MismatchError, match=r"found others in .*: assets/own\.py"):
+        checkpoints.verify(source, target)
+
+
 def up_first(shape: tuple[int, ...], projection: str, form: str | None) -> Slice:
     return right_slice(shape, {"gate": "up", "up": "gate"}.get(projection, projection), form)  # type: ignore[arg-type]
 
