@@ -525,6 +525,7 @@ def test_a_step_may_be_profiled_before_training(in_background: bool) -> None:
 
 
 def test_the_plan_goes_with_its_graphs() -> None:
+    before = {g.index for g in fxoffload.graphs()}  # others may have left some
     run = recorded(MODELS["stack"], steps=3)
     assert new_plans()
     del run
@@ -532,7 +533,7 @@ def test_the_plan_goes_with_its_graphs() -> None:
     torch.compiler.reset()
     gc.collect()
     assert not new_plans()
-    assert not [g for g in fxoffload.graphs() if g.index > max(_PLANS_BEFORE, default=10**9)]
+    assert {g.index for g in fxoffload.graphs()} <= before
 
 
 def test_without_options_the_least_peak_within_a_slowdown() -> None:
