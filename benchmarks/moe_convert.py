@@ -99,7 +99,7 @@ def run(protocol: Protocol, variants: list[str], out: Path) -> MoeReport:
     """Measure, and write ``out/moe-convert.json`` after every round."""
     unknown = [variant for variant in variants if variant not in WORK]
     if unknown:
-        raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(WORK)}")
+        raise ValueError(f"unknown variant {unknown[0]!r}; expected names with + between them, of {' + '.join(WORK)}")
     from benchmarks.moe_data import write_checkpoint  # imports torch, which the list of scenarios can do without
 
     out.mkdir(parents=True, exist_ok=True)

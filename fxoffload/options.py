@@ -36,7 +36,8 @@ class Options:
         device to what was allocated when the step began (saved activations, working set, copies under way, gradients
         that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
-        there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns.
+        there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several
+        processes of one machine train, 0.006 less is aimed at: they wait for each other.
     profile: rates to plan with, in place of this machine's: a shipped profile's name (``"h200"``) or a file that
         ``python -m fxoffload.machine measure --out FILE`` wrote.
     recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``); ``"default"`` saves what

@@ -179,14 +179,14 @@ class Access:
         reads: values, or views of them, that it reads and does not make itself.
         steps: what a fused kernel computes and writes or reduces, one after the other; the rest is part of these.
         alone: whether it is a kernel of its own: a contraction, attention, a convolution, an opaque op.
-        turns: whether it reads several parts of one value, as a rotation by halves does.
+        reads_parts: whether it reads several parts of one value, as a rotation by halves does.
     """
 
     writes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
     alone: bool
-    turns: bool = False
+    reads_parts: bool = False
 
 
 def kernel_accesses(nodes: Sequence[fx.Node]) -> list[Access]:
@@ -211,7 +211,7 @@ class _Loop:
     kept: int
     reduced: int = 1
     dims: str = ""  # which dimensions are reduced: "inner", "outer", or "" for none
-    turns: bool = False  # whether it reads several parts of one value
+    reads_parts: bool = False  # whether it reads several parts of one value
 
 
 @dataclass(eq=False)
@@ -285,8 +285,8 @@ class _Walk:
         ]
         for kernel, results in self._fused():
             read = tuple(part for parts in self._read_from_memory(kernel).values() for part in parts)
-            turns = any(loop.turns for loop in kernel.loops)
-            found.append(Access(tuple(results), read, tuple(kernel.members), False, turns))
+            reads_parts = any(loop.reads_parts for loop in kernel.loops)
+            found.append(Access(tuple(results), read, tuple(kernel.members), False, reads_parts))
         return found
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
@@ -317,15 +317,14 @@ class _Walk:
         written = bool(node in self._wanted or mutated_args(node))
         if not written and not node.users:
             return  # what nobody reads is not computed
-        reads = self._reads_of(node)
+        reads, loads = self._reads_of(node), self._loads_of(node)
         if fused_form(node) in ("pointwise", "gather") and not written and node not in self._inlined:
             readers = {r for u in node.users for r in _real_readers(u)}
-            loads = self._loads_of(node)
             if len(loads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
                 self._in_registers[node], self._loads[node] = reads, loads
                 return
         kernel = self._new_kernel(node, reads)
-        kernel.loops.add(replace(_loop_of(node), turns=self._turns(node)))
+        kernel.loops.add(replace(_loop_of(node), reads_parts=len({b for b, _ in loads}) < len(loads)))
         kernel.members.append(node)
         self._kernel_of[node] = kernel
 
@@ -350,10 +349,6 @@ class _Walk:
             base, shown = base_of(value), _elements_of(value)
             found.update((b, (*how, *shown)) for b, how in self._loads.get(base, {(base, ())}))
         return found
-
-    def _turns(self, node: fx.Node) -> bool:
-        loads = self._loads_of(node)
-        return len({base for base, _ in loads}) < len(loads)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
 
@@ -553,7 +548,7 @@ def _fit(loops: set[_Loop]) -> bool:
     if not reductions:
         return len(plain) == 1
     (reduction, *others) = reductions
-    if any(loop.turns and not loop.dims for loop in loops):
+    if any(loop.reads_parts and not loop.dims for loop in loops):
         return False
     # Inductor goes over columns in another order than over what they are made of, and often in pieces.
     around = {reduction.kept} if reduction.dims == "outer" else {reduction.kept, reduction.kept * reduction.reduced}

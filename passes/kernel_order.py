@@ -27,7 +27,7 @@ def likely_orders(segment: SegmentKernels) -> list[list[Kernel]]:
     found = [o for o in orders if len(o) == len(kernels)]
     planned = [planned_peak(segment, order) for order in found]
     best = min(planned)
-    if not any(k.turns for k in kernels):
+    if not any(k.reads_parts for k in kernels):
         return [found[planned.index(best)]]
     return [o for o, peak in zip(found, planned, strict=True) if peak == best or peak < planned[0]]
 

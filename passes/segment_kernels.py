@@ -34,7 +34,7 @@ class Kernel:
         steps: what a fused one computes and writes or reduces, in the order of the graph.
         writes: buffer -> bytes.
         overwrites: buffers that were there before.
-        turns: whether it reads several parts of one value.
+        reads_parts: whether it reads several parts of one value.
         before: kernels that it waits for.
         after: kernels that wait for it.
     """
@@ -46,7 +46,7 @@ class Kernel:
     steps: tuple[fx.Node, ...]
     writes: dict[Buffer, int]
     overwrites: set[Buffer]
-    turns: bool = False
+    reads_parts: bool = False
     before: dict[Kernel, None] = field(default_factory=dict)
     after: dict[Kernel, None] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class SegmentKernels:
             tuple(sorted(access.steps, key=lambda n: self._place(n, alone=access.alone))),
             writes,
             overwrites,
-            access.turns,
+            access.reads_parts,
         )
 
     def _place(self, node: fx.Node, *, alone: bool) -> int:

@@ -19,8 +19,8 @@ from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
 from fxoffload.checkpoints.notes import output_notes, source_notes
 from fxoffload.checkpoints.plan_conversion import choose_form, plan_conversion
 from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_shards
-from fxoffload.checkpoints.publish import building, sync_folder
-from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, weights_mode, write_file
+from fxoffload.checkpoints.publish import building
+from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, sync, weights_mode, write_file
 from fxoffload.checkpoints.stream import write_shards
 from fxoffload.checkpoints.verify import Verification, verify_experts
 from fxoffload.sizes import parse_bytes
@@ -190,7 +190,7 @@ def _write(
         write_file(folder / INDEX_NAME, index, mode=mode, fsync=fsync)
     if fsync:
         for path in {folder, *(p.parent for p in folder.rglob("*"))}:
-            sync_folder(path)
+            sync(path)
 
 
 def _explained(error: OSError, destination: Destination, num_bytes: int) -> Exception:

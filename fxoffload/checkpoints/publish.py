@@ -24,6 +24,7 @@ from fxoffload.checkpoints.claim import Claim, identity, take_claim
 from fxoffload.checkpoints.destination import Destination, check_replaceable
 from fxoffload.checkpoints.errors import DestinationError, DiskFullError
 from fxoffload.checkpoints.interrupts import held_back
+from fxoffload.checkpoints.side_files import sync
 from fxoffload.sizes import format_bytes
 
 # Directories, the index, side files' last blocks.
@@ -66,15 +67,6 @@ def building(destination: Destination, num_bytes: int) -> Iterator[Path]:
     finally:
         left = (destination.partial, destination.old, destination.trash)
         claim.release(keep=any(map(os.path.lexists, left)))
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _make(destination: Destination, claim: Claim) -> None:
@@ -139,7 +131,7 @@ def _publish(destination: Destination, claim: Claim) -> None:
         raise DestinationError(f"{partial} was moved or replaced while it was being written; convert again")
     if not os.path.lexists(final):
         os.rename(partial, final)
-        sync_folder(final.parent)
+        sync(final.parent)
         return
     if not destination.overwrite:
         raise DestinationError(f"{final} appeared while the checkpoint was being written; nothing was replaced")
@@ -151,7 +143,7 @@ def _publish(destination: Destination, claim: Claim) -> None:
     except BaseException:
         os.rename(old, final)
         raise
-    sync_folder(final.parent)
+    sync(final.parent)
     _discard(destination)
 
 

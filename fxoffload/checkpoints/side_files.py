@@ -26,7 +26,7 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path, *, fsync: bool) -> Non
         shutil.copyfile(checkpoint.folder / path, target)
         shutil.copymode(checkpoint.folder / path, target)
         if fsync:
-            _sync(target)
+            sync(target)
 
 
 def write_file(path: Path, content: bytes, *, mode: int, fsync: bool) -> None:
@@ -34,7 +34,7 @@ def write_file(path: Path, content: bytes, *, mode: int, fsync: bool) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
     if fsync:
-        _sync(path)
+        sync(path)
 
 
 def weights_mode(checkpoint: Checkpoint) -> int:
@@ -72,7 +72,8 @@ def _make_folders(source: Path, target: Path, below: Path) -> None:
         (target / path).mkdir(mode | stat.S_IRWXU, exist_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

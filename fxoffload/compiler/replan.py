@@ -25,6 +25,7 @@ from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime.chain_clock import lies_between
 from fxoffload.runtime.segment_clock import SegmentClock, clock_for
 from fxoffload.runtime.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
@@ -121,7 +122,7 @@ def log_times(when: str, readings: Readings) -> None:
     segments = readings.segment_ms()
     for phase, total in readings.step_ms().items():
         ms = segments.get(phase, {})
-        between = sum(t for name, t in ms.items() if name.endswith("entry"))
+        between = sum(t for name, t in ms.items() if lies_between(name))
         inside = sum(ms.values()) - between
         log.info(
             "%s, the %s took %.1f ms: %.1f in segments, %.1f between calls, %.1f waiting",

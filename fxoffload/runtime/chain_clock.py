@@ -45,6 +45,11 @@ def entry_of(phase: Phase, call: int) -> str:
     return f"call {call}/entry" if phase == "forward" else f"call {call}/backward entry"
 
 
+def lies_between(segment: str) -> bool:
+    """Whether it is one of these, or the turn: no graph runs in it."""
+    return segment == TURN or segment.endswith(("/entry", "/backward entry"))
+
+
 def segment_of(call: int, segment: str) -> str:
     """A segment of a call, as the chain names it."""
     return f"call {call}/{segment}"
