@@ -1,0 +1,1 @@
+"""Phases of RL post-training: parameters, gradients and optimizer state leave the GPU and return."""
