@@ -105,9 +105,8 @@ def test_what_is_away_raises_and_the_context_lives() -> None:
         lambda: model(fresh_input(0)),
         lambda: optimizer.step(),
         lambda: nn.utils.clip_grad_norm_([weight], 1.0),
-        lambda: torch.cuda.comm.broadcast(weight, [0]),
     ]
-    for use in uses[:-1]:
+    for use in uses:
         with pytest.raises(OffloadedError):
             use()
     torch.cuda.synchronize()
@@ -172,7 +171,7 @@ def test_no_room_on_the_device_loses_nothing() -> None:
     manager = manager_of(model, optimizer)
     manager.offload()
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 24 * MIB) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
