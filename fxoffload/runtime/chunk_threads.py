@@ -34,8 +34,7 @@ class ChunkOwner(Protocol):
 class ChunkThreads:
     """See [Note: Chunk threads]. Methods are called with the lock of ``changed`` held."""
 
-    def __init__(self, owner: ChunkOwner, changed: threading.Condition) -> None:
-        self._owner = owner
+    def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self.ready = 0  # published up to here
         self.target = 0  # asked for up to here
@@ -45,14 +44,17 @@ class ChunkThreads:
         self._error: BaseException | None = None
         self._chunk_bytes = self._page = 1
 
-    def grow_to(self, target: int, chunk_bytes: int, page: int) -> None:
-        """Ask for ``target`` bytes in all. Chunks end at multiples of ``page``, but for the last one."""
+    def grow_to(self, target: int, owner: ChunkOwner, chunk_bytes: int, page: int) -> None:
+        """Ask for ``target`` bytes in all. Chunks end at multiples of ``page``, but for the last one.
+
+        Only the threads hold the owner, so that it goes with its last reference once they have ended.
+        """
         self.target = target
         self._chunk_bytes, self._page = chunk_bytes, page
         missing = -(-(target - self._claimed) // chunk_bytes)
         for _ in range(min(missing, max_threads() - self._running)):
             try:
-                threading.Thread(target=self._work, name="fxoffload-pin", daemon=True).start()
+                threading.Thread(target=self._work, args=(owner,), name="fxoffload-pin", daemon=True).start()
             except RuntimeError:  # no more threads for this process
                 if not self._running:
                     self.target = self.ready
@@ -70,23 +72,23 @@ class ChunkThreads:
         """Begin again with nothing. The threads have been stopped."""
         self.ready = self.target = self._claimed = 0
 
-    def _work(self) -> None:
+    def _work(self, owner: ChunkOwner) -> None:
         while True:
             with self._changed:
                 chunk = self._claim()
                 if chunk is None:
-                    return self._end()
+                    return self._end(owner)
             start, end = chunk
             try:
-                self._owner.back(start, end)
+                owner.back(start, end)
             except BaseException as error:
-                self._owner.undo(start, end, is_backed=False)
+                owner.undo(start, end, is_backed=False)
                 with self._changed:
                     self._error = self._error or error
             else:
                 with self._changed:
                     self._ahead[start] = end
-                    self._publish()
+                    self._publish(owner)
 
     def _claim(self) -> tuple[int, int] | None:
         start = self._claimed
@@ -96,23 +98,23 @@ class ChunkThreads:
         self._claimed = end if end > start else self.target
         return start, self._claimed
 
-    def _publish(self) -> None:
+    def _publish(self, owner: ChunkOwner) -> None:
         while self.ready in self._ahead:
             start, self.ready = self.ready, self._ahead.pop(self.ready)
-            self._owner.publish(start, self.ready)
+            owner.publish(start, self.ready)
         self._changed.notify_all()
 
-    def _end(self) -> None:
+    def _end(self, owner: ChunkOwner) -> None:
         """The last thread gives back what cannot be published and tells how it went."""
         if self._running == 1:
             for start, end in self._ahead.items():
-                self._owner.undo(start, end, is_backed=True)
+                owner.undo(start, end, is_backed=True)
             self._ahead.clear()
             error, self._error = self._error, None
             self._claimed = self.ready
             if error is not None:
                 self.target = self.ready
-            self._owner.settle(error)
+            owner.settle(error)
         self._running -= 1
         self._changed.notify_all()
 

@@ -137,7 +137,7 @@ class HostArena:
         self._home = object()
         self._changed = threading.Condition(threading.RLock())
         self._opening = threading.Lock()
-        self._threads = ChunkThreads(self, self._changed)
+        self._threads = ChunkThreads(self._changed)
 
     @property
     def reserved_bytes(self) -> int:
@@ -302,7 +302,7 @@ class HostArena:
                 return False
         if wanted > under_way:
             self._failed, self._warned_failed = None, False
-            self._threads.grow_to(wanted, self._chunk_bytes or MAX_CHUNK_BYTES, _PAGE)
+            self._threads.grow_to(wanted, self, self._chunk_bytes or MAX_CHUNK_BYTES, _PAGE)
         return True
 
     def back(self, start: int, end: int) -> None:
