@@ -138,13 +138,12 @@ class Ledger:
     def shrink(self, booking: Booking, nbytes: int) -> None:
         """See ``Booking.shrink_to``."""
         self._shrinking.append((booking, nbytes))
-        # A finalizer may have interrupted this very thread, or find the lock taken: who has it does the work.
-        while self._shrinking and self._lock.acquire(blocking=False):
+        # A finalizer may have interrupted this very thread in the middle of its turn, which then does it at its end.
+        if self._lock.acquire(timeout=_LOCK_S):
             try:
-                if self._busy:
-                    return
-                with self._turn():
-                    pass
+                if not self._busy:
+                    with self._turn():
+                        pass
             finally:
                 self._lock.release()
 
@@ -191,19 +190,22 @@ class Ledger:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """One thread at a time. What finalizers left to do is done last."""
+        """One thread at a time. What finalizers leave to do meanwhile is done at the end."""
         with self._lock:
             was_busy, self._busy = self._busy, True
+            self._do_shrinking()  # what was given back before this growth must not be taken off it afterwards
             try:
                 yield
             finally:
-                changed = False
-                while self._shrinking:
-                    booking, nbytes = self._shrinking.popleft()
-                    changed |= self._shrink(booking, nbytes)
-                if changed:
-                    self._write()
+                self._do_shrinking()
                 self._busy = was_busy
+
+    def _do_shrinking(self) -> None:
+        changed = False
+        while self._shrinking:
+            changed |= self._shrink(*self._shrinking.popleft())
+        if changed:
+            self._write()
 
     def _shrink(self, booking: Booking, nbytes: int) -> bool:
         if nbytes >= booking.nbytes:
