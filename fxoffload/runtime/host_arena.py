@@ -37,6 +37,8 @@ import torch
 
 from fxoffload.runtime import numa
 from fxoffload.runtime.chunk_threads import ChunkThreads
+from fxoffload.runtime.free_list import Fence as Fence
+from fxoffload.runtime.free_list import FreeList, FreeRange, younger
 from fxoffload.runtime.host_ledger import Booking
 from fxoffload.runtime.host_range import HUGE_PAGE, HostRange
 from fxoffload.runtime.pinners import CudaPinner as CudaPinner
@@ -53,14 +55,6 @@ MAX_CHUNK_BYTES = 128 << 20
 _PAGE = HUGE_PAGE  # chunk borders are multiples of it
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """The event after which a freed range may be written again; ``order`` grows with every copy of its stream."""
-
-    order: int
-    event: object
-
-
 @dataclass(slots=True)
 class HostBlock:
     """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing; ``home``: tells
@@ -70,19 +64,6 @@ class HostBlock:
     nbytes: int
     fence: Fence | None
     home: object = field(default=None, compare=False, repr=False)
-
-
-@dataclass(slots=True)
-class _Free:
-    start: int
-    end: int
-    fence: Fence | None
-
-
-def _younger(a: Fence | None, b: Fence | None) -> Fence | None:
-    if a is None or b is None:
-        return a or b
-    return a if a.order >= b.order else b
 
 
 class HostArena:
@@ -130,7 +111,7 @@ class HostArena:
         """The state of an arena that has nothing."""
         self._range: HostRange | None = None
         self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
-        self._free: list[_Free] = []
+        self._free = FreeList()
         self._in_use = 0
         self._failed: BaseException | None = None
         self._warned_failed = False
@@ -186,8 +167,7 @@ class HostArena:
             began = time.perf_counter()
             while block is None:
                 ready = self._borders[-1]
-                tail = self._free[-1] if self._free and self._free[-1].end == ready else None
-                needed = ready + size - (tail.end - tail.start if tail else 0)
+                needed = ready + size - self._free.tail_bytes(ready)
                 if self._failed is not None:
                     self._refuse(str(self._failed))
                     return None
@@ -206,7 +186,7 @@ class HostArena:
 
     def free(self, block: HostBlock, fence: Fence | None) -> None:
         """Return a block, from any thread and from finalizers: takes no lock. ``fence``: see [Note: Block fences]."""
-        block.fence = _younger(block.fence, fence)
+        block.fence = younger(block.fence, fence)
         self._dead.append(block)
 
     def pieces(self, block: HostBlock, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -245,7 +225,7 @@ class HostArena:
                 self._pinner.unregister(address)
             self._registered.clear()
             # Unmapped with the last view that somebody holds.
-            self._range, self._borders, self._free, self._failed = None, [0], [], None
+            self._range, self._borders, self._free, self._failed = None, [0], FreeList(), None
             self._threads.restart()
             self._home = object()
             self._booking.release()
@@ -254,15 +234,11 @@ class HostArena:
     # -- free list -----------------------------------------------------------------------------------------------------
 
     def _take(self, size: int) -> HostBlock | None:
-        for i, item in enumerate(self._free):
-            if item.end - item.start >= size:
-                block = HostBlock(item.start, size, item.fence, self._home)
-                item.start += size
-                if item.start == item.end:
-                    del self._free[i]
-                self._in_use += size
-                return block
-        return None
+        found = self._free.take(size)
+        if found is None:
+            return None
+        self._in_use += size
+        return HostBlock(found.start, size, found.fence, self._home)
 
     def _collect(self) -> None:
         while self._dead:
@@ -270,18 +246,7 @@ class HostArena:
             if not self.owns(block):
                 continue  # from before a fork
             self._in_use -= block.nbytes
-            self._insert(_Free(block.offset, block.offset + block.nbytes, block.fence))
-
-    def _insert(self, item: _Free) -> None:
-        i = bisect.bisect_left(self._free, item.start, key=lambda f: f.start)
-        if i < len(self._free) and self._free[i].start == item.end:
-            item.end, item.fence = self._free[i].end, _younger(item.fence, self._free[i].fence)
-            del self._free[i]
-        if i > 0 and self._free[i - 1].end == item.start:
-            before = self._free[i - 1]
-            before.end, before.fence = item.end, _younger(before.fence, item.fence)
-        else:
-            self._free.insert(i, item)
+            self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
@@ -331,7 +296,7 @@ class HostArena:
         assert self._range is not None
         self._registered.append(self._range.address + start)
         self._borders.append(end)
-        self._insert(_Free(start, end, None))
+        self._free.insert(FreeRange(start, end, None))
         self.num_growths += 1
         self._booking.backed(end)
 

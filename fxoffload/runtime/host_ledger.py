@@ -16,19 +16,15 @@ import contextlib
 import fcntl
 import logging
 import os
-import stat
-import tempfile
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from fxoffload.runtime import host_limits
+from fxoffload.runtime import host_limits, ledger_files
 from fxoffload.runtime.cgroups import Group
 from fxoffload.runtime.host_limits import DEFAULT_SHARE
 
@@ -37,27 +33,6 @@ log = logging.getLogger(__name__)
 # What is used may come this near to a limit. Memory below it goes to what cannot be foreseen.
 _FULL = 0.95
 _LOCK_S = 2.0
-_START_S = 2.0  # start times of one process differ where the clock was set meanwhile
-_MEMORY_FOLDER = Path("/dev/shm")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One process' bytes. ``group``: the path of its control group."""
-
-    booked: int
-    backed: int
-    group: str
-
-    def text(self) -> str:
-        # Of one width, so that a shorter number leaves nothing of a longer one.
-        return f"{self.booked:020d} {self.backed:020d}\n{self.group}\n"
-
-    @staticmethod
-    def parse(text: str) -> _Entry:
-        numbers, group, *_ = text.split("\n")
-        booked, backed = numbers.split()
-        return _Entry(int(booked), int(backed), group)
 
 
 class Booking:
@@ -166,7 +141,7 @@ class Ledger:
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-    def _room(self, others: Sequence[_Entry], limits: Sequence[Group], share: float) -> tuple[int, str]:
+    def _room(self, others: Sequence[ledger_files.Entry], limits: Sequence[Group], share: float) -> tuple[int, str]:
         """How many more bytes may be booked, and what keeps it from being more."""
         tightest: tuple[int, str] | None = None
         for group in limits:
@@ -223,7 +198,7 @@ class Ledger:
         try:
             if self._folder is not None:
                 file = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                _lock_within(file, _LOCK_S)
+                ledger_files.lock_within(file, _LOCK_S)
         except OSError as error:
             log.debug("booking host memory without a lock: %s", error)
         try:
@@ -238,13 +213,13 @@ class Ledger:
             return
         self._opened = True
         try:
-            self._folder = _make_folder(self._folder or _users_folder())
-            self._path = self._folder / f"{os.getpid()}-{_start_ms(os.getpid())}"
+            self._folder = ledger_files.make_folder(self._folder or ledger_files.users_folder())
+            self._path = self._folder / f"{os.getpid()}-{ledger_files.start_ms(os.getpid())}"
         except (OSError, psutil.Error) as error:
             self._folder = None
             log.debug("no ledger of host memory: %s", error)
 
-    def _others(self) -> list[_Entry]:
+    def _others(self) -> list[ledger_files.Entry]:
         """What other live processes have booked; the files of dead ones are removed."""
         if self._folder is None:
             return []
@@ -254,8 +229,8 @@ class Ledger:
             if path == self._path or not dash or not (number.isdigit() and start.isdigit()):
                 continue
             try:
-                if _is_alive(int(number), int(start)):
-                    found.append(_Entry.parse(path.read_text()))
+                if ledger_files.is_alive(int(number), int(start)):
+                    found.append(ledger_files.Entry.parse(path.read_text()))
                 else:
                     path.unlink()
             except (OSError, ValueError) as error:
@@ -273,7 +248,7 @@ class Ledger:
             try:
                 # In one call and without emptying it first: a reader finds the old numbers or the new ones.
                 booked, backed = self._totals
-                os.pwrite(file, _Entry(booked, backed, self._group).text().encode(), 0)
+                os.pwrite(file, ledger_files.Entry(booked, backed, self._group).text().encode(), 0)
             finally:
                 os.close(file)
         except OSError as error:
@@ -283,51 +258,6 @@ class Ledger:
 def shared_ledger() -> Ledger:
     """The ledger that this user's processes share."""
     return _SHARED
-
-
-def _users_folder() -> Path:
-    base = _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
-    try:
-        # Containers may share a folder and not their processes' numbers.
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return base / f"fxoffload-{os.getuid()}-{space}"
-
-
-def _make_folder(path: Path) -> Path:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"expected a folder of this user's own that can be written, found {path}")
-    return path
-
-
-def _lock_within(file: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(0.002)
-
-
-def _start_ms(number: int) -> int:
-    return int(1e3 * psutil.Process(number).create_time())
-
-
-def _is_alive(number: int, start_ms: int) -> bool:
-    try:
-        process = psutil.Process(number)
-        is_same = abs(process.create_time() * 1e3 - start_ms) <= _START_S * 1e3
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True  # of somebody who does not let us look
 
 
 _LEDGERS: weakref.WeakSet[Ledger] = weakref.WeakSet()

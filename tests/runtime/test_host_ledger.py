@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fxoffload.runtime import host_ledger, host_limits
+from fxoffload.runtime import host_ledger, host_limits, ledger_files
 from fxoffload.runtime.cgroups import Group
 from fxoffload.runtime.host_ledger import Booking, Ledger
 
@@ -171,8 +171,8 @@ def test_a_process_that_ends_takes_its_file_along(ledger: Ledger) -> None:
     code = """
 import sys
 from pathlib import Path
-from fxoffload.runtime import host_ledger
-host_ledger._users_folder = lambda: Path(sys.argv[1])
+from fxoffload.runtime import host_ledger, ledger_files
+ledger_files.users_folder = lambda: Path(sys.argv[1])
 assert host_ledger.Booking().grow_to(4096)
 print(len(list(Path(sys.argv[1]).iterdir())))
 """
@@ -210,7 +210,7 @@ def test_without_a_folder_there_is_no_ledger(
         folder.write_text("")
     elif blocked == "of somebody else":
         folder.mkdir()
-        monkeypatch.setattr(host_ledger.os, "getuid", lambda: 12345)
+        monkeypatch.setattr(ledger_files.os, "getuid", lambda: 12345)
     else:
         (tmp_path / "file").write_text("")
         folder = tmp_path / "file" / "ledger"
@@ -266,11 +266,11 @@ def test_a_booking_may_be_given_back_in_the_middle_of_another(ledger: Ledger, mo
 def test_the_users_folder_is_private_and_is_that_of_the_process_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_ledger, "_MEMORY_FOLDER", tmp_path)
-    folder = host_ledger._make_folder(host_ledger._users_folder())
+    monkeypatch.setattr(ledger_files, "_MEMORY_FOLDER", tmp_path)
+    folder = ledger_files.make_folder(ledger_files.users_folder())
     assert folder.parent == tmp_path
     assert folder.name == f"fxoffload-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
     assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(host_ledger, "_MEMORY_FOLDER", tmp_path / "missing")
-    monkeypatch.setattr(host_ledger.tempfile, "gettempdir", lambda: str(tmp_path / "temp"))
-    assert host_ledger._users_folder().parent == tmp_path / "temp"
+    monkeypatch.setattr(ledger_files, "_MEMORY_FOLDER", tmp_path / "missing")
+    monkeypatch.setattr(ledger_files.tempfile, "gettempdir", lambda: str(tmp_path / "temp"))
+    assert ledger_files.users_folder().parent == tmp_path / "temp"
