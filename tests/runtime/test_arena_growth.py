@@ -243,12 +243,21 @@ def test_a_forked_child_has_no_part_of_it(tmp_path: Path) -> None:
             answers.put(str(error))
         arena.free(block, None)
         answers.put((arena.in_use_bytes, arena.reserved_bytes))
-        with mmap.mmap(-1, LARGE) as mine:  # may well lie where the parent's memory is
-            gc.collect()
-            mine[:] = b"x" * LARGE
-            pinner.base = None
-            answers.put(take(arena, MIB).offset)
+        # The child's own memory may come to lie in the hole, and a view that dies must not unmap it.
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        size = ctypes.c_size_t(8 * MIB)
+        mine = libc.mmap(ctypes.c_void_p(address), size, protection, private, -1, ctypes.c_long(0))
+        views.clear()
+        gc.collect()
+        answers.put((mine == address, is_mapped(address, 8 * MIB)))
+        ctypes.memset(mine, 1, 8 * MIB)
+        pinner.base = None
+        answers.put(take(arena, MIB).offset)
 
+    views = [piece for _, piece in arena.pieces(block, block.nbytes)]
     assert is_mapped(address, 8 * MIB)
     process = context.Process(target=child)
     process.start()
@@ -257,7 +266,9 @@ def test_a_forked_child_has_no_part_of_it(tmp_path: Path) -> None:
     assert answers.get() is False
     assert "expected a block of this process' host memory" in answers.get()
     assert answers.get() == (0, 0)
+    assert answers.get() == (True, True)
     assert answers.get() == 0
+    assert len(views) == 4
     assert all(bool((p == 7).all()) for _, p in arena.pieces(block, block.nbytes))
     assert arena.in_use_bytes == 8 * MIB
 
