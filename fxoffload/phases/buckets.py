@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets and the sizes of the buffers; ``limit_bytes`` is what was promised: 2 buckets + the largest tensor."""
+    """All buckets and the sizes of the buffers; ``limit_bytes``: what was promised, 2 buckets + the largest tensor."""
 
     buckets: tuple[Bucket, ...]
     stage_bytes: int
