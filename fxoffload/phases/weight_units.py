@@ -176,8 +176,9 @@ def _tensor_units(names: list[str], tensor: Tensor, full: bool, dtype: torch.dty
         yield _dtensor_unit(names, tensor, full, dtype)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            inner = [f"{name}.{attribute}" for name in names]
-            yield from _tensor_units(inner, getattr(tensor, attribute), full, None)
+            inner = getattr(tensor, attribute)
+            if isinstance(inner, Tensor):
+                yield from _tensor_units([f"{name}.{attribute}" for name in names], inner, full, None)
     elif tensor.layout is not torch.strided:
         raise UnsupportedError(f"{names[0]!r} has the layout {tensor.layout}; only strided tensors can be streamed")
     else:
