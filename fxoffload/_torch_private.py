@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
@@ -90,7 +91,7 @@ def flat_parameter_of(module: nn.Module) -> FlatParameterInfo | None:
     members = [(info.module, info.param_name) for info in flat._param_infos]
     members += [(info.module, info.param_name) for info in flat._shared_param_infos]
     if not handle._use_orig_params:
-        members.append((module, "_flat_param"))
+        members.append((handle._fully_sharded_module, "_flat_param"))
     return FlatParameterInfo(
         local=local,
         aliases=(flat, *(flat._params or ())),
@@ -160,3 +161,12 @@ def mesh_dims_in_order_of_cuts(placements: Sequence[Any], mesh_shape: Sequence[i
             return None
         order.insert(after, mesh_dim)
     return order
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    """Starts to gather ``part`` of every rank into ``whole``; returns what to wait for.
+
+    ``all_gather_single`` is what torch 2.13 calls ``all_gather_into_tensor``, and deprecates the old name.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, group=group, async_op=True)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from fxoffload import _torch_private as private
 from fxoffload.phases.buckets import Lane, Piece, Plan
 from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.weight_units import Unit
@@ -191,7 +191,7 @@ class BucketStream:
             base = lane.base + before * cuts[i].size * part_bytes
             slots = self._landing[base : base + cuts[i].size * part_bytes]
             own = slots[cuts[i].rank * part_bytes :][:part_bytes]
-            work = dist.all_gather_into_tensor(slots, own, group=cuts[i].group, async_op=True)
+            work = private.all_gather(slots, own, cuts[i].group)
         self._works.append(work)
 
     def _unpack(self, lane: Lane, piece: Piece) -> None:

@@ -204,6 +204,9 @@ def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[Cut, ...]:
     order = private.mesh_dims_in_order_of_cuts(placements, tuple(mesh.shape))
     if order is None or any(p.is_partial() for p in placements):
         raise UnsupportedError(f"{name!r} is placed as {tuple(placements)}; expected Shard and Replicate placements")
+    if len({placements[mesh_dim].dim for mesh_dim in order}) == len(order):
+        # Cuts of different dimensions may change places: one order for what is gathered over the same groups.
+        order = sorted(order, reverse=True)
     ranks = mesh.mesh
     cuts = []
     for mesh_dim in order:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fxoffload import _torch_private as private
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.weights import stream_weights
 
@@ -106,7 +107,7 @@ def placements(rank: int, world: int) -> Found:
         for j, second in enumerate(ways):
             name = f"w{i}{j}"
             whole[name] = torch.randn(5, 6, 7, generator=torch.Generator().manual_seed(10 * i + j))
-            setattr(model, name, nn.Parameter(distribute_tensor(whole[name], mesh, [first, second])))
+            setattr(model, name, nn.Parameter(distribute_tensor(whole[name].clone(), mesh, [first, second])))
     return compared(model, whole)
 
 
@@ -122,7 +123,7 @@ def flattened(use_orig_params: bool) -> Found:
     model, whole = Model(7, 9, tied=True), reference(Model(7, 9, tied=True))
     for i, layer in enumerate(model.layers):
         model.layers[i] = FullyShardedDataParallel(
-            layer, use_orig_params=use_orig_params, device_id=torch.device("cpu"), sync_module_states=True
+            layer, use_orig_params=use_orig_params, device_id=torch.device("cpu")
         )
     wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     wrapped(torch.arange(6)[None]).square().mean().backward()
@@ -149,17 +150,17 @@ class counted:
     """The collectives in a block."""
 
     def __enter__(self) -> list[int]:
-        self._real, calls = dist.all_gather_into_tensor, []
+        self._real, calls = private.all_gather, []
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(args[0].numel())
-            return self._real(*args, **kwargs)
+        def call(whole: Tensor, part: Tensor, group: Any) -> Any:
+            calls.append(whole.numel())
+            return self._real(whole, part, group)
 
-        dist.all_gather_into_tensor = call
+        private.all_gather = call
         return calls
 
     def __exit__(self, *exception: object) -> None:
-        dist.all_gather_into_tensor = self._real
+        private.all_gather = self._real
 
 
 def compared(model: nn.Module, whole: dict[str, Tensor]) -> Found:
