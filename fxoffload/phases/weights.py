@@ -57,12 +57,14 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     Attributes:
         plan: the buckets.
+        units: what they are made of.
         nbytes: that this process copies from its host image or its device.
         ledger: the device memory of the stream.
     """
 
     def __init__(self, units: list[Unit], plan: Plan, start: Callable[[Ledger], BucketStream]) -> None:
         self.plan = plan
+        self.units = units
         self.nbytes = sum(_own_bytes(unit) for unit in units)
         self.ledger = Ledger(plan.limit_bytes)
         self._items = self._run(units, start)
@@ -80,7 +82,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, units: list[Unit], start: Callable[[Ledger], BucketStream]) -> Generator[tuple[str, Tensor], None, None]:
+    def _run(
+        self, units: list[Unit], start: Callable[[Ledger], BucketStream]
+    ) -> Generator[tuple[str, Tensor], None, None]:
         with contextlib.closing(start(self.ledger)) as buckets:
             for index, bucket in enumerate(self.plan.buckets):
                 buckets.advance(index)

@@ -1,6 +1,6 @@
-"""One rank of ``test_weights_sharded``: streams sharded models (gloo, CPU) and writes down what differed from the whole.
+"""One rank of ``test_weights_sharded``: streams sharded models (gloo, CPU), writes down what differed.
 
-    python weights_world.py FOLDER RANK WORLD CASE...
+python weights_world.py FOLDER RANK WORLD CASE...
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.randn(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate(x).sigmoid() * self.down(torch.relu(self.up(self.norm(x)))) * self.get_buffer("scale").sum()
+        return (
+            x + self.gate(x).sigmoid() * self.down(torch.relu(self.up(self.norm(x)))) * self.get_buffer("scale").sum()
+        )
 
 
 class Model(nn.Module):
