@@ -58,6 +58,7 @@ def _referrers(objects: list[Any], left_out: set[int]) -> dict[int, list[Any]]:
 
 def _add_frames(targets: set[int], levels: dict[int, list[Any]]) -> None:
     """The collector does not look into the locals of running functions."""
+    frame: types.FrameType | None = None
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_code.co_filename not in _OWN_FILES and frame.f_code.co_flags & inspect.CO_OPTIMIZED:

@@ -114,7 +114,6 @@ def residue(
         for some in storages.values():
             held_by = [t for tensor in some for t in (*texts[id(tensor)], *grads.get(id(tensor), ()))]
             found.append(_residue(some, held_by))
-        del tensor, tensors, storages
     found.sort(key=lambda entry: -entry.nbytes)
     found.unseen_bytes = _unseen_bytes(one, device_types, found.nbytes)
     return found

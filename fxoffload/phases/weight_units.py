@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload import _torch_private as private
@@ -170,7 +170,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensor_units(names: list[str], tensor: Tensor, full: bool, dtype: torch.dtype | None) -> Iterator[Unit]:
-    if tensor.is_meta or isinstance(tensor, UninitializedTensorMixin):
+    if tensor.is_meta or is_lazy(tensor):
         raise UnsupportedError(f"{names[0]!r} has no values yet ({type(tensor).__name__} on {tensor.device})")
     if private.is_dtensor(tensor):
         yield _dtensor_unit(names, tensor, full, dtype)
