@@ -310,3 +310,21 @@ def test_plans_move_everything_once_and_keep_their_promise(
             assert at == lane.slot_bytes
     assert order == list(range(len(loads)))
     assert moved == {i: load.elements for i, load in enumerate(loads)}
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_wrapper_subclasses_are_handed_out_as_what_is_inside(away: bool) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(3, 2)
+    first, second = torch.randn(2, 3), torch.randn(2, 3)
+    model.weight = nn.Parameter(TwoTensor(first.clone(), second.clone()))
+    manager = PhaseManager(model, device_types=("cpu",))
+    if away:
+        manager.offload("params")
+    found = {name: tensor.clone() for name, tensor in stream_weights(manager, dtype=torch.bfloat16)}
+    assert list(found) == ["weight.a", "weight.b", "bias"]
+    # Only who quantized knows what a cast of the parts would mean.
+    assert torch.equal(found["weight.a"], first) and torch.equal(found["weight.b"], second)
+    assert found["bias"].dtype == torch.bfloat16
+    manager.close()
