@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fxoffload.phases.phase import (
 from fxoffload.phases.sentinel import holdings_of, untouched
 from fxoffload.phases.storages import Holding, Where, plain_tensors
 from fxoffload.phases.transit import Transit, bytes_of, find_device
+from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.pinners import CudaPinner, HeapMemory
 from fxoffload.runtime.streams import CopyStreams
@@ -259,6 +260,39 @@ class PhaseManager:
         """``fence`` of all that a group holds."""
         self._transit.fence_group(group)
 
+    def drain(self) -> None:
+        """Waits until everything that was leaving has left."""
+        self._transit.worker.drain()
+
+    # -- weight sync ---------------------------------------------------------------------------------------------------
+
+    def stream_weights(
+        self,
+        bucket_bytes: int | str = "512MiB",
+        dtype: torch.dtype | None = None,
+        full: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        names: Collection[str] | None = None,
+        model: str | None = None,
+    ) -> WeightStream:
+        """(name, tensor on the device) of every weight, in buckets, from wherever they are; the model stays there.
+
+        See ``fxoffload.phases.weights.stream_weights`` for the arguments and for how long a tensor is valid.
+        """
+        transition = Transition("stream", (PARAMS, BUFFERS), self._entering)
+
+        def ended(stream: WeightStream) -> None:
+            transition.nbytes = stream.nbytes
+            transition.finish()
+            self._record(transition)
+
+        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, ended)
+
+    def weights_on_device(self, model: str | None = None) -> contextlib.AbstractContextManager[WeightsOnDevice]:
+        """The simple way: loads parameters and buffers, yields them by name, and offloads again what was away."""
+        return weights_on_device(self, model)
+
     # -- host memory and records ---------------------------------------------------------------------------------------
 
     def release_host_memory(self) -> int:
@@ -313,9 +347,12 @@ class PhaseManager:
 
     def _new(self, kind: str, groups: tuple[str, ...]) -> Transition:
         transition = Transition(kind, groups, self._entering)
+        self._record(transition)
+        return transition
+
+    def _record(self, transition: Transition) -> None:
         self.transitions.append(transition)
         del self.transitions[:-_KEPT_TRANSITIONS]
-        return transition
 
     def _reserve(self) -> None:
         """Begins to pin what is known; the optimizer's state is known after its first step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -21,6 +20,7 @@ class Stored(Protocol):
     def holding_of(self, tensor: Tensor) -> Holding | None: ...
     def host_pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]: ...
     def host_copy(self, tensor: Tensor) -> Tensor: ...
+    def drain(self) -> None: ...
 
 
 class WeightSource:
@@ -72,8 +72,8 @@ class WeightSource:
         for tensor in (unit.local, *unit.aliases):
             holding = self._manager.holding_of(tensor)
             # Its bytes on the device vanish when they have left, and those on the host are not complete before.
-            while holding is not None and holding.where is Where.LEAVING:
-                time.sleep(1e-4)
+            if holding is not None and holding.where is Where.LEAVING:
+                self._manager.drain()
                 holding = self._manager.holding_of(tensor)
             if holding is not None:
                 return holding

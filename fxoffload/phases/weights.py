@@ -62,11 +62,18 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         ledger: the device memory of the stream.
     """
 
-    def __init__(self, units: list[Unit], plan: Plan, start: Callable[[Ledger], BucketStream]) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        plan: Plan,
+        start: Callable[[Ledger], BucketStream],
+        ended: Callable[[WeightStream], object],
+    ) -> None:
         self.plan = plan
         self.units = units
         self.nbytes = sum(_own_bytes(unit) for unit in units)
         self.ledger = Ledger(plan.limit_bytes)
+        self._ended = ended
         self._items = self._run(units, start)
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -85,7 +92,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def _run(
         self, units: list[Unit], start: Callable[[Ledger], BucketStream]
     ) -> Generator[tuple[str, Tensor], None, None]:
-        with contextlib.closing(start(self.ledger)) as buckets:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._ended, self)
+            buckets = stack.enter_context(contextlib.closing(start(self.ledger)))
             for index, bucket in enumerate(self.plan.buckets):
                 buckets.advance(index)
                 for piece in bucket.finished:
@@ -103,6 +112,7 @@ def stream_weights(
     device: torch.device | str | None = None,
     names: Collection[str] | None = None,
     model: str | None = None,
+    ended: Callable[[WeightStream], object] = lambda stream: None,
 ) -> WeightStream:
     """The weights of a model on the device, in buckets, read from wherever they are; the model stays there.
 
@@ -118,6 +128,7 @@ def stream_weights(
         device: by default the one that the model lives on.
         names: only these; the same on all ranks.
         model: which one, where the manager has several.
+        ended: called when a stream that was begun is over, or was given up.
 
     Raises:
         ValueError: an unknown name or model, a dtype that is not floating, a bucket too small for an element.
@@ -132,7 +143,7 @@ def stream_weights(
     def start(ledger: Ledger) -> BucketStream:
         return BucketStream(plan, units, read, manager.copies(where), where, ledger)
 
-    return WeightStream(units, plan, start)
+    return WeightStream(units, plan, start, ended)
 
 
 class WeightsOnDevice(dict[str, Tensor]):
