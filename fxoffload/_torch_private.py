@@ -8,7 +8,6 @@ import sys
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
-
 # -- phases: who compiled a module -------------------------------------------------------------------------------------
 
 

@@ -101,14 +101,11 @@ class Inventory:
 
 
 def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    if isinstance(models, nn.Module) and not isinstance(models, (nn.ModuleList, nn.ModuleDict)):
-        named = {"": models}
-    elif isinstance(models, (Mapping, nn.ModuleDict)):
-        named = dict(models.items())
-    elif isinstance(models, (Sequence, nn.ModuleList)) and not isinstance(models, str):
+    named: dict[str, Any] = {"": models}
+    if isinstance(models, Mapping):
+        named = dict(models)
+    elif isinstance(models, (list, tuple)):
         named = {str(i): model for i, model in enumerate(models)}
-    else:
-        named = {"": models}
     for model in named.values():
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected an nn.Module, or a sequence or mapping of them, found {type(model).__name__}")

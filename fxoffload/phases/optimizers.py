@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 # Attributes under which wrappers keep the optimizers they wrap: verl's and VeOmni's MultiOptimizer, Megatron's chained
 # optimizers, and the many that wrap one.
@@ -20,8 +20,8 @@ def leaves(optimizer: Any) -> list[Any]:
 
     Args:
         optimizer: a torch optimizer, a wrapper of one (accelerate's, DeepSpeed's), a MultiOptimizer
-            (``_is_multi_optimizer``, ``optimizers_dict``), chained optimizers (``chained_optimizers``), or a sequence or
-            mapping of any of them.
+            (``_is_multi_optimizer``, ``optimizers_dict``), chained optimizers (``chained_optimizers``), or a sequence
+            or mapping of any of them.
 
     Raises:
         TypeError: it is none of these.
@@ -99,4 +99,4 @@ def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str,
 def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
-            yield ".".join([name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]), leaf
+            yield name + keystr(path), leaf

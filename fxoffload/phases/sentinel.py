@@ -74,7 +74,7 @@ def send_away(tensor: Tensor, holding: Holding) -> None:
         record = tensor.__dict__.get(_RECORD)
         if record is None:
             record = _Away(type(tensor))
-            tensor.__dict__[_RECORD] = record
+            object.__setattr__(tensor, _RECORD, record)
             tensor.__class__ = _away_class(record.home)
         if holding not in record.holdings:
             record.holdings.append(holding)
@@ -89,7 +89,7 @@ def bring_back(tensor: Tensor, holding: Holding) -> None:
         record.holdings = [held for held in record.holdings if held is not holding]
         if not record.holdings:
             tensor.__class__ = record.home
-            del tensor.__dict__[_RECORD]
+            object.__delattr__(tensor, _RECORD)
 
 
 @contextlib.contextmanager
