@@ -62,5 +62,7 @@ def test_phases_device_types(monkeypatch: pytest.MonkeyPatch, value: str | None,
 
 def test_an_unknown_device_type_lists_the_valid_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOFFLOAD_PHASES_DEVICE_TYPES", "cpu,cude")
-    with pytest.raises(ValueError, match=r"unknown device type 'cude' \(did you mean 'cuda'\?\); the types are cuda, cpu"):
+    with pytest.raises(
+        ValueError, match=r"unknown device type 'cude' \(did you mean 'cuda'\?\); the types are cuda, cpu"
+    ):
         phases_device_types()

@@ -25,7 +25,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import fxoffload
 from fxoffload.phases import PhaseManager
 from fxoffload.sizes import format_bytes
 
@@ -172,7 +171,9 @@ class Loop:
                 nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            state = [t for values in self.optimizer.state.values() for t in values.values() if t.device.type == DEVICE.type]
+            state = [
+                t for values in self.optimizer.state.values() for t in values.values() if t.device.type == DEVICE.type
+            ]
             self.ledger.watch("optimizer", state)
 
 
@@ -194,7 +195,9 @@ def main(steps: int) -> None:
     print(tabulate(bytes_rows, headers=["phase", "seconds (median)", *owners], disable_numparse=True))
     print()
     print(tabulate(sorted(loop.training.metrics().items()), headers=["metric", "value"], floatfmt=".6g"))
-    print(f"\nreward of the first 5 steps: {statistics.mean(rewards[:5]):.3f}, of the last 5: {statistics.mean(rewards[-5:]):.3f}")
+    print(
+        f"\nreward of the first 5 steps: {statistics.mean(rewards[:5]):.3f}, of the last 5: {statistics.mean(rewards[-5:]):.3f}"
+    )
     loop.training.close()
     loop.serving.close()
 

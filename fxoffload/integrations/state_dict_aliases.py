@@ -35,8 +35,8 @@ class Aliases:
     def __reduce__(self) -> Any:
         return Aliases, ()
 
-    def record(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """A state dict post hook."""
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """The state dict post hook. Takes note of the tensors."""
         self._seen = [ref for ref in self._seen if ref() is not None]
         self._seen += [weakref.ref(value) for value in state_dict.values() if isinstance(value, Tensor)]
 
@@ -108,7 +108,7 @@ def aliases_of(model: nn.Module) -> Aliases:
     """The aliases of a model's state dicts, which are watched from the first call on."""
     if model not in _aliases:
         _aliases[model] = Aliases()
-        model.register_state_dict_post_hook(_aliases[model].record)
+        model.register_state_dict_post_hook(_aliases[model])
     return _aliases[model]
 
 

@@ -90,7 +90,9 @@ class PhaseCallback(TrainerCallback):
         self._manager = PhaseManager(model, optimizer, **self._options)
         self._manager.offload(OPTIMIZER, wait=False)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """The state returns here with ``early``."""
         if self.early:
             self.manager.onload(OPTIMIZER, wait=False)
@@ -107,7 +109,9 @@ class PhaseCallback(TrainerCallback):
         """The state leaves, behind whatever comes next."""
         self.manager.offload(OPTIMIZER, wait=False)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Everything is back."""
         self._close()
 
