@@ -3,10 +3,10 @@
     python docs/examples/grpo_toy.py [STEPS]
 
 A step has the four phases of the large frameworks: the policy's weights go to the engine, a second copy of the model
-(sync); the engine samples a group of answers to each question (rollout); the policy computes the log-probs of these answers
-(logprob) and learns from them (train). What a phase does not need is on the host meanwhile; the last table shows the bytes
-that are really on the device. Without a GPU this is a rehearsal on the CPU, where "the device" is the CPU and the bytes move
-all the same.
+(sync); the engine samples a group of answers to each question (rollout); the policy computes the log-probs of these
+answers (logprob) and learns from them (train). What a phase does not need is on the host meanwhile; a table shows the
+bytes that are really on the device. Without a GPU this is a rehearsal on the CPU, where "the device" is the CPU and the
+bytes move all the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +78,9 @@ def make_model() -> Qwen3ForCausalLM:
         eos_token_id=END,
         pad_token_id=PAD,
     )
-    return Qwen3ForCausalLM(config).to(DEVICE)
+    model = Qwen3ForCausalLM(config)
+    nn.Module.to(model, DEVICE)
+    return model
 
 
 def generate(engine: Qwen3ForCausalLM, questions: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def generate(engine: Qwen3ForCausalLM, questions: Tensor) -> Tensor:
     return F.pad(tokens, (0, QUESTION + ANSWER - tokens.shape[1]), value=PAD)
 
 
-def log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
+def log_probs(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Of each token of the answers; 0 behind the end."""
     answers = tokens[:, QUESTION:]
     logits = model(input_ids=tokens, use_cache=False).logits[:, QUESTION - 1 : -1]
@@ -171,10 +173,8 @@ class Loop:
                 nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            state = [
-                t for values in self.optimizer.state.values() for t in values.values() if t.device.type == DEVICE.type
-            ]
-            self.ledger.watch("optimizer", state)
+            tensors = [tensor for values in self.optimizer.state.values() for tensor in values.values()]
+            self.ledger.watch("optimizer", [tensor for tensor in tensors if tensor.device.type == DEVICE.type])
 
 
 def main(steps: int) -> None:
@@ -195,9 +195,8 @@ def main(steps: int) -> None:
     print(tabulate(bytes_rows, headers=["phase", "seconds (median)", *owners], disable_numparse=True))
     print()
     print(tabulate(sorted(loop.training.metrics().items()), headers=["metric", "value"], floatfmt=".6g"))
-    print(
-        f"\nreward of the first 5 steps: {statistics.mean(rewards[:5]):.3f}, of the last 5: {statistics.mean(rewards[-5:]):.3f}"
-    )
+    first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
+    print(f"\nreward of the first 5 steps: {first:.3f}, of the last 5: {last:.3f}")
     loop.training.close()
     loop.serving.close()
 

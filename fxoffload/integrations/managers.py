@@ -55,9 +55,10 @@ def managers_away() -> list[PhaseManager]:
 
 def _manager_of(owner: Any, make: Callable[[], PhaseManager]) -> PhaseManager:
     slot = vars(owner).get(_ATTRIBUTE)
-    if slot is None or slot.manager is None:
-        slot = _Slot(make())
-        # Not by setattr: some wrappers pass attributes on to what they wrap.
-        vars(owner)[_ATTRIBUTE] = slot
-        _managers.add(slot.manager)
-    return slot.manager
+    if slot is not None and slot.manager is not None:
+        return slot.manager
+    manager = make()
+    # Not by setattr: some wrappers pass attributes on to what they wrap.
+    vars(owner)[_ATTRIBUTE] = _Slot(manager)
+    _managers.add(manager)
+    return manager

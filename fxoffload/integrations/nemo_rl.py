@@ -4,8 +4,8 @@
     class Worker(PhaseWorkerMixin, DTensorPolicyWorkerImpl):
         pass
 
-The methods are those that the trainer calls on its workers; none of them replaces ``self.model`` or moves a tensor object.
-A worker with ``cpu_offload`` keeps its own methods: its parameters live on the CPU, and FSDP moves them.
+The methods are those that the trainer calls on its workers; none of them replaces ``self.model`` or a tensor object. A
+worker with ``cpu_offload`` keeps its own methods: its parameters live on the CPU, and FSDP moves them.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class PhaseWorkerMixin:
         own = getattr(super(), method, None)
         if own is None:
             raise RuntimeError(
-                f"expected {type(self).__name__} to have a {method} of its own for cpu_offload=True, found none: FSDP keeps "
-                "its parameters on the CPU and there is nothing to offload. Leave PhaseWorkerMixin out, or cpu_offload"
+                f"expected {type(self).__name__} to have a {method} of its own for cpu_offload=True, found none: FSDP "
+                "keeps its parameters on the CPU and there is nothing to offload. Leave out PhaseWorkerMixin or "
+                "cpu_offload"
             )
         own(*args, **kwargs)
         return True

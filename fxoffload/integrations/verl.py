@@ -4,10 +4,10 @@
 
     fxoffload_verl.patch()  # in every worker process, before the workers offload for the first time
 
-The functions have verl's names, signatures and order of calls. What differs: every object keeps its identity (parameters,
-state tensors and their ``step``, which stays where it is), an offload is finished when it returns, a load returns while the
-copies still run and whoever reads waits for its own, gradients and buffers go with the parameters, and calling twice does
-nothing. A model whose parameters live on the CPU anyway (``CPUOffloadPolicy``) is left alone.
+The functions have verl's names and signatures. What differs: every object keeps its identity (parameters, state tensors
+and ``step``, which stays where it is); an offload is finished when it returns; a load returns while the copies still
+run, and whoever reads waits for its own; gradients and buffers go with the parameters; calling twice does nothing.
+Parameters that live on the CPU anyway (``CPUOffloadPolicy``) are left alone.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def patch() -> None:
         missing = [function.__name__ for function in ours if not callable(getattr(home, function.__name__, None))]
         if missing:
             raise RuntimeError(
-                f"expected {', '.join(missing)} in {home.__name__}, found no such functions: this verl moves its models "
-                "in another way. Call fxoffload.integrations.verl's functions, or a fxoffload.phases.PhaseManager, from "
-                "your worker instead of patch()"
+                f"expected {', '.join(missing)} in {home.__name__}, found no such functions: this verl moves its "
+                "models in another way. Call fxoffload.integrations.verl's functions, or a PhaseManager of "
+                "fxoffload.phases, from your worker instead of patch()"
             )
     for home, ours in homes:
         for function in ours:
@@ -154,8 +154,8 @@ def _home(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"patch() needs an installed verl: {name} could not be imported ({error}); install verl, or call the functions "
-            "of fxoffload.integrations.verl yourself"
+            f"patch() needs an installed verl: {name} could not be imported ({error}); install verl, or call the "
+            "functions of fxoffload.integrations.verl yourself"
         ) from error
 
 

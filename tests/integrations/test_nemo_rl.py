@@ -159,7 +159,7 @@ def test_the_optimizer_stays_for_a_refit_when_asked() -> None:
 
 def test_an_attribute_of_the_worker_comes_before_its_config() -> None:
     worker = trained({"offload_optimizer_for_refit": True})
-    worker.offload_optimizer_for_refit = False
+    vars(worker)["offload_optimizer_for_refit"] = False
     worker.offload_before_refit()
     assert places(worker)["optimizer"] is DEVICE
 

@@ -51,7 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Worker:
-    """As verl's ActorRolloutRefWorker, with both offload options: nothing of training is on the device between calls."""
+    """As verl's ActorRolloutRefWorker with both offload options: between calls nothing of it is on the device."""
 
     def __init__(self, make_optimizer: Callable[[nn.Module], Any], functions: Any = verl) -> None:
         self.verl = functions
@@ -231,7 +231,7 @@ def test_copies_of_a_model_have_managers_of_their_own() -> None:
         twin(batch(0))
 
 
-# -- patch and unpatch ---------------------------------------------------------------------------------------------------
+# -- patch and unpatch -------------------------------------------------------------------------------------------------
 
 
 def theirs(name: str) -> Callable[..., Any]:
