@@ -146,7 +146,7 @@ class Loop:
     def sync(self) -> None:
         with self.ledger.phase("sync"), self.training.phase("sync", then="rollout"):
             self.serving.onload()
-            weights = dict(self.engine.named_parameters())
+            weights = self.engine.state_dict()
             for name, weight in self.training.stream_weights():
                 weights[name].copy_(weight)
 

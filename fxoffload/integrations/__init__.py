@@ -1,4 +1,4 @@
 """Adapters for training frameworks.
 
-``transformers`` and ``trl`` need transformers installed. ``verl`` and ``nemo_rl`` are imported without their frameworks.
+``transformers`` and ``trl`` need transformers installed. ``verl`` and ``nemo_rl`` can be imported without theirs.
 """
