@@ -111,10 +111,12 @@ class Ledger:
         self.storages[name] = [tensor.untyped_storage() for tensor in tensors]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, manager: PhaseManager, name: str, then: str | None = None) -> Iterator[None]:
+        """A phase of the manager, with the time that it takes to enter it."""
         start = time.perf_counter()
-        yield
-        self.on_device[name] = {who: sum(s.nbytes() for s in found) for who, found in self.storages.items()}
+        with manager.phase(name, then):
+            yield
+            self.on_device[name] = {who: sum(s.nbytes() for s in found) for who, found in self.storages.items()}
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -144,14 +146,14 @@ class Loop:
 
     @torch.no_grad()
     def sync(self) -> None:
-        with self.ledger.phase("sync"), self.training.phase("sync", then="rollout"):
+        with self.ledger.phase(self.training, "sync", then="rollout"):
             self.serving.onload()
             weights = self.engine.state_dict()
             for name, weight in self.training.stream_weights():
                 weights[name].copy_(weight)
 
     def rollout(self) -> tuple[Tensor, Tensor]:
-        with self.ledger.phase("rollout"), self.training.phase("rollout"):
+        with self.ledger.phase(self.training, "rollout"):
             questions = [question for question in QUESTIONS for _ in range(GROUP)]
             tokens = generate(self.engine, encode(questions))
             answers = decode(tokens[:, QUESTION:])
@@ -161,11 +163,11 @@ class Loop:
 
     @torch.no_grad()
     def logprob(self, tokens: Tensor) -> Tensor:
-        with self.ledger.phase("logprob"), self.training.phase("logprob"):
+        with self.ledger.phase(self.training, "logprob"):
             return log_probs(self.compiled, tokens)
 
     def train(self, tokens: Tensor, advantage: Tensor, old: Tensor) -> None:
-        with self.ledger.phase("train"), self.training.phase("train", then="sync"):
+        with self.ledger.phase(self.training, "train", then="sync"):
             for _ in range(EPOCHS):
                 ratio = (log_probs(self.compiled, tokens) - old).exp()
                 gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantage[:, None])

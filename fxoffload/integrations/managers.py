@@ -45,7 +45,8 @@ def manager_of_model(model: nn.Module) -> PhaseManager:
 
 def manager_of_optimizer(optimizer: Any) -> PhaseManager:
     """The manager of an optimizer's state; the same one at every call."""
-    return _manager_of(optimizer, lambda: PhaseManager((), optimizer, device_types=phases_device_types()))
+    # Gradients are the model's manager's. "drop" only keeps this one from reserving host memory for them.
+    return _manager_of(optimizer, lambda: PhaseManager((), optimizer, device_types=phases_device_types(), grads="drop"))
 
 
 def managers_away() -> list[PhaseManager]:
