@@ -209,13 +209,17 @@ class PhaseManager:
         out, back = leaving(phase, self._options), returning(phase)
         handles: list[Handle] = []
         with record_function(f"fxoffload::enter({phase.value})"), self._naming(phase):
-            self.phase_now = phase
-            if out:
-                handles.append(self.offload(*out, wait=phase is Phase.ROLLOUT))
+            before, self.phase_now = self.phase_now, phase
             first = tuple(group for group in back if group in (GRADS, BUFFERS, PARAMS))
-            for groups in (first, tuple(group for group in back if group not in first)):
-                if groups:
-                    handles.append(self.onload(*groups, wait=False))
+            try:
+                if out:
+                    handles.append(self.offload(*out, wait=phase is Phase.ROLLOUT))
+                for groups in (first, tuple(group for group in back if group not in first)):
+                    if groups:
+                        handles.append(self.onload(*groups, wait=False))
+            except BaseException:
+                self.phase_now = before
+                raise
         handle = Handles(f"enter {phase.value}", handles)
         if not self._overlap:
             handle.wait()
