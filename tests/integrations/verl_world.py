@@ -1,4 +1,4 @@
-"""A rank of an FSDP2 worker that uses verl's functions: ``python verl_world.py RANK WORLD STORE``. Raises when wrong."""
+"""A rank of an FSDP2 worker with verl's functions: ``python verl_world.py RANK WORLD STORE``. Raises when wrong."""
 
 from __future__ import annotations
 
