@@ -29,8 +29,8 @@ from fxoffload.phases.phase import (
 from fxoffload.phases.sentinel import holdings_of, untouched
 from fxoffload.phases.storages import Holding, Where, plain_tensors
 from fxoffload.phases.transit import Transit, bytes_of, find_device
-from fxoffload.runtime.host_arena import CudaPinner, HeapMemory
 from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.pinners import CudaPinner, HeapMemory
 from fxoffload.runtime.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 
