@@ -3,6 +3,10 @@
 ``FXOFFLOAD_DISABLE``
     ``1`` or ``true``: plain Inductor, nothing of fxoffload. A comma-separated list of PIECES: those
     pieces only, as with the option ``disable``. Unset, empty, ``0`` or ``false``: nothing.
+
+``FXOFFLOAD_PHASES_DEVICE_TYPES``
+    Comma-separated device types whose tensors the integrations of ``fxoffload.phases`` move: ``cpu`` is a rehearsal, in
+    which CPU tensors leave "the device" for the host image. Unset or empty: ``cuda``.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable
 from fxoffload.errors import OptionsError
 
 DISABLE_VARIABLE = "FXOFFLOAD_DISABLE"
+PHASES_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_PHASES_DEVICE_TYPES"
 
 PIECES = (
     "segments",  # off: the graph is compiled in one piece
@@ -29,6 +34,9 @@ PIECES = (
     "kernel_overlap",  # off: each segment waits for its own kernels before the next one is compiled
     "verify",  # off: the finished graphs are not checked
 )
+
+# What PhaseManager can move: streams and the driver's free memory are asked of these only.
+PHASES_DEVICE_TYPES = ("cuda", "cpu")
 
 _ON = ("1", "true")
 _OFF = ("", "0", "false")
@@ -51,6 +59,22 @@ def disabled_pieces() -> frozenset[str]:
         return frozenset()
     names = [name.strip() for name in value.split(",")]
     return check_pieces([name for name in names if name], DISABLE_VARIABLE)
+
+
+def phases_device_types() -> tuple[str, ...]:
+    """The device types that FXOFFLOAD_PHASES_DEVICE_TYPES asks for; ``("cuda",)`` where it is not set.
+
+    Raises OptionsError (a ValueError) for an unknown one.
+    """
+    value = os.environ.get(PHASES_DEVICE_TYPES_VARIABLE, "")
+    names = tuple(dict.fromkeys(name for name in (part.strip().lower() for part in value.split(",")) if name))
+    for name in names:
+        if name not in PHASES_DEVICE_TYPES:
+            raise OptionsError(
+                f"{PHASES_DEVICE_TYPES_VARIABLE} names the unknown device type {name!r}"
+                f"{suggestion(name, PHASES_DEVICE_TYPES)}; the types are {', '.join(PHASES_DEVICE_TYPES)}"
+            )
+    return names or ("cuda",)
 
 
 def check_pieces(names: Iterable[str], source: str) -> frozenset[str]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxoffload.environment import PIECES, check_pieces, disabled_pieces, everything_disabled
+from fxoffload.environment import PIECES, check_pieces, disabled_pieces, everything_disabled, phases_device_types
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,23 @@ def test_check_pieces_names_its_source() -> None:
     assert check_pieces(("segments",), "disable") == {"segments"}
     with pytest.raises(ValueError, match="disable names unknown pieces: x, y"):
         check_pieces(("y", "segments", "x"), "disable")
+
+
+@pytest.mark.parametrize(
+    ("value", "types"),
+    [(None, ("cuda",)), (" ", ("cuda",)), ("cpu", ("cpu",)), ("CUDA, cpu,", ("cuda", "cpu"))],
+)
+def test_phases_device_types(monkeypatch: pytest.MonkeyPatch, value: str | None, types: tuple[str, ...]) -> None:
+    if value is None:
+        monkeypatch.delenv("FXOFFLOAD_PHASES_DEVICE_TYPES", raising=False)
+    else:
+        monkeypatch.setenv("FXOFFLOAD_PHASES_DEVICE_TYPES", value)
+    assert phases_device_types() == types
+
+
+def test_an_unknown_device_type_lists_the_valid_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOFFLOAD_PHASES_DEVICE_TYPES", "cpu,cude")
+    with pytest.raises(
+        ValueError, match=r"unknown device type 'cude' \(did you mean 'cuda'\?\); the types are cuda, cpu"
+    ):
+        phases_device_types()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,19 @@ def test_moe_checkpoints(tmp_path: Path) -> None:
     text = run_example("moe_checkpoints.py", str(tmp_path))
     assert "logits equal: True" in text
     assert "stacked: 23 tensors" in text and "layout stacked" in text
+
+
+def test_grpo_toy() -> None:
+    pytest.importorskip("transformers")
+    text = run_example("grpo_toy.py", "40")
+    rows = {row.split()[0]: row.split() for row in text.splitlines() if row.split()}
+    found = re.search(r"reward of the first 5 steps: (\S+), of the last 5: (\S+)", text)
+    assert found is not None, text
+    first, last = map(float, found.groups())
+    assert last > first + 0.4, text
+    # On the device at the end of each phase: the policy, the engine, the optimizer's state.
+    empty = ["0", "B"]
+    assert rows["rollout"][2:4] == empty and rows["rollout"][-2:] == empty
+    assert rows["rollout"][4:6] != empty
+    assert rows["logprob"][2:4] != empty and rows["logprob"][4:6] == empty and rows["logprob"][-2:] == empty
+    assert rows["train"][2:4] != empty and rows["train"][4:6] == empty and rows["train"][-2:] != empty

@@ -1,1 +1,4 @@
-"""Adapters for training frameworks. Each module needs its framework installed."""
+"""Adapters for training frameworks.
+
+``transformers`` and ``trl`` need transformers installed. ``verl`` and ``nemo_rl`` can be imported without theirs.
+"""

@@ -1,0 +1,125 @@
+"""State dicts that are taken before a model is offloaded, and read after.
+
+verl's weight sync does this: load, ``params = model.state_dict()``, offload, then one parameter after the other is
+gathered and sent. Where a model is moved by ``.cpu()``, those tensors keep the old memory, all of it, until they are
+dropped. Here they share the storage that is emptied. So those that are alive then get a class of their own, as the
+model's tensors do, but instead of an error each gets memory with the right values when it is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases.sentinel import bring_back, is_away, send_away, untouched
+from fxoffload.phases.storages import Holding, plain_tensors
+
+
+class Aliases:
+    """Tensors of a model's state dicts, as long as somebody else keeps them. Owner of the holdings of those away."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[Tensor]] = []
+        # Emptied storages that aliases still lie in, by address: our holding, and the manager's, which has the bytes.
+        self._away: dict[int, tuple[Holding, Holding]] = {}
+        self._manager: weakref.ref[PhaseManager] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Aliases:
+        return Aliases()
+
+    def __reduce__(self) -> Any:
+        return Aliases, ()
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """The state dict post hook. Takes note of the tensors."""
+        self._seen = [ref for ref in self._seen if ref() is not None]
+        self._seen += [weakref.ref(value) for value in state_dict.values() if isinstance(value, Tensor)]
+
+    def leave(self, manager: PhaseManager) -> None:
+        """Sends those away that lie in what the manager has just offloaded."""
+        self._manager = weakref.ref(manager)
+        alive = [tensor for tensor in self._alive() if not is_away(tensor)]
+        if not alive:
+            return
+        offloaded = {held.storage._cdata: held for held in _holdings(manager)}
+        for alias in alive:
+            for plain in _plain(alias):
+                key = plain.untyped_storage()._cdata
+                if key not in offloaded:
+                    continue
+                if key not in self._away:
+                    held = offloaded[key]
+                    ours = Holding(held.storage, held.nbytes, held.device, held.group, held.name, self)
+                    ours.where = Where.HOST
+                    self._away[key] = ours, held
+                for tensor in (alias, plain):
+                    send_away(tensor, self._away[key][0])
+
+    def any_away(self) -> bool:
+        """Whether there are aliases that nobody has read since the offload."""
+        return bool(self._away)
+
+    def come_back(self) -> None:
+        """When the model has arrived: whatever nobody read shares the model's memory again."""
+        for key in list(self._away):
+            ours, _ = self._away.pop(key)
+            self._bring_back(ours)
+
+    def touched(self, holding: Holding, what: str) -> None:
+        """Gives the aliases of one storage memory of their own."""
+        manager = self._manager() if self._manager is not None else None
+        key = holding.storage._cdata
+        if manager is None or key not in self._away:
+            raise RuntimeError(f"{what} needs {holding.name}, whose model was deleted while it was offloaded")
+        ours, held = self._away.pop(key)
+        own = torch.empty(held.nbytes, dtype=torch.uint8, device=held.device)
+        for at, host in manager.host_pieces(held):
+            own[at : at + host.numel()].copy_(host)
+        with untouched():
+            for alias in self._alive():
+                for plain in _plain(alias):
+                    if plain.untyped_storage()._cdata == key:
+                        values = torch.empty(0, dtype=plain.dtype, device=held.device)
+                        values.set_(own.untyped_storage(), plain.storage_offset(), plain.shape, plain.stride())
+                        plain.data = values
+        self._bring_back(ours)
+
+    def _bring_back(self, ours: Holding) -> None:
+        for alias in self._alive():
+            for tensor in (alias, *_plain(alias)):
+                bring_back(tensor, ours)
+
+    def _alive(self) -> Iterator[Tensor]:
+        for ref in list(self._seen):
+            tensor = ref()
+            if tensor is not None:
+                yield tensor
+
+
+_aliases: weakref.WeakKeyDictionary[nn.Module, Aliases] = weakref.WeakKeyDictionary()
+
+
+def aliases_of(model: nn.Module) -> Aliases:
+    """The aliases of a model's state dicts, which are watched from the first call on."""
+    if model not in _aliases:
+        _aliases[model] = Aliases()
+        model.register_state_dict_post_hook(_aliases[model])
+    return _aliases[model]
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    with untouched():
+        return [plain for plain in plain_tensors(tensor) if plain.device.type != "meta"]
+
+
+def _holdings(manager: PhaseManager) -> Iterator[Holding]:
+    for model in manager.models.values():
+        for tensor in (*model.parameters(), *model.buffers()):
+            held = manager.holding_of(tensor)
+            if held is not None:
+                yield held

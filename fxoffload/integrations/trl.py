@@ -1,0 +1,122 @@
+"""``fxoffload.phases`` in the trainers of transformers and TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fxoffload.environment import phases_device_types
+from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases.phase import GROUPS, OPTIMIZER
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "fxoffload.integrations.trl needs transformers; install it with pip install 'fxoffload[transformers]'"
+    ) from error
+
+
+class PhaseCallback(TrainerCallback):
+    """The optimizer state is on the device around ``optimizer.step()`` only.
+
+        phases = PhaseCallback()
+        trainer = GRPOTrainer(model, ..., callbacks=[phases])
+
+    It leaves in the background behind each optimizer step, and returns right before the next one. Whoever generates on
+    the same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else away too.
+
+    Args:
+        early: the state returns when a step begins, hidden behind forward and backward, which then have less room. Not
+            for trainers that generate inside the step (GRPO), unless in ``rollout()``.
+        device_types: whose tensors leave; by default as FXOFFLOAD_PHASES_DEVICE_TYPES says, else CUDA.
+        options: of ``fxoffload.phases.PhaseManager``.
+    """
+
+    def __init__(self, *, early: bool = False, device_types: tuple[str, ...] | None = None, **options: Any) -> None:
+        self.early = early
+        self._options = {"device_types": device_types or phases_device_types(), **options}
+        self._manager: PhaseManager | None = None
+
+    @property
+    def manager(self) -> PhaseManager:
+        """The manager of the trainer's model and optimizer.
+
+        Raises:
+            RuntimeError: there is none before training begins, nor after its end.
+        """
+        if self._manager is None:
+            raise RuntimeError(
+                "expected training to be under way, found none: PhaseCallback has a manager between on_train_begin and "
+                "on_train_end. Register it with Trainer(callbacks=[...]) and use it inside train()"
+            )
+        return self._manager
+
+    @contextmanager
+    def rollout(self, *groups: str) -> Iterator[None]:
+        """In this block the groups are on the host; by default all of them. Afterwards each is back where it was.
+
+        Parameters return in the background, and each layer waits for its own.
+        """
+        manager = self.manager
+        leaving = groups or GROUPS
+        resident = [group for group in leaving if manager.where(group) is not Where.HOST]
+        manager.offload(*leaving)
+        try:
+            yield
+        finally:
+            if resident:
+                manager.onload(*resident, wait=False)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Makes the manager; state that a checkpoint brought leaves."""
+        if model is None or optimizer is None:
+            raise RuntimeError(
+                "on_train_begin was called without a model and an optimizer; register PhaseCallback with a "
+                "transformers.Trainer rather than calling it"
+            )
+        self._close()
+        self._manager = PhaseManager(model, optimizer, **self._options)
+        self._manager.offload(OPTIMIZER, wait=False)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The state returns here with ``early``."""
+        if self.early:
+            self.manager.onload(OPTIMIZER, wait=False)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The state returns; the step waits for each tensor."""
+        self.manager.onload(OPTIMIZER, wait=False)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The state leaves, behind whatever comes next."""
+        self.manager.offload(OPTIMIZER, wait=False)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Everything is back."""
+        self._close()
+
+    def _close(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.onload()
+            manager.close()

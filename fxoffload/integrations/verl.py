@@ -1,0 +1,189 @@
+"""verl's offloading functions on ``fxoffload.phases``, and a patch that puts them into an installed verl.
+
+    from fxoffload.integrations import verl as fxoffload_verl
+
+    fxoffload_verl.patch()  # in every worker process, before the workers offload for the first time
+
+The functions have verl's names and signatures. What differs: every object keeps its identity (parameters, state tensors
+and ``step``, which stays where it is); an offload is finished when it returns; a load returns while the copies still
+run, and whoever reads waits for its own; gradients and buffers go with the parameters; calling twice does nothing.
+Parameters that live on the CPU anyway (``CPUOffloadPolicy``) are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxoffload.integrations.managers import manager_of_model, manager_of_optimizer, managers_away
+from fxoffload.integrations.state_dict_aliases import aliases_of
+from fxoffload.phases.phase import BUFFERS, GRADS, OPTIMIZER, PARAMS
+
+_MODEL = (PARAMS, BUFFERS, GRADS)
+
+
+def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
+    """Moves a model's parameters, buffers and gradients to the host.
+
+    Tensors of a ``state_dict()`` that was taken before stay readable: each gets memory of its own when it is read.
+
+    Args:
+        model: FSDP1, FSDP2 or any other module.
+        empty_cache: also gives what is freed back to the driver.
+    """
+    manager = manager_of_model(model)
+    aliases = aliases_of(model)
+    manager.offload(*_MODEL)
+    aliases.leave(manager)
+    if empty_cache and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def load_fsdp_model_to_gpu(model: nn.Module) -> None:
+    """Moves a model back to where it was. Returns at once; every layer waits for its own parameters."""
+    handle = manager_of_model(model).onload(*_MODEL, wait=False)
+    aliases = aliases_of(model)
+    if aliases.any_away():
+        handle.wait()  # nobody would wait for them one by one
+        aliases.come_back()
+
+
+def offload_fsdp_optimizer(optimizer: Any) -> None:
+    """Moves an optimizer's state to the host. An optimizer without state is left as it is.
+
+    Args:
+        optimizer: a torch optimizer, or verl's and VeOmni's MultiOptimizer.
+    """
+    manager_of_optimizer(optimizer).offload(OPTIMIZER)
+
+
+def load_fsdp_optimizer(optimizer: Any, device_id: Any) -> None:
+    """Moves an optimizer's state back. Returns at once; ``optimizer.step()`` waits for what is still on its way.
+
+    Args:
+        optimizer: as above.
+        device_id: taken as verl passes it, and not needed: the state returns to the device that it came from.
+    """
+    manager_of_optimizer(optimizer).onload(OPTIMIZER, wait=False)
+
+
+def offload_veomni_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
+    """The same for VeOmni's engine."""
+    offload_fsdp_model_to_cpu(model, empty_cache)
+
+
+def load_veomni_model_to_gpu(model: nn.Module) -> None:
+    """The same for VeOmni's engine."""
+    load_fsdp_model_to_gpu(model)
+
+
+def offload_veomni_optimizer(optimizer: Any) -> None:
+    """The same for VeOmni's engine."""
+    offload_fsdp_optimizer(optimizer)
+
+
+def load_veomni_optimizer(optimizer: Any, device_id: Any) -> None:
+    """The same for VeOmni's engine."""
+    load_fsdp_optimizer(optimizer, device_id)
+
+
+# Where verl defines what is replaced. VeOmni's engine imports veomni, which need not be installed.
+_FSDP_HOME = "verl.utils.fsdp_utils"
+_VEOMNI_HOME = "verl.workers.engine.veomni.utils"
+_FSDP = (offload_fsdp_model_to_cpu, load_fsdp_model_to_gpu, offload_fsdp_optimizer, load_fsdp_optimizer)
+_VEOMNI = (offload_veomni_model_to_cpu, load_veomni_model_to_gpu, offload_veomni_optimizer, load_veomni_optimizer)
+
+# Replacements that are in place now -> the function of verl that each stands for.
+_replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def patch() -> None:
+    """Puts the functions of this module into verl, also into modules that have imported them by name. Twice is once.
+
+    Modules that are imported later find ours. VeOmni's four are left out where its engine cannot be imported.
+
+    Raises:
+        ImportError: verl is not installed.
+        RuntimeError: this verl does not have the functions.
+    """
+    if _replaced:
+        return
+    homes = [(_home(_FSDP_HOME), _FSDP)]
+    if (veomni := _veomni_home()) is not None:
+        homes.append((veomni, _VEOMNI))
+    for home, ours in homes:
+        missing = [function.__name__ for function in ours if not callable(getattr(home, function.__name__, None))]
+        if missing:
+            raise RuntimeError(
+                f"expected {', '.join(missing)} in {home.__name__}, found no such functions: this verl moves its "
+                "models in another way. Call fxoffload.integrations.verl's functions, or a PhaseManager of "
+                "fxoffload.phases, from your worker instead of patch()"
+            )
+    for home, ours in homes:
+        for function in ours:
+            _replaced[_stand_in(function)] = getattr(home, function.__name__)
+    _exchange({id(theirs): stand_in for stand_in, theirs in _replaced.items()})
+
+
+def unpatch() -> None:
+    """Puts verl's own functions back wherever ours are. Nothing happens without a ``patch()``.
+
+    Raises:
+        RuntimeError: something is still offloaded; verl's functions could not load it.
+    """
+    if not _replaced:
+        return
+    if away := managers_away():
+        raise RuntimeError(
+            f"expected everything to be loaded before unpatch(), found {len(away)} models or optimizers on the host "
+            f"({'; '.join(manager.state for manager in away[:3])}): load them with load_fsdp_model_to_gpu(model) and "
+            "load_fsdp_optimizer(optimizer, device_id) first"
+        )
+    _exchange({id(stand_in): theirs for stand_in, theirs in _replaced.items()})
+    _replaced.clear()
+
+
+def _home(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"patch() needs an installed verl: {name} could not be imported ({error}); install verl, or call the "
+            "functions of fxoffload.integrations.verl yourself"
+        ) from error
+
+
+def _veomni_home() -> ModuleType | None:
+    try:
+        return importlib.import_module(_VEOMNI_HOME)
+    except ImportError:
+        return None
+
+
+def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own, so that ``unpatch`` does not take ours from those who imported it from here."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__doc__ = function.__doc__
+    call.__wrapped__ = function  # type: ignore[attr-defined]
+    return call
+
+
+def _exchange(new_for: dict[int, Callable[..., Any]]) -> None:
+    """Binds every name of every imported module anew that is bound to a function with one of these ids."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict) or names is globals():
+            continue
+        for name, value in list(names.items()):
+            if id(value) in new_for:
+                names[name] = new_for[id(value)]

@@ -1,0 +1,152 @@
+"""The callback in a real Trainer. The CPU is the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from fxoffload.integrations.trl import PhaseCallback
+from fxoffload.phases import OffloadedError, Where
+from tests.integrations.phases_support import bytes_of, state_of, total
+from tests.integrations.test_transformers import RandomTokens, losses, make_model
+
+STEPS = 4
+
+
+class Watch(TrainerCallback):
+    """Bytes of the optimizer's state on the device: before and behind every optimizer step, and in between."""
+
+    def __init__(self, phases: PhaseCallback | None) -> None:
+        self.phases = phases
+        self.storages: list[torch.UntypedStorage] = []
+        self.forward: list[int] = []
+        self.stepped: list[int] = []
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.phases is not None:
+            self.phases.manager.onload("optimizer")
+            self.stepped.append(total(self.storages))
+
+    def on_step_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if self.phases is not None:
+            if self.phases.early:
+                self.phases.manager.onload("optimizer")
+            else:
+                self.phases.manager.offload("optimizer")
+            self.forward.append(total(self.storages))
+
+    def on_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if self.phases is not None and not self.storages:
+            self.phases.manager.onload("optimizer")
+            self.storages = bytes_of(t for t in state_of(optimizer.optimizer))
+            self.phases.manager.offload("optimizer", wait=False)
+
+
+def train(
+    folder: Path, *callbacks: TrainerCallback, resume: str | None = None, model: Any = None, **changes: Any
+) -> Trainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        **changes,
+    }
+    trainer = Trainer(
+        model or make_model(), TrainingArguments(**settings), train_dataset=RandomTokens(), callbacks=list(callbacks)
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same(ours: Trainer, theirs: Trainer) -> None:
+    assert losses(ours) == losses(theirs) and losses(ours)
+    expected = dict(theirs.model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_training_is_the_same_and_the_state_is_there_for_the_step_only(tmp_path: Path, early: bool) -> None:
+    phases = PhaseCallback(device_types=("cpu",), early=early)
+    watch = Watch(phases)
+    ours = train(tmp_path, phases, watch)
+    assert_same(ours, train(tmp_path))
+    size = total(watch.storages)  # it is back when training has ended
+    assert size > 0
+    assert watch.stepped[1:] == [size] * (STEPS - 1)
+    assert watch.forward[1:] == [size if early else 0] * (STEPS - 1)
+    with pytest.raises(RuntimeError, match="expected training to be under way"):
+        _ = phases.manager
+
+
+def test_a_checkpoint_is_written_while_the_state_is_away_and_read(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    phases = PhaseCallback(device_types=("cpu",))
+    train(tmp_path / "ours", phases, **saving)
+    train(tmp_path / "theirs", **saving)
+    files = [tmp_path / who / "checkpoint-2" / "optimizer.pt" for who in ("ours", "theirs")]
+    states = [torch.load(file)["state"] for file in files]
+    assert states[0].keys() == states[1].keys() and states[0]
+    for key, entry in states[0].items():
+        assert all(torch.equal(value, states[1][key][name]) for name, value in entry.items())
+    resumed = [
+        train(tmp_path / f"{who}-resumed", *callbacks, resume=str(tmp_path / "ours" / "checkpoint-2"))
+        for who, callbacks in (("ours", [PhaseCallback(device_types=("cpu",))]), ("theirs", []))
+    ]
+    assert_same(*resumed)
+
+
+class Rollouts(TrainerCallback):
+    """Generates at the beginning of every step with everything away, and looks at what is where."""
+
+    def __init__(self, phases: PhaseCallback) -> None:
+        self.phases = phases
+        self.inside: list[int] = []
+
+    def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        weights = bytes_of(model.parameters())
+        with self.phases.rollout():
+            self.inside.append(total(weights))
+            with pytest.raises(OffloadedError):
+                model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        self.inside.append(total(weights))
+        with self.phases.rollout("optimizer"):
+            assert self.phases.manager.where("params") is not Where.HOST
+        # What was away before stays away.
+        assert self.phases.manager.where("optimizer") is not Where.ARRIVING
+
+
+def test_rollouts_inside_a_trainer(tmp_path: Path) -> None:
+    phases = PhaseCallback(device_types=("cpu",))
+    rollouts = Rollouts(phases)
+    ours = train(tmp_path, phases, rollouts)
+    assert_same(ours, train(tmp_path))
+    size = rollouts.inside[1]
+    assert size > 0 and rollouts.inside == [0, size] * STEPS
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match='expected grads="keep"'):
+        PhaseCallback(grads="keeep").on_train_begin(
+            None,
+            None,
+            None,
+            model=torch.nn.Linear(2, 2),
+            optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1),  # type: ignore[arg-type]
+        )
+    with pytest.raises(RuntimeError, match="without a model and an optimizer"):
+        PhaseCallback().on_train_begin(None, None, None)  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""A rank of an FSDP2 worker with verl's functions: ``python verl_world.py RANK WORLD STORE``. Raises when wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fxoffload.integrations import verl
+from fxoffload.phases import OffloadedError
+
+WIDTH, STEPS = 7, 3  # not divisible by two ranks: the shards are padded
+
+
+def make_model(**how: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+class Worker:
+    """As in test_verl.py, of sharded parameters, and with VeOmni's functions where asked."""
+
+    def __init__(self, kind: str | None) -> None:
+        def function(name: str) -> Any:
+            return getattr(verl, name.replace("fsdp", kind)) if kind else lambda *_: None
+
+        self.offload_model, self.load_model = function("offload_fsdp_model_to_cpu"), function("load_fsdp_model_to_gpu")
+        self.offload_optimizer, self.load_optimizer = (
+            function("offload_fsdp_optimizer"),
+            function("load_fsdp_optimizer"),
+        )
+        self.model = make_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.offload_model(self.model)
+
+    def weights(self) -> dict[str, Tensor]:
+        self.load_model(self.model)
+        params = self.model.state_dict()
+        self.offload_model(self.model)
+        return {
+            name: param.to("cpu", non_blocking=True).full_tensor() if isinstance(param, DTensor) else param
+            for name, param in params.items()
+        }
+
+    def log_prob(self, step: int) -> Tensor:
+        self.load_model(self.model)
+        with torch.no_grad():
+            found = F.log_softmax(self.model(batch(step)), dim=-1)
+        self.offload_model(self.model)
+        return found
+
+    def update(self, step: int) -> Tensor:
+        self.load_model(self.model)
+        self.load_optimizer(self.optimizer, 0)
+        loss = self.model(batch(step)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.offload_model(self.model)
+        self.offload_optimizer(self.optimizer)
+        return loss.detach()
+
+
+def check_steps(kind: str) -> None:
+    """The same numbers as without offloading, and nothing of the model in memory in between."""
+    ours, resident = Worker(kind), Worker(None)
+    storages = []
+    for parameter in resident.model.parameters():
+        assert isinstance(parameter, DTensor)
+    ours.load_model(ours.model)
+    for parameter in ours.model.parameters():
+        assert isinstance(parameter, DTensor)
+        storages.append(parameter.to_local().untyped_storage())
+    held = sum(storage.nbytes() for storage in storages)
+    assert held > 0
+    for step in range(STEPS):
+        sent, expected = ours.weights(), resident.weights()
+        assert sent.keys() == expected.keys() and len(sent) == 6
+        assert all(torch.equal(sent[name], expected[name]) for name in sent)
+        assert sum(storage.nbytes() for storage in storages) == 0
+        assert torch.equal(ours.log_prob(step), resident.log_prob(step))
+        assert torch.equal(ours.update(step), resident.update(step))
+        assert sum(storage.nbytes() for storage in storages) == 0
+    try:
+        ours.model(batch(0))
+    except OffloadedError:
+        pass
+    else:
+        raise AssertionError("a forward of an offloaded model was not refused")
+    ours.load_model(ours.model)
+    assert sum(storage.nbytes() for storage in storages) == held
+
+
+def check_parameters_on_the_host() -> None:
+    """A model that FSDP keeps on the CPU is left alone: here the devices are GPUs, and there are none."""
+    os.environ["FXOFFLOAD_PHASES_DEVICE_TYPES"] = "cuda"
+    model = make_model(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    verl.offload_fsdp_model_to_cpu(model)
+    model(batch(0))
+    verl.load_fsdp_model_to_gpu(model)
+    model(batch(0)).sum().backward()
+
+
+def main(rank: int, world: int, store: str) -> None:
+    os.environ["FXOFFLOAD_PHASES_DEVICE_TYPES"] = "cpu"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    check_steps("fsdp")
+    check_steps("veomni")
+    check_parameters_on_the_host()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("finished")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
