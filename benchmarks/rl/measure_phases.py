@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from benchmarks.clock import synchronize
 from benchmarks.phases import Phases
 from benchmarks.rl.checksums import change_a_bit, checksums
 from benchmarks.rl.machine_memory import Stopwatch, difference, free_bytes, reserved_bytes, rss_bytes
 from benchmarks.rl.make_strategy import make_strategy
+from benchmarks.rl.mark import Mark
 from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.process import RlProcess, spread
 from benchmarks.rl.records import Endurance, Exposed, FirstForward, Switching, Way
@@ -31,17 +30,17 @@ class MeasurePhases:
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.process = RlProcess(request, device, result)
         self.device = device
-        self.strategy = make_strategy(request.variant)
         self.rank_times: dict[str, float | None] = {}
 
     def run(self, phases: Phases) -> None:
+        phases.required("strategy", self._make_strategy)
         self.process.prepare(phases)
         phases.required("build", self.build)
         phases.required("first cycle", self.first_cycle)
         phases.required("steady cycles", self.steady_cycles)
         phases.optional("optimizer beside log-probs", self.optimizer_beside_logprobs)
         phases.optional("first forward", self.first_forward)
-        if isinstance(self.strategy, Fxoffload):
+        if self.process.request.variant.kind == "fxoffload":
             phases.optional("stream", self.stream)
         if self.process.request.protocol.endurance:
             phases.optional("endurance", self.endurance)
@@ -49,6 +48,9 @@ class MeasurePhases:
         phases.optional("link", self.link)
         phases.optional("ranks", self.gather_ranks)
         phases.required("leave", self.process.leave)
+
+    def _make_strategy(self) -> None:
+        self.strategy = make_strategy(self.process.request.variant)
 
     def build(self) -> None:
         self.process.build(self.strategy)
@@ -142,7 +144,7 @@ class MeasurePhases:
             loads.append(self._timed(lambda: self.strategy.onload(*PARAMS)))
             self.strategy.offload(*PARAMS)
             self.job.barrier()
-            mark = _Mark(self.device, self.job.first_matmul())
+            mark = Mark(self.device, self.job.first_matmul())
             self.strategy.begin_onload(*PARAMS)
             self.job.logprobs(1)
             self.strategy.finish()
@@ -156,9 +158,11 @@ class MeasurePhases:
         protocol = self.process.request.protocol
         reader = WeightReader(self.job)
         self.strategy.offload(*EVERYTHING)
-        self.found.stream = from_host(reader, self.strategy, {"bucket_bytes": protocol.bucket}, protocol.steps)
-        reader.release()
-        self.strategy.onload(*EVERYTHING)
+        try:
+            self.found.stream = from_host(reader, self.strategy, {"bucket_bytes": protocol.bucket}, protocol.steps)
+        finally:
+            reader.release()
+            self.strategy.onload(*EVERYTHING)
 
     # -- endurance -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +230,7 @@ class MeasurePhases:
             "host_vs_device": found.host_vs_device,
             "stream_of_link": found.stream and found.stream.of_link,
             "bit_equal": None if found.bit_equal is None else float(found.bit_equal),
+            "endured": None if found.endurance is None else float(found.endurance.bit_equal),
         }
         found.by_rank = [mine] * self.job.ranks
         if self.job.ranks > 1:
@@ -264,35 +269,3 @@ class MeasurePhases:
         said: list[bool] = [mine]
         dist.broadcast_object_list(said, src=0)
         return said[0]
-
-
-class _Mark:
-    """From now until a module's next forward is over, on the device's own clock."""
-
-    def __init__(self, device: torch.device, module: nn.Module) -> None:
-        self._device = device
-        self._hook = module.register_forward_hook(lambda *_: self._reached())
-        self._end: torch.cuda.Event | float | None = None
-        self._begin = self._now()
-
-    def seconds(self) -> float:
-        self._hook.remove()
-        if self._end is None:
-            raise AssertionError("expected the marked module to have run")
-        synchronize(self._device)
-        if isinstance(self._begin, torch.cuda.Event):
-            assert isinstance(self._end, torch.cuda.Event)
-            return self._begin.elapsed_time(self._end) / 1e3
-        assert isinstance(self._end, float)
-        return self._end - self._begin
-
-    def _reached(self) -> None:
-        if self._end is None:
-            self._end = self._now()
-
-    def _now(self) -> torch.cuda.Event | float:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

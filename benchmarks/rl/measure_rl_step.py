@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.clock import synchronize
 from benchmarks.phases import Phases
-from benchmarks.rl.machine_memory import Stopwatch, free_bytes
+from benchmarks.rl.machine_memory import Stopwatch, free_bytes, give_back
 from benchmarks.rl.make_strategy import make_strategy
 from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.process import RlProcess, spread
@@ -48,7 +48,7 @@ class Rollout:
         self._matmuls(self.matmuls)
         synchronize(self._device)
         del cache
-        free_bytes(self._device)
+        give_back(self._device)
 
     def _matmuls(self, count: int) -> None:
         for _ in range(count):
@@ -61,16 +61,19 @@ class MeasureRlStep:
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.process = RlProcess(request, device, result)
         self.device = device
-        self.strategy = make_strategy(request.variant)
         self.protocol = request.protocol
 
     def run(self, phases: Phases) -> None:
+        phases.required("strategy", self._make_strategy)
         self.process.prepare(phases)
         phases.required("build", self.build)
         phases.required("alone", self.alone)
         phases.required("steps", self.steps)
         phases.optional("link", self.process.measure_link)
         phases.required("leave", self.process.leave)
+
+    def _make_strategy(self) -> None:
+        self.strategy = make_strategy(self.process.request.variant)
 
     def build(self) -> None:
         self.process.build(self.strategy)

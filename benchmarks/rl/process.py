@@ -54,6 +54,7 @@ class RlProcess:
 
     def leave(self) -> None:
         self.strategy.close()
+        self.job.barrier()
         sharded.leave()
 
     def link_rate(self, direction: str) -> float | None:

@@ -6,7 +6,7 @@ import contextlib
 
 from benchmarks.clock import synchronize
 from benchmarks.rl.job import RlJob
-from benchmarks.rl.machine_memory import free_bytes
+from benchmarks.rl.machine_memory import give_back
 
 PARAMS = ("params", "buffers")
 EVERYTHING = ("params", "buffers", "optimizer")
@@ -30,8 +30,7 @@ class Strategy:
     def offload(self, *groups: str) -> None:
         """Returns when the groups' memory is free for others, as the driver sees it."""
         self.begin_offload(*groups)
-        synchronize(self.job.device)
-        give_back(self.job)
+        give_back(self.job.device)  # as every framework does at the end of an offload
 
     def onload(self, *groups: str) -> None:
         """Returns when the groups are on the device."""
@@ -65,8 +64,3 @@ class Strategy:
 
     def close(self) -> None:
         """Gives the host memory back."""
-
-
-def give_back(job: RlJob) -> None:
-    """The cache of torch's allocator goes back to the driver, as every framework does at the end of an offload."""
-    free_bytes(job.device)
