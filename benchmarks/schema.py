@@ -66,7 +66,7 @@ class Protocol:
     of compile caches that outlives the run; "": a fresh one). Of ``longest``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each.
 
-    Of the scenarios of phases only: ``cycles_s`` (no steady cycle begins later, after the first two), ``endurance``
+    Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
     that), ``bucket`` (of ``stream_weights``), ``rollout_s`` and ``kv_fraction`` (of the free memory; ``rl-step``),
     ``pin_gib`` (``pinning``).

@@ -71,6 +71,13 @@ class RlJob:
             dist.barrier()
         synchronize(self.device)
 
+    def agreed(self, mine: bool) -> bool:
+        """What rank 0 says: all ranks do the same."""
+        said = [mine]
+        if self.ranks > 1:
+            dist.broadcast_object_list(said, src=0)
+        return said[0]
+
     def first_matmul(self) -> nn.Module:
         """The module of the first matmul after the embedding."""
         return self.model.decoder.get_submodule("model.layers.0.self_attn.q_proj")

@@ -21,7 +21,8 @@ from benchmarks.rl.weight_reader import WeightReader, from_host
 from benchmarks.schema import Request, Result
 
 CHECK_EVERY = 10
-LEAST_CYCLES = 2
+# Of a strategy whose cycle takes longer, the parts that would repeat whole cycles to say little are left out.
+SLOW_CYCLE_S = 5.0
 
 
 class MeasurePhases:
@@ -85,13 +86,13 @@ class MeasurePhases:
         found.bit_equal = checksums(self.job.tensors(*EVERYTHING)) == before
 
     def steady_cycles(self) -> None:
-        """At least LEAST_CYCLES; ``steps`` of them, unless ``cycles_s`` seconds are over before."""
+        """``steps`` of them, but none begins when ``cycles_s`` seconds are over, apart from the first."""
         found, protocol = self.found, self.process.request.protocol
         before = checksums(self.job.tensors(*EVERYTHING))
         down: list[float] = []
         up: list[float] = []
         end = time.monotonic() + protocol.cycles_s
-        while len(down) < protocol.steps and self._go_on(len(down) < LEAST_CYCLES or time.monotonic() < end):
+        while len(down) < protocol.steps and self.job.agreed(not down or time.monotonic() < end):
             down.append(self._timed(lambda: self.strategy.offload(*EVERYTHING)))
             up.append(self._timed(lambda: self.strategy.onload(*EVERYTHING)))
         found.offload, found.onload = self._way(down), self._way(up)
@@ -137,6 +138,8 @@ class MeasurePhases:
 
     def first_forward(self) -> None:
         """Parameters are loaded while the first forward runs; apart from that, all of them with nothing beside."""
+        if self._is_slow():
+            return
         starts: list[float] = []
         loads: list[float] = []
         for _ in range(self._repeats(self.found.offload)):
@@ -202,6 +205,8 @@ class MeasurePhases:
 
     def free_at_the_end(self) -> None:
         """Training has run by now: what its kernels keep counts here, as it does before a second rollout."""
+        if self._is_slow():
+            return
         self.strategy.offload(*EVERYTHING)
         self.found.residue_later_bytes = difference(self.process.free_before, free_bytes(self.device))
         self.strategy.onload(*EVERYTHING)
@@ -262,10 +267,7 @@ class MeasurePhases:
         count = len(way.seconds.values) if way is not None else 0
         return max(1, min(count, self.process.request.protocol.steps))
 
-    def _go_on(self, mine: bool) -> bool:
-        """What rank 0 says: all ranks take as many cycles."""
-        if self.job.ranks == 1:
-            return mine
-        said: list[bool] = [mine]
-        dist.broadcast_object_list(said, src=0)
-        return said[0]
+    def _is_slow(self) -> bool:
+        found = self.found
+        both = sum(way.seconds.median for way in (found.offload, found.onload) if way is not None)
+        return self.job.agreed(both > SLOW_CYCLE_S)

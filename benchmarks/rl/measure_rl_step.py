@@ -103,7 +103,8 @@ class MeasureRlStep:
         self.found.phase_alone_s = _medians(rounds)
 
     def steps(self) -> None:
-        """A first step, ``warmup`` more, then ``steps`` timed ones."""
+        """A first step, ``warmup`` more, then ``steps`` timed ones, of which none but the first begins after
+        ``cycles_s`` seconds."""
         self.job.reshard()
         watch = Stopwatch(self.device)
         self.strategy.attach(self.job)
@@ -112,7 +113,10 @@ class MeasureRlStep:
         self.found.first_step_s = attach_s + sum(self._step(work).values())
         for _ in range(self.protocol.warmup):
             self._step(work)
-        rounds = [self._step(work) for _ in range(self.protocol.steps)]
+        end = time.monotonic() + self.protocol.cycles_s
+        rounds: list[dict[str, float]] = []
+        while len(rounds) < self.protocol.steps and self.job.agreed(not rounds or time.monotonic() < end):
+            rounds.append(self._step(work))
         step = self.found.step = spread([sum(times.values()) for times in rounds])
         self.found.phase_s = _medians(rounds)
         if self.found.alone is not None:
