@@ -50,7 +50,7 @@ def _switching(rl: RlResult) -> dict[str, str]:
 def _stream(rl: RlResult) -> dict[str, str]:
     found: Streamed | None = rl.stream
     if found is None:
-        return {}
+        return dict.fromkeys(("s", "GB/s", "of link", "peak MiB", "promised MiB", "bits"), "-")
     return {
         "s": _spread(found.seconds),
         "GB/s": _number(found.gb_per_s, 1),
