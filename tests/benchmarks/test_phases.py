@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks.arguments import expand_set
@@ -112,7 +113,11 @@ def measure(
     (variant,) = parse_variants(scenario, label)
     asked, answer = folder / "asked.json", folder / "answer.json"
     asked.write_text(to_json(Request(scenario, case, variant, protocol, rendezvous=str(folder / "store"))))
-    serve(asked, answer)
+    try:
+        serve(asked, answer)
+    finally:
+        if dist.is_initialized():  # it failed on the way: the next test makes a group of its own
+            dist.destroy_process_group()
     result = from_json(Result, answer.read_text())
     assert not result.failures, result.failures
     assert result.rl is not None
