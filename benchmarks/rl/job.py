@@ -156,6 +156,9 @@ def warm_up_group(device: torch.device, ranks: int) -> None:
     small = torch.ones(1024, device=device)
     gathered = torch.empty(1024 * ranks, device=device)
     dist.all_reduce(small)
-    dist.all_gather_into_tensor(gathered, small)
-    dist.reduce_scatter_tensor(small, gathered)
+    # torch 2.13 has new names for them, and deprecates the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather(gathered, small)
+    scatter(small, gathered)
     synchronize(device)

@@ -130,11 +130,11 @@ class MeasurePhases:
         for _ in range(self._repeats(self.found.offload)):
             without.append(self._timed(alone))
             beside.append(self._timed(around))
-        mean_alone, mean_around = spread(without), spread(beside)
+        times_alone, times_around = spread(without), spread(beside)
         down, up = spread(serial_down).median, spread(serial_up).median
-        exposed = mean_around.median - mean_alone.median
+        exposed = times_around.median - times_alone.median
         share = exposed / (down + up) if down + up else None
-        self.found.exposed = Exposed(forwards, logprob, mean_alone, mean_around, down, up, down + up, exposed, share)
+        self.found.exposed = Exposed(forwards, logprob, times_alone, times_around, down, up, down + up, exposed, share)
 
     def first_forward(self) -> None:
         """Parameters are loaded while the first forward runs; apart from that, all of them with nothing beside."""
