@@ -42,6 +42,8 @@ CASES = {
         experts=128,
         experts_per_token=8,
     ),
+    # 3.2e9 parameters: 6.4 GB, and 12.9 GB of AdamW's state in bfloat16.
+    "rl": Case(name="causal_lm", layers=16, seq=4096, vocab=16_384, compile="no", parallel="fsdp2", micro_batches=2),
     "qwen3_8b": Case(name="causal_lm", layers=36, seq=8192, vocab=VOCABULARY),
 }
 MEMORY_FRACTIONS = ("no", "steps", "whole")

@@ -18,6 +18,9 @@ from benchmarks.arguments import (
     parse_variants,
     split_settings,
 )
+from benchmarks.rl.variants import KINDS as PHASE_KINDS
+from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
+from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.runner import run as run_all
 from benchmarks.scenarios import SCENARIOS, find_scenario
 from benchmarks.schema import Report, from_json
@@ -50,7 +53,9 @@ def run(
         values = split_settings(settings)
         cases = parse_cases(values, chosen.case_defaults)
         protocol = parse_protocol(values, chosen.protocol_defaults)
-        asked = parse_variants(variants or chosen.variants, values)
+        words = variants or chosen.variants
+        of_phases = scenario in PHASE_SCENARIOS
+        asked = parse_phase_variants(scenario, words) if of_phases else parse_variants(words, values)
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
         if scenario == "longest" and not (protocol.lengths or all(v.lengths for v in asked)):
@@ -90,10 +95,13 @@ def plot(
     report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")],
     picture: Annotated[Path, typer.Argument(help="The picture to write (.png, .svg, .pdf); needs matplotlib.")],
 ) -> None:
-    """Draw peak memory against step time, one picture with a panel for each case."""
-    from benchmarks.plot import draw
-
-    draw(from_json(Report, report.read_text()), picture)
+    """Draw peak memory against step time, a panel for each case; of phases and rl-step, seconds by variant."""
+    found = from_json(Report, report.read_text())
+    if found.scenario in PHASE_SCENARIOS:
+        from benchmarks.rl.plot import draw
+    else:
+        from benchmarks.plot import draw
+    draw(found, picture)
 
 
 @app.command("list")
@@ -104,6 +112,8 @@ def list_everything() -> None:
     typer.echo(f"{moe_convert.NAME}: {moe_convert.ANSWERS}\n    variants: {'+'.join(moe_convert.WORK)}")
     typer.echo(f"cases: {', '.join(CASES)}")
     typer.echo(f"variants: {', '.join(KINDS)}; offload_all@option=value@option=value passes options to the backend")
+    for scenario_name, kinds in PHASE_KINDS.items():
+        typer.echo(f"variants of {scenario_name}: {', '.join(kinds)}")
     typer.echo(f"options for all fxoffload variants through --set: {', '.join(SHARED_OPTIONS)}")
 
 

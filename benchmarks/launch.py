@@ -113,7 +113,7 @@ def _tail(path: Path) -> str:
 
 def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
     """Partial: the steps were measured, something after them was not."""
-    measured = results[0].step_ms is not None or results[0].link is not None
+    measured = results[0].was_measured
     failures = [f"{_of_rank(r)}{p}: {why}" for r, result in enumerate(results) for p, why in result.failures.items()]
     if failures:
         return "partial" if measured else "failed", "; ".join(failures)

@@ -19,6 +19,8 @@ from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.machine import describe_run
+from benchmarks.rl.claims import check_phase_claims
+from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.scenarios import Scenario
 from benchmarks.schema import (
     Case,
@@ -160,7 +162,10 @@ def _measure(request: Request, end: float) -> Record:
 
 def _write(report: Report, out: Path, texts: dict[str, dict[str, str]] | None = None) -> None:
     report.derived = derive(report.records, report.link)
-    report.claims = check_claims(report) if report.scenario == "plan" else []
+    if report.scenario in PHASE_SCENARIOS:
+        report.claims = check_phase_claims(report)
+    else:
+        report.claims = check_claims(report) if report.scenario == "plan" else []
     write_atomically(out / f"{report.scenario}.json", to_json(report))
     if texts:
         write_atomically(out / f"{report.scenario}-plans.json", json.dumps(texts, indent=1))

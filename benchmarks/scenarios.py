@@ -65,6 +65,33 @@ SCENARIOS = {
             protocol_defaults={"copy_trace": False, "allocator_trace": False},
             sweeps=True,
         ),
+        Scenario(
+            name="pinning",
+            answers="how fast host memory is pinned, by threads, chunks, huge pages and who touches it",
+            variants="huge,small,staged,resize",
+            case_defaults={"case": ["rl"]},
+        ),
+        Scenario(
+            name="phases",
+            answers="parameters and optimizer state leave and return: first cycle, steady cycles, exposed, host bytes",
+            variants="fxoffload,verl,pageable,packed",
+            case_defaults={"case": ["rl"]},
+            protocol_defaults={"steps": 5, "endurance": 100},
+        ),
+        Scenario(
+            name="weight-sync",
+            answers="weights from the host to a reader on the device: streamed, loaded whole, by parameter",
+            variants="stream@bucket_bytes=128MiB,stream,stream@bucket_bytes=2GiB,stream_resident,load_all,per_parameter",
+            case_defaults={"case": ["rl"]},
+            protocol_defaults={"steps": 5},
+        ),
+        Scenario(
+            name="rl-step",
+            answers="a whole colocated step, and the seconds of it that are switching",
+            variants="fxoffload,verl,pageable,packed,none",
+            case_defaults={"case": ["rl"]},
+            protocol_defaults={"steps": 5, "warmup": 1},
+        ),
     )
 }
 

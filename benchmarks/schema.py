@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from benchmarks.rl.records import RlResult
+
 Scalar = str | int | float | bool | None
 Status = Literal["ok", "partial", "failed", "timeout", "skipped"]
 T = TypeVar("T")
@@ -18,7 +20,9 @@ T = TypeVar("T")
 class Case:
     """The work of one step. Sizes are those of the H200 runs; ``--set`` makes them small for a rehearsal.
 
-    ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps only).
+    ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps only), or "no" (scenarios
+    of phases only). Of these only: ``state`` (the optimizer state's dtype), ``parallel`` ("no", "fsdp2"),
+    ``micro_batches`` of a training step.
     """
 
     name: str = "stack"
@@ -37,6 +41,9 @@ class Case:
     experts: int = 0
     experts_per_token: int = 0
     compile: str = "whole"
+    state: str = "bfloat16"
+    parallel: str = "no"
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class Protocol:
     reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
     of compile caches that outlives the run; "": a fresh one). Of ``longest``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each.
+
+    Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
+    (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
+    that), ``bucket`` (of ``stream_weights``), ``rollout_s`` and ``kv_fraction`` (of the free memory; ``rl-step``),
+    ``pin_gib`` (``pinning``).
     """
 
     warmup: int = 2
@@ -76,6 +88,13 @@ class Protocol:
     lengths: list[int] = field(default_factory=list)
     probes: int = 3
     probe_steps: int = 1
+    cycles_s: float = 20.0
+    endurance: int = 0
+    logprob_s: float = 0.5
+    bucket: str = "512MiB"
+    rollout_s: float = 1.0
+    kv_fraction: float = 0.9
+    pin_gib: float = 8.0
 
 
 @dataclass(frozen=True)
@@ -310,6 +329,23 @@ class Result:
     limited_run: LimitedRun | None = None
     leaked_bytes: int | None = None
     probes: list[Probe] = field(default_factory=list)
+    rl: RlResult | None = None
+
+    @property
+    def was_measured(self) -> bool:
+        """Whether what the process was started for was measured, though something after it may have failed."""
+        rl = self.rl
+        return self.step_ms is not None or (
+            self.link is not None if rl is None else bool(rl.stream or rl.pinning or _has_cycles(rl) or _has_steps(rl))
+        )
+
+
+def _has_cycles(rl: RlResult) -> bool:
+    return rl.switching is not None and rl.switching.offload is not None
+
+
+def _has_steps(rl: RlResult) -> bool:
+    return rl.step is not None and rl.step.step is not None
 
 
 @dataclass

@@ -5,6 +5,8 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.derived import case_label
+from benchmarks.rl.tables import render_phases
+from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.schema import Record, Report, Summary
 from benchmarks.tables_plan import render_longest, render_plan
 
@@ -16,6 +18,8 @@ def render(report: Report) -> str:
     if report.scenario in ("plan", "longest"):
         body = render_plan(report) if report.scenario == "plan" else render_longest(report)
         return "\n\n".join([f"### {report.scenario}", _header(report), body])
+    if report.scenario in PHASE_SCENARIOS:
+        return "\n\n".join([f"### {report.scenario}", _header(report), render_phases(report)])
     derived = {(row["case"], row["variant"]): row for row in report.derived}
     rows = [_row(record, derived.get((case_label(record.case), record.variant.label), {})) for record in report.records]
     parts = [f"### {report.scenario}", _header(report), tabulate(rows, headers="keys", tablefmt="github")]
@@ -41,7 +45,7 @@ def _failure(record: Record) -> str:
 def _header(report: Report) -> str:
     environment = report.environment
     words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
-    if report.scenario != "longest":
+    if report.scenario not in ("longest", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
         words.append(f"{report.protocol.steps} timed steps after {others} others, medians [quartiles]")
     if report.link:

@@ -9,6 +9,7 @@ import torch
 from benchmarks.link import measure_link
 from benchmarks.machine import describe_process
 from benchmarks.phases import Phases
+from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.schema import Request, Result, from_json
 
 # The parent kills at the timeout; a dump shortly before it puts the hanging line into the record's log.
@@ -27,6 +28,8 @@ def serve(asked: Path, answer: Path) -> bool:
     phases.required("device", lambda: _open_device(device, result))
     if request.scenario == "link":
         phases.required("link", lambda: _link(request, device, result))
+    elif request.scenario in PHASE_SCENARIOS:
+        _measure_phases(request, device, result, phases)
     elif request.scenario == "fsdp":
         _measure_sharded(request, device, result, phases)
     else:
@@ -51,6 +54,12 @@ def _measure_sharded(request: Request, device: torch.device, result: Result, pha
     Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
     phases.required("ranks", lambda: sharded.gather_ranks(request, result))
     phases.required("leave", sharded.leave)
+
+
+def _measure_phases(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
+    from benchmarks.rl.serve import measure
+
+    measure(request, device, result, phases)
 
 
 def _open_device(device: torch.device, result: Result) -> None:

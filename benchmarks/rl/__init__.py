@@ -1,0 +1,1 @@
+"""The scenarios of RL phases: ``pinning``, ``phases``, ``weight-sync`` and ``rl-step``."""

@@ -1,0 +1,54 @@
+"""The harness's only contact with ``fxoffload.phases``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.rl.job import RlJob
+from benchmarks.rl.strategy import Strategy
+
+
+class Fxoffload(Strategy):
+    """``PhaseManager`` with the variant's options."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._begun: list[Any] = []
+
+    def attach(self, job: RlJob) -> None:
+        from fxoffload.phases import PhaseManager
+
+        super().attach(job)
+        self.manager = PhaseManager(job.model, job.optimizer, device_types=(job.device.type,), **self._options)
+
+    def offload(self, *groups: str) -> None:
+        self.manager.offload(*groups)
+
+    def onload(self, *groups: str) -> None:
+        self.manager.onload(*groups)
+
+    def begin_offload(self, *groups: str) -> None:
+        self._begun.append(self.manager.offload(*groups, wait=False))
+
+    def begin_onload(self, *groups: str) -> None:
+        self._begun.append(self.manager.onload(*groups, wait=False))
+
+    def finish(self) -> None:
+        while self._begun:
+            self._begun.pop(0).wait()
+        super().finish()
+
+    def enter(self, phase: str) -> None:
+        self.manager.enter(phase)
+
+    def stream(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.manager.stream_weights(**options)
+
+    def host_bytes(self) -> int | None:
+        return self.manager.image.reserved_bytes
+
+    def close(self) -> None:
+        self.manager.close()
