@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fxoffload import _torch_compat as compat
+from fxoffload import _torch_private as private
 from fxoffload.phases import sharded
 from fxoffload.phases.overrides import Overrides, is_ours
 from fxoffload.phases.sentinel import OffloadedError, touch
@@ -71,13 +71,13 @@ class Guards:
         put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
         put(module, "_save_to_state_dict", self._save(module, name))
         if sharded.is_fsdp2(module):
-            for group in compat.fsdp2_groups(module):
+            for group in private.fsdp2_groups(module):
                 put(group, "unshard", self._unshard(module, group, f"FSDP's all-gather of {name}"))
         elif sharded.is_fsdp1(module):
             what = f"{{}} of {name}, a FullyShardedDataParallel,"
             put(module, "state_dict", self._fsdp1_state_dict(module, what.format("state_dict()")))
             put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what.format("clip_grad_norm_()")))
-            handle = compat.fsdp1_handle(module)
+            handle = private.fsdp1_handle(module)
             if handle is not None:
                 put(handle, "pre_unshard", self._pre_unshard(module, handle, what.format("the all-gather")))
 
@@ -122,7 +122,7 @@ class Guards:
             try:
                 touch_all([p.sharded_param for p in group.fsdp_params], what)
             except OffloadedError:
-                compat.fsdp2_forget_iteration(module)
+                private.fsdp2_forget_iteration(module)
                 raise
             return original(*args, **kwargs)
 
@@ -131,9 +131,9 @@ class Guards:
     def _pre_unshard(self, module: Any, handle: Any, what: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any]) -> Any:
             try:
-                touch_all(compat.fsdp1_parameters(module), what)
+                touch_all(private.fsdp1_parameters(module), what)
             except OffloadedError:
-                compat.fsdp1_forget_summons(handle)
+                private.fsdp1_forget_summons(handle)
                 raise
             return original()
 

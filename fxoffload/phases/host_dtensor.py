@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from fxoffload import _torch_compat as compat
+from fxoffload import _torch_private as private
 from fxoffload.phases.sentinel import OffloadedError
 
 
@@ -31,7 +31,7 @@ class HostDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Written as a plain DTensor: whoever reads it needs no fxoffload.
-        return compat.dtensor_over(self, compat.local_of(self)).__reduce_ex__(protocol)
+        return private.dtensor_over(self, private.local_of(self)).__reduce_ex__(protocol)
 
 
 def _refuse(what: str) -> NoReturn:

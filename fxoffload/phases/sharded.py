@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxoffload import _torch_compat as compat
+from fxoffload import _torch_private as private
 from fxoffload.phases.storages import plain_tensors
 
 
@@ -46,13 +46,13 @@ def prefetched_by(module: nn.Module) -> list[nn.Module]:
 
     FSDP2 is told which; FSDP1 knows after its first step, and gathers the next one if ``forward_prefetch`` is on.
     """
-    return list(compat.fsdp2_prefetches(module)) if is_fsdp2(module) else []
+    return list(private.fsdp2_prefetches(module)) if is_fsdp2(module) else []
 
 
 def gathered_next(module: nn.Module) -> list[Tensor]:
     """The parameters that an FSDP module gathers for others when its forward begins."""
     if is_fsdp1(module):
-        return [p for handle in compat.fsdp1_prefetches(module) for p in compat.fsdp1_parameters_of(handle)]
+        return [p for handle in private.fsdp1_prefetches(module) for p in private.fsdp1_parameters_of(handle)]
     return [p for one in prefetched_by(module) for p in _parameters(one)]
 
 
@@ -60,7 +60,7 @@ def all_gather_streams(model: nn.Module) -> list[Any]:
     """The streams on which a model's shards are read; see [Note: FSDP and streams]. None on a CPU."""
     found: dict[int, Any] = {}
     for _, module in fsdp_modules(model):
-        streams = compat.fsdp2_streams(module) if is_fsdp2(module) else compat.fsdp1_streams(module)
+        streams = private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module)
         found.update((stream.stream_id, stream) for stream in streams)
     return list(found.values())
 
@@ -82,10 +82,10 @@ def settle(model: nn.Module) -> None:
         RuntimeError: a forward or a backward is running, or ended with an exception. Nothing was changed.
     """
     found = list(fsdp_modules(model))
-    if found and compat.in_backward():
+    if found and private.in_backward():
         raise RuntimeError("cannot offload inside a backward: expected to be called between steps")
     for name, module in found:
-        activity = compat.fsdp2_activity(module) if is_fsdp2(module) else compat.fsdp1_activity(module)
+        activity = private.fsdp2_activity(module) if is_fsdp2(module) else private.fsdp1_activity(module)
         if activity is not None:
             raise RuntimeError(
                 f"cannot offload while FSDP is in the middle of a step: expected {name} to be idle, found it in "
@@ -95,9 +95,9 @@ def settle(model: nn.Module) -> None:
     _initialize(model)
     for _, module in found:
         if is_fsdp1(module):
-            compat.fsdp1_reshard(module)
+            private.fsdp1_reshard(module)
             continue
-        if compat.fsdp2_is_gathering(module):
+        if private.fsdp2_is_gathering(module):
             module.unshard()  # waits for what was started
         module.reshard()
 
@@ -106,7 +106,7 @@ def held_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All tensors with memory that FSDP itself holds, by module and attribute; most share a parameter's storage."""
     found = []
     for name, module in fsdp_modules(model):
-        for attribute, tensor in compat.fsdp2_tensors(module) if is_fsdp2(module) else compat.fsdp1_tensors(module):
+        for attribute, tensor in private.fsdp2_tensors(module) if is_fsdp2(module) else private.fsdp1_tensors(module):
             if tensor is not None and any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
                 found.append((f"{name}.{attribute}", tensor))
     return found
@@ -120,11 +120,11 @@ def hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in own if p.grad is not None]
-    known = {compat.storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
+    known = {private.storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
     return [
         (name, tensor)
         for name, tensor in held_tensors(model)
-        if any(compat.storage_key(plain) not in known for plain in plain_tensors(tensor))
+        if any(private.storage_key(plain) not in known for plain in plain_tensors(tensor))
     ]
 
 
@@ -136,7 +136,7 @@ def _initialize(model: nn.Module) -> None:
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
-    return [*compat.fsdp2_parameters(module)] if is_fsdp2(module) else compat.fsdp1_parameters(module)
+    return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
 
 
 def _keeps_on_cpu(module: Any) -> bool:
@@ -144,4 +144,4 @@ def _keeps_on_cpu(module: Any) -> bool:
         return bool(module.cpu_offload.offload_params)
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in compat.fsdp2_groups(module))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in private.fsdp2_groups(module))

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload import _torch_compat as compat
+from fxoffload import _torch_private as private
 from fxoffload.phases.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
 from fxoffload.phases.storages import Holding, Where
 
@@ -79,8 +80,8 @@ class HostReader:
         if hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec"):
             from fxoffload.phases.host_dtensor import HostDTensor
 
-            return compat.dtensor_over(tensor, self._copy(compat.local_of(tensor), memo), HostDTensor)
-        if compat.is_traceable_wrapper_subclass(tensor):
+            return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
+        if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = {name: self._copy(getattr(tensor, name), memo) for name in names}
             return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())

@@ -1,0 +1,104 @@
+"""Fences in front of modules, while their parameters are away.
+
+[Note: Gates]
+Away classes fence single tensors when Python touches them. They cannot see what reads memory without asking Python:
+FSDP's all-gather (it reads flat shards of its own), DDP's broadcast of buffers, extensions that take a raw tensor, and
+Dynamo, whose guards would see another class and compile again. So while something of a model is away, every module that
+owns tensors, every FSDP and DDP module and every compiled one has a gate: a forward pre-hook, or a wrapper around the
+compiled call. A gate lets the current stream wait for what its module reads, or raises. Nothing is left behind when
+everything is back: Dynamo traces the hooks it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxoffload._torch_private import optimized_modules_of
+from fxoffload.phases import sharded
+
+
+class Gates:
+    """Installed and removed as a whole; see [Note: Gates].
+
+    Args:
+        models: the models.
+        passed: called with the tensors that a module is about to read, and with what is about to happen.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], passed: Callable[[list[Tensor], str], None]) -> None:
+        self._models = models
+        self._passed = passed
+        self._undo: list[Callable[[], None]] = []
+        self._callers: list[nn.Module] | None = None
+
+    @property
+    def shut(self) -> bool:
+        """Whether there are gates now."""
+        return bool(self._undo)
+
+    def install(self) -> None:
+        """Puts a gate in front of every module that reads something. Nothing happens where they are already there."""
+        if self._undo:
+            return
+        if self._callers is None:
+            # Once: looking for who compiled a model takes a pass over all Python objects.
+            self._callers = [caller for model in self._models.values() for caller in optimized_modules_of(model)]
+        for caller in self._callers:
+            self._gate(caller, _tensors_under(caller), "the forward of the compiled model")
+        for prefix, model in self._models.items():
+            groups = dict(sharded.fsdp_groups(model))
+            for name, module in model.named_modules():
+                what = f"the forward of {'.'.join(filter(None, (prefix, name))) or type(module).__name__}"
+                compiled = getattr(module, "_compiled_call_impl", None)
+                if compiled is not None:
+                    self._wrap(module, compiled, _tensors_under(module), what)
+                if module in groups:
+                    read = [module, *sharded.prefetched_by(module)]
+                    self._gate(module, [t for one in read for t in groups.get(one, ())], what)
+                elif isinstance(module, (DistributedDataParallel, torch.jit.ScriptModule)):
+                    self._gate(module, _tensors_under(module), what)
+                elif own := list(_own_tensors(module)):
+                    self._gate(module, own, what)
+
+    def remove(self) -> None:
+        """Takes all of them away."""
+        undo, self._undo = self._undo, []
+        for step in undo:
+            step()
+
+    def _gate(self, module: nn.Module, tensors: list[Tensor], what: str) -> None:
+        if not tensors:
+            return
+
+        @torch.compiler.disable
+        def gate(module: nn.Module, args: Any) -> None:
+            self._passed(tensors, what)
+
+        self._undo.append(module.register_forward_pre_hook(gate, prepend=True).remove)
+
+    def _wrap(self, module: nn.Module, compiled: Callable[..., Any], tensors: list[Tensor], what: str) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._passed(tensors, what)
+            return compiled(*args, **kwargs)
+
+        def undo() -> None:
+            if module._compiled_call_impl is call:
+                module._compiled_call_impl = compiled
+
+        module._compiled_call_impl = call
+        self._undo.append(undo)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
+def _tensors_under(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

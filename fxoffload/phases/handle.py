@@ -1,0 +1,78 @@
+"""A transition that is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Handle:
+    """What ``offload`` and ``onload`` return.
+
+    As a context manager it waits at the end of the block. It is waited for once; further waits return at once.
+
+    Args:
+        finish: makes the result usable by the caller's stream, after ``complete``; runs in the thread that waits.
+        poll: whether the copies are finished, for transitions that nobody completes.
+    """
+
+    def __init__(self, what: str, finish: Callable[[], None] | None = None) -> None:
+        self.what = what
+        self._finish = finish
+        self._event = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.RLock()
+
+    def wait(self) -> Handle:
+        """Blocks until every byte has arrived, and for an offload until its memory was given back.
+
+        Raises:
+            what went wrong on the way; everything is back where it was before.
+        """
+        self._event.wait()
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if self._error is None and finish is not None:
+                finish()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def done(self) -> bool:
+        """Whether the copies are finished, or have failed."""
+        return self._event.is_set()
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Called once, by whoever moves the bytes."""
+        self._error = error
+        self._event.set()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except BaseException:
+            if error is None:
+                raise
+
+    def __repr__(self) -> str:
+        return f"Handle({self.what}, {'done' if self.done() else 'under way'})"
+
+
+class Handles(Handle):
+    """Several at once."""
+
+    def __init__(self, what: str, handles: list[Handle]) -> None:
+        super().__init__(what)
+        self._handles = handles
+
+    def wait(self) -> Handle:
+        for handle in self._handles:
+            handle.wait()
+        return self
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._handles)

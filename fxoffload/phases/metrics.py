@@ -1,0 +1,88 @@
+"""What transitions took: one record each, and one flat dict for loggers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class Transition:
+    """One offload or onload of some groups.
+
+    Attributes:
+        kind: "offload", "onload" or "stream".
+        groups: what was asked for.
+        phase: the phase that was being entered, or "".
+        nbytes: that were copied.
+        seconds: from the call until the last byte had arrived; exactly 0.0 where nothing had to move.
+        host_wait_seconds: that the calling thread stood still.
+        freed_bytes: by which the device's free memory grew, as the driver sees it (an offload that was waited for).
+        host_bytes: of the host image afterwards.
+        failed: whether it was rolled back.
+    """
+
+    kind: str
+    groups: tuple[str, ...]
+    phase: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    host_wait_seconds: float = 0.0
+    freed_bytes: int = 0
+    host_bytes: int = 0
+    failed: bool = False
+    _began: float = field(default_factory=time.perf_counter)
+    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _stream_seconds: float = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes in a second; 0.0 where nothing moved."""
+        return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    @property
+    def exposed_seconds(self) -> float:
+        """That the calling thread or its stream stood still for copies. Counts the waits of streams that are over."""
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.pop(0)
+            self._stream_seconds += before.elapsed_time(after) / 1e3
+        return self.host_wait_seconds + self._stream_seconds
+
+    def finish(self) -> None:
+        """The last byte has arrived."""
+        if self.nbytes:
+            self.seconds = time.perf_counter() - self._began
+
+    def let_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Lets a stream wait for a copy of this transition, and measures for how long it does."""
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._waits.append((before, after))
+
+
+def summed(transitions: Iterable[Transition], host_bytes: int, phases: Iterable[str]) -> dict[str, float]:
+    """``phases/<kind>/<quantity>`` over all transitions, and ``phases/<phase>/seconds`` for every phase."""
+    found: dict[str, float] = {}
+    transitions = list(transitions)
+    for kind in ("offload", "onload", "stream"):
+        some = [t for t in transitions if t.kind == kind and not t.failed]
+        nbytes, seconds = sum(t.nbytes for t in some), sum((t.seconds for t in some), 0.0)
+        found |= {
+            f"phases/{kind}/bytes": float(nbytes),
+            f"phases/{kind}/seconds": seconds,
+            f"phases/{kind}/gb_per_s": nbytes / 1e9 / seconds if seconds else 0.0,
+            f"phases/{kind}/exposed_seconds": sum((t.exposed_seconds for t in some), 0.0),
+        }
+    found["phases/offload/freed_bytes"] = float(sum(t.freed_bytes for t in transitions))
+    found["phases/host_bytes"] = float(host_bytes)
+    found["phases/failures"] = float(sum(t.failed for t in transitions))
+    for phase in phases:
+        found[f"phases/{phase}/switch_seconds"] = sum(
+            (t.exposed_seconds for t in transitions if t.phase == phase and not t.failed), 0.0
+        )
+    return found

@@ -1,0 +1,102 @@
+"""The torch optimizers inside whatever a framework calls an optimizer, and the tensors they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+# Attributes under which wrappers keep the optimizers they wrap: verl's and VeOmni's MultiOptimizer, Megatron's chained
+# optimizers, and the many that wrap one.
+_MANY = ("optimizers_dict", "chained_optimizers", "optimizers")
+_ONE = ("optimizer", "_optimizer", "inner_optimizer", "base_optimizer")
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers that hold state, each once, in order.
+
+    Args:
+        optimizer: a torch optimizer, a wrapper of one (accelerate's, DeepSpeed's), a MultiOptimizer
+            (``_is_multi_optimizer``, ``optimizers_dict``), chained optimizers (``chained_optimizers``), or a sequence
+            or mapping of any of them.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    found: dict[int, Any] = {}
+    _descend(optimizer, found, set())
+    return list(found.values())
+
+
+def _descend(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
+    if optimizer is None or id(optimizer) in seen:
+        return
+    seen.add(id(optimizer))
+    if isinstance(optimizer, Mapping):
+        inner: Iterable[Any] = optimizer.values()
+    elif isinstance(optimizer, (list, tuple)):
+        inner = optimizer
+    elif type(optimizer).__module__.startswith("torch.optim") and isinstance(optimizer, torch.optim.Optimizer):
+        found[id(optimizer)] = optimizer
+        return
+    else:
+        wrapped = _wrapped(optimizer)
+        if wrapped is None:
+            if not hasattr(optimizer, "param_groups"):
+                raise TypeError(
+                    "expected an optimizer, or a list, mapping or wrapper of optimizers, found "
+                    f"{type(optimizer).__name__}: it has neither param_groups nor {', '.join(_MANY + _ONE)}. Pass its "
+                    "tensors as extra={name: tensor}"
+                )
+            found[id(optimizer)] = optimizer
+            return
+        inner = wrapped
+    for one in inner:
+        _descend(one, found, seen)
+
+
+def _wrapped(optimizer: Any) -> Iterable[Any] | None:
+    attributes = getattr(optimizer, "__dict__", {})
+    for name in _MANY:
+        many = attributes.get(name)
+        if isinstance(many, Mapping) and many:
+            return list(many.values())
+        if isinstance(many, (list, tuple)) and many and all(hasattr(one, "step") for one in many):
+            return list(many)
+    for name in _ONE:
+        one = attributes.get(name)
+        if one is not None and hasattr(one, "step"):
+            return [one]
+    return None
+
+
+def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an optimizer's state: state entries, tensors among the settings of a group (a learning rate), and
+    tensors in attributes of its own (master weights). Reads only: a defaultdict gets no new entry.
+
+    Args:
+        optimizer: one of ``leaves``.
+        names: names of parameters by id.
+    """
+    state = getattr(optimizer, "state", None)
+    if isinstance(state, Mapping):
+        for key, entries in list(state.items()):
+            name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
+            yield from _tensors(name, entries)
+    for i, group in enumerate(getattr(optimizer, "param_groups", ())):
+        yield from _tensors(f"group{i}", {k: v for k, v in group.items() if k != "params"})
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:  # a master copy that the model does not know
+                yield f"group{i}.{j}", parameter
+    for key, value in list(getattr(optimizer, "__dict__", {}).items()):
+        if key not in ("state", "param_groups", "defaults", *_MANY, *_ONE) and not callable(value):
+            yield from _tensors(key, value)
+
+
+def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield name + keystr(path), leaf

@@ -1,0 +1,180 @@
+"""Tensors that cannot be touched by mistake while their memory is away.
+
+[Note: Away classes]
+A tensor whose storage was emptied is dangerous: ``p + 1``, ``p.clone()`` and ``AdamW.step()`` end the process on a CPU
+and the CUDA context on a GPU, and ``torch.save`` writes nothing, silently. So the Python class of a tensor is switched
+while it is away (``p.__class__ = AwayParameter``): the object, its identity and its type relations stay, and every
+torch function on it comes to us first. Rejected: guards on the modules' and optimizers' entry points alone (they miss
+whatever a user writes), a TorchFunctionMode (Dynamo guards on the stack of modes: everything would recompile) and
+``swap_tensors`` (it refuses what autograd or a weak reference holds). At home a tensor has its own class again, so that
+this costs nothing, and no compiled code changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fxoffload.phases.storages import Holding
+
+
+class OffloadedError(RuntimeError):
+    """Something that is on the host was used as if it were on the device. The message says what to call."""
+
+
+@dataclass(eq=False, slots=True)
+class _Away:
+    home: type
+    holdings: list[Holding] = field(default_factory=list)
+
+
+_RECORD = "_fxoffload_away"
+# What may be asked of a tensor without its memory. Names of methods, functions and attributes.
+_METADATA = frozenset(
+    """__hash__ __len__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides
+    _post_accumulate_grad_hooks _version device dim dtype element_size get_device grad grad_fn is_coalesced
+    is_complex is_conj is_contiguous is_cpu is_cuda is_floating_point is_hpu is_inference is_ipu is_leaf
+    is_maia is_meta is_mkldnn is_mps is_mtia is_neg is_nested is_ort is_quantized is_shared is_signed
+    is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout names nbytes ndim ndimension nelement
+    numel output_nr register_hook register_post_accumulate_grad_hook requires_grad requires_grad_ retain_grad
+    retains_grad shape size storage_offset stride""".split()  # noqa: SIM905
+)
+_WRITES = ("__set__", "__delete__")
+_WRITABLE = frozenset({"grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"})
+_CLASSES: dict[type, type] = {}
+_LOCK = threading.RLock()
+
+_READER: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("reader", default=None)
+
+untouched = torch._C.DisableTorchFunctionSubclass
+"""Context manager in which away tensors are handled raw: for code that knows what it does."""
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is on the host, or on its way."""
+    return _RECORD in getattr(tensor, "__dict__", ())
+
+
+def holdings_of(tensor: Tensor) -> list[Holding]:
+    """What an away tensor lies in; empty for a tensor at home."""
+    record = getattr(tensor, "__dict__", {}).get(_RECORD)
+    return list(record.holdings) if record is not None else []
+
+
+def send_away(tensor: Tensor, holding: Holding) -> None:
+    """Switches the class of a tensor that lies in ``holding``."""
+    with _LOCK:
+        record = tensor.__dict__.get(_RECORD)
+        if record is None:
+            record = _Away(type(tensor))
+            object.__setattr__(tensor, _RECORD, record)
+            tensor.__class__ = _away_class(record.home)
+        if holding not in record.holdings:
+            record.holdings.append(holding)
+
+
+def bring_back(tensor: Tensor, holding: Holding) -> None:
+    """Gives a tensor its class back, once nothing of it is away any more."""
+    with _LOCK:
+        record = tensor.__dict__.get(_RECORD)
+        if record is None:
+            return
+        record.holdings = [held for held in record.holdings if held is not holding]
+        if not record.holdings:
+            tensor.__class__ = record.home
+            object.__delattr__(tensor, _RECORD)
+
+
+@contextlib.contextmanager
+def detached_by(reader: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """In this block ``detach()`` of an away tensor is answered by ``reader(tensor)``: how a state dict is read."""
+    token = _READER.set(reader)
+    try:
+        yield
+    finally:
+        _READER.reset(token)
+
+
+def touch(tensor: Tensor, what: str) -> None:
+    """Fences what arrives; raises ``OffloadedError`` for what is on the host."""
+    for holding in holdings_of(tensor):
+        holding.owner.touched(holding, what)
+
+
+def _away_class(home: type) -> type:
+    if home not in _CLASSES:
+        _CLASSES[home] = type(home)(
+            f"Away{home.__name__}",
+            (home,),
+            {
+                "__torch_function__": classmethod(_torch_function),
+                "__reduce_ex__": _again("pickle", "__reduce_ex__"),
+                "__deepcopy__": _again("copy.deepcopy", "__deepcopy__"),
+                "__repr__": _describe,
+                "__str__": _describe,
+                "__format__": lambda self, spec: _describe(self),
+                "__module__": __name__,
+            },
+        )
+    return _CLASSES[home]
+
+
+def _torch_function(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name, writes = _name(func)
+    kwargs = kwargs or {}
+    if name in _METADATA and (not writes or name in _WRITABLE):
+        with untouched():
+            return func(*args, **kwargs)
+    reader = _READER.get()
+    if reader is not None and name == "detach" and is_away(args[0]):
+        return reader(args[0])
+    away = [t for t in _tensors_in((args, kwargs)) if is_away(t)]
+    for tensor in away:
+        touch(tensor, name)
+    if any(is_away(tensor) for tensor in away):
+        raise AssertionError(f"a tensor was still away after it had been fenced for {name}: a bug in fxoffload")
+    return func(*args, **kwargs)
+
+
+def _name(func: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of a torch function, or of the attribute that it reads or writes."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", *_WRITES):
+        return getattr(getattr(func, "__self__", None), "__name__", name), name in _WRITES
+    return name.rpartition(".")[2], False
+
+
+def _tensors_in(tree: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif depth and isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors_in(item, depth - 1)
+    elif depth and isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors_in(item, depth - 1)
+
+
+def _again(what: str, method: str) -> Callable[..., Any]:
+    """A method that touches first and is then asked of the class at home."""
+
+    def call(self: Tensor, *args: Any) -> Any:
+        touch(self, what)
+        return getattr(self, method)(*args)
+
+    return call
+
+
+def _describe(self: Tensor, *args: Any, **kwargs: Any) -> str:
+    record = cast(_Away, self.__dict__.get(_RECORD))
+    with untouched():
+        form = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+    places = sorted({holding.where.value for holding in record.holdings})
+    return f"{type(self).__name__}({form}, {' and '.join(places)}: see fxoffload.phases)"

@@ -1,0 +1,81 @@
+"""One storage on its way to the host and back."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxoffload.runtime.host_arena import HostBlock
+
+
+class Where(enum.Enum):
+    """Where the bytes of a storage are.
+
+    DEVICE     on the device only; the block on the host, if there is one, is out of date
+    LEAVING    on the device, being copied to the host: nobody may write them
+    HOST       on the host only
+    ARRIVING   on the host, and being copied to the device: whoever reads them there waits for ``Holding.event``
+    """
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    HOST = "host"
+    ARRIVING = "arriving"
+
+
+class Owner(Protocol):
+    """Who moves a holding; asked when somebody touches one that is not there."""
+
+    def touched(self, holding: Holding, what: str) -> None:
+        """Brings what is arriving within the current stream's reach, or raises ``OffloadedError``."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """A storage that some group's tensors lie in.
+
+    Attributes:
+        storage: the storage itself, which stays the same object.
+        nbytes: its size.
+        device: where it lives.
+        group: the first group it was found in.
+        name: of the first tensor on it.
+        owner: moves it.
+        tensors: every known tensor on it, wrappers (DTensor) included.
+        where: see ``Where``.
+        block: its place in the host image.
+        event: of the last copy to the device.
+        serial: of that copy; copies of one device arrive in this order.
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    device: torch.device
+    group: str
+    name: str
+    owner: Owner
+    tensors: list[Tensor] = field(default_factory=list)
+    where: Where = Where.DEVICE
+    block: HostBlock | None = None
+    event: Any = None
+    serial: int = 0
+
+    def bytes_on_device(self) -> Tensor:
+        """The storage as a vector of bytes. It shares memory and version counter with no tensor of the user."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.nbytes,), (1,))
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized)."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
