@@ -35,11 +35,13 @@ class Guards:
         self._manager = manager
         self._reader = HostReader(manager)
         self._overrides = Overrides()
-        # For good: these lists are never walked through by compiled code, and cost nothing between checkpoints.
-        self._hooks = [hook for optimizer in manager.optimizers for hook in self._optimizer_hooks(optimizer)]
+        self._hooks: list[Any] = []
 
     def install(self) -> None:
         """Puts the overrides in place. Nothing happens where they already are."""
+        if not self._hooks:
+            # They stay until ``close``: compiled code never walks through these lists.
+            self._hooks = [hook for optimizer in self._manager.optimizers for hook in self._optimizer_hooks(optimizer)]
         if self._overrides:
             return
         for prefix, model in self._manager.models.items():
@@ -74,12 +76,13 @@ class Guards:
             for group in private.fsdp2_groups(module):
                 put(group, "unshard", self._unshard(module, group, f"FSDP's all-gather of {name}"))
         elif sharded.is_fsdp1(module):
-            what = f"{{}} of {name}, a FullyShardedDataParallel,"
-            put(module, "state_dict", self._fsdp1_state_dict(module, what.format("state_dict()")))
-            put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what.format("clip_grad_norm_()")))
+            what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
+            put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
+            what = f"clip_grad_norm_() of {name}"
+            put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
             handle = private.fsdp1_handle(module)
             if handle is not None:
-                put(handle, "pre_unshard", self._pre_unshard(module, handle, what.format("the all-gather")))
+                put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
 
     def _guard_step(self, optimizer: Any) -> None:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,8 @@ class Guards:
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
             with self._reader.answering_detach(own, destination):
-                return original(destination, prefix, keep_vars)
+                original(destination, prefix, keep_vars)
+            self._reader.stand_ins(destination, [prefix + name for name in module._parameters])
 
         return call
 
@@ -139,10 +143,6 @@ class Guards:
 
         return call
 
-    def _fsdp1_state_dict(self, module: nn.Module, what: str) -> Callable[..., Any]:
-        advice = f"{what} gathers on the device; for the weights alone use stream_weights()"
-        return self._touching(lambda: tensors_under(module), advice)
-
     def _optimizer_hooks(self, optimizer: Any) -> Iterator[Any]:
         if not hasattr(optimizer, "register_state_dict_post_hook"):
             return
@@ -153,7 +153,8 @@ class Guards:
 
         def after_save(optimizer: Any, state_dict: Any) -> Any:
             if self._has_fsdp1(optimizer):
-                touch_all(tree_leaves(state_dict), f"the state dict of {name} over a FullyShardedDataParallel")
+                what = f"state_dict() of {name} (FSDP1 gathers it on the device)"
+                touch_all(tree_leaves(state_dict), what)
             return self._reader.read_tree(state_dict)
 
         yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
@@ -199,7 +200,7 @@ def tensors_of(optimizer: Any) -> Iterator[Tensor]:
                 yield parameter
                 yield parameter.grad
     state = getattr(optimizer, "state", None)
-    yield from (leaf for leaf in tree_leaves(dict(state or {}))) if isinstance(state, dict) else ()
+    yield from tree_leaves(dict(state)) if isinstance(state, dict) else ()
 
 
 def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from fxoffload._torch_private import StorageWeakRef
 from fxoffload.phases import sharded
 from fxoffload.phases.gates import Gates
+from fxoffload.phases.guards import Guards
 from fxoffload.phases.handle import Handle, Handles
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.inventory import Inventory, plain_tensors
@@ -111,6 +112,7 @@ class PhaseManager:
         self._mover = Mover(self.image, make_copies)
         self._worker = Worker("fxoffload-phases")
         self._gates = Gates(self.models, self._pass)
+        self._guards = Guards(self)
         self._lock = threading.RLock()
         self._held: dict[int, Holding] = {}  # by the storage's address: everything that is not just on the device
         self._homes: dict[int, tuple[Any, Holding]] = {}  # blocks of what is on the device, to be used again
@@ -361,6 +363,7 @@ class PhaseManager:
         """Brings everything back to the device and returns the host memory. The manager can be used again."""
         self.onload()
         self._gates.remove()
+        self._guards.close()
         self.release_host_memory()
         self._worker.stop()
 
@@ -503,6 +506,8 @@ class PhaseManager:
                 send_away(tensor, held)
         if any(held.group in (PARAMS, BUFFERS, GRADS) for held in holdings):
             self._gates.install()
+        if holdings:
+            self._guards.install()
         if any(held.group == GRADS for held in holdings):
             self._guard_backward()
 
@@ -636,6 +641,8 @@ class PhaseManager:
                 hook.remove()
         if self._gates.shut and not any(held.group in (PARAMS, BUFFERS, GRADS) for held in self._held.values()):
             self._gates.remove()
+        if not self._held:
+            self._guards.remove()
 
     def _check_grads(self, groups: tuple[str, ...]) -> None:
         if GRADS not in groups or self._options.grads == "keep":

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload import _torch_private as private
+from fxoffload.phases.phase import PARAMS
 from fxoffload.phases.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
 from fxoffload.phases.storages import Holding, Where
 
@@ -56,7 +57,12 @@ class HostReader:
     def read_tree(self, tree: Any) -> Any:
         """The same tree with copies from the host in place of away tensors."""
         memo: Memo = {}
-        return tree_map(lambda leaf: self._home_or_copy(leaf, memo) if isinstance(leaf, Tensor) else leaf, tree)
+        leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            self._fence(leaf)
+        if not any(is_away(leaf) for leaf in leaves):
+            return tree
+        return tree_map(lambda leaf: self._copy_or_keep(leaf, memo) if isinstance(leaf, Tensor) else leaf, tree)
 
     def read(self, tensor: Tensor, memo: Memo) -> Tensor:
         """A copy of an away tensor: of a wrapper one of its kind, of a DTensor see [Note: DTensors on the host]."""
@@ -68,22 +74,32 @@ class HostReader:
         with untouched():
             return self._copy(tensor, memo)
 
-    def _home_or_copy(self, tensor: Tensor, memo: Memo) -> Tensor:
-        self._fence(tensor)
-        return self.read(tensor, memo) if is_away(tensor) else tensor
+    def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str]) -> None:
+        """Shards without elements are never away. Beside others that are, they must refuse what those refuse: else one
+        rank would wait in a collective that the others never enter."""
+        if self._manager.where(PARAMS) in (Where.HOST, Where.LEAVING):
+            for name in names:
+                if isinstance(destination.get(name), Tensor):
+                    destination[name] = self._copy_or_keep(destination[name], {})
+
+    def _copy_or_keep(self, tensor: Tensor, memo: Memo) -> Tensor:
+        if is_away(tensor) or (_is_dtensor(tensor) and private.local_of(tensor).numel() == 0):
+            return self.read(tensor, memo)
+        return tensor
 
     def _fence(self, tensor: Tensor) -> None:
         if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
             touch(tensor, "a state dict")
 
     def _copy(self, tensor: Tensor, memo: Memo) -> Tensor:
-        if hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec"):
+        if _is_dtensor(tensor):
             from fxoffload.phases.host_dtensor import HostDTensor
 
             return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._copy(getattr(tensor, name), memo) for name in names}
+            parts = {name: getattr(tensor, name) for name in names}
+            inner = {name: self._copy(p, memo) if isinstance(p, Tensor) else p for name, p in parts.items()}
             return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         holding = self._manager.holding_of(tensor)
         if holding is None or holding.where is Where.LEAVING:
@@ -118,3 +134,7 @@ class HostReader:
             memo: Memo = {}
             self._memos[key] = (alive, memo)
             return memo
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")

@@ -76,6 +76,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized)."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor names its mesh too (torch 2.13)
+                yield from plain_tensors(inner)
     elif tensor.layout is torch.strided:
         yield tensor
