@@ -30,7 +30,7 @@ class Gates:
         passed: called with the tensors that a module is about to read, and with what is about to happen.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], passed: Callable[[list[Tensor], str], None]) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], passed: Callable[[list[Tensor], str], object]) -> None:
         self._models = models
         self._passed = passed
         self._undo: list[Callable[[], None]] = []
@@ -75,11 +75,11 @@ class Gates:
         if not tensors:
             return
 
-        @torch.compiler.disable
         def gate(module: nn.Module, args: Any) -> None:
             self._passed(tensors, what)
 
-        self._undo.append(module.register_forward_pre_hook(gate, prepend=True).remove)
+        hook: Any = torch.compiler.disable(gate)
+        self._undo.append(module.register_forward_pre_hook(hook, prepend=True).remove)
 
     def _wrap(self, module: nn.Module, compiled: Callable[..., Any], tensors: list[Tensor], what: str) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
+
+from fxoffload.phases.metrics import Transition
 
 
 class Handle:
@@ -13,12 +16,16 @@ class Handle:
     As a context manager it waits at the end of the block. It is waited for once; further waits return at once.
 
     Args:
-        finish: makes the result usable by the caller's stream, after ``complete``; runs in the thread that waits.
-        poll: whether the copies are finished, for transitions that nobody completes.
+        what: for messages.
+        transition: is charged with the time that somebody waits.
+        finish: the rest of the work, done once by the first thread that waits.
     """
 
-    def __init__(self, what: str, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, what: str, transition: Transition | None = None, finish: Callable[[], None] | None = None
+    ) -> None:
         self.what = what
+        self._transition = transition
         self._finish = finish
         self._event = threading.Event()
         self._error: BaseException | None = None
@@ -30,11 +37,14 @@ class Handle:
         Raises:
             what went wrong on the way; everything is back where it was before.
         """
+        began = time.perf_counter()
         self._event.wait()
         with self._lock:
             finish, self._finish = self._finish, None
             if self._error is None and finish is not None:
                 finish()
+        if self._transition is not None:
+            self._transition.stood_still_since(began)
         if self._error is not None:
             raise self._error
         return self

@@ -51,6 +51,11 @@ class Transition:
             self._stream_seconds += before.elapsed_time(after) / 1e3
         return self.host_wait_seconds + self._stream_seconds
 
+    def stood_still_since(self, began: float) -> None:
+        """The calling thread did nothing else since then (``time.perf_counter()``)."""
+        if self.nbytes:
+            self.host_wait_seconds += time.perf_counter() - began
+
     def finish(self) -> None:
         """The last byte has arrived."""
         if self.nbytes:

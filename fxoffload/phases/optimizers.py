@@ -81,9 +81,10 @@ def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str,
         optimizer: one of ``leaves``.
         names: names of parameters by id.
     """
-    state = getattr(optimizer, "state", None)
+    state: Any = getattr(optimizer, "state", None)
     if isinstance(state, Mapping):
-        for key, entries in list(state.items()):
+        entries_by_key: list[tuple[Any, Any]] = list(state.items())
+        for key, entries in entries_by_key:
             name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
             yield from _tensors(name, entries)
     for i, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -97,6 +98,7 @@ def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str,
 
 
 def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in tree_flatten_with_path(tree)[0]:
+    leaves_with_path: Any = tree_flatten_with_path(tree)[0]
+    for path, leaf in leaves_with_path:
         if isinstance(leaf, Tensor):
             yield name + keystr(path), leaf

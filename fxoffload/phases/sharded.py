@@ -8,7 +8,7 @@ that lets the caller's stream wait for a copy is not enough for the layers: ``al
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,13 +56,28 @@ def gathered_next(module: nn.Module) -> list[Tensor]:
     return [p for one in prefetched_by(module) for p in _parameters(one)]
 
 
-def all_gather_streams(model: nn.Module) -> list[Any]:
-    """The streams on which a model's shards are read; see [Note: FSDP and streams]. None on a CPU."""
-    found: dict[int, Any] = {}
-    for _, module in fsdp_modules(model):
-        streams = private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module)
-        found.update((stream.stream_id, stream) for stream in streams)
-    return list(found.values())
+class GatherStreams:
+    """The streams on which FSDP reads the shards of some models; see [Note: FSDP and streams]. None on a CPU.
+
+    Args:
+        models: as they are sharded now.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._modules = [module for model in models for _, module in fsdp_modules(model)]
+        self._streams: list[Any] = []
+
+    def wait(self, event: Any) -> None:
+        """Lets them wait for an event. Before its first forward FSDP has none; they then wait for the caller's."""
+        if not self._streams:
+            found = [
+                stream
+                for module in self._modules
+                for stream in (private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module))
+            ]
+            self._streams = list({(s.device, s.stream_id): s for s in found}.values())
+        for stream in self._streams:
+            stream.wait_event(event)
 
 
 def cpu_offloaded(module: nn.Module) -> bool:

@@ -67,6 +67,15 @@ class Holding:
     event: Any = None
     serial: int = 0
 
+    def has_arrived(self) -> bool:
+        """Whether the last copy to the device is finished."""
+        return self.event is None or self.event.query()
+
+    def let_go(self) -> None:
+        """Holds the user's tensors and storage no longer; what is known of the block stays."""
+        self.tensors = []
+        self.storage = None  # type: ignore[assignment]
+
     def bytes_on_device(self) -> Tensor:
         """The storage as a vector of bytes. It shares memory and version counter with no tensor of the user."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.nbytes,), (1,))

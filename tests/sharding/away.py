@@ -290,27 +290,27 @@ def uses(rank: Rank, build: Build, more: Callable[[Training], dict[str, Callable
     training = Training(build, rank)
     for _ in range(steps):
         training.step()
-    manager = training.manager()
-    before = snapshot(training) if steps else {}
-    manager.offload()
     model, optimizer = training.model, training.optimizer
-    parameter = max(model.parameters(), key=lambda p: local(p).numel())  # not one that this rank has nothing of
+    manager = training.manager()
+    sharded.settle(model)
+    before = snapshot(training)
+    parameter = max(model.parameters(), key=lambda p: local(p.detach()).numel())  # not one that this rank has nothing of
+    manager.offload()
     found = tried(
         {
             "forward": lambda: model(training.input()),
             "no_grad forward": training.look,
             "plus": lambda: parameter + 1,
             "clone": lambda: parameter.clone(),
-            "step": optimizer.step if steps else lambda: parameter.clone(),
-            "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0) if steps else parameter.clone(),
             "to": lambda: model.to(torch.bfloat16),
             "load": lambda: model.load_state_dict(reference.model.state_dict()),
             "save": lambda: torch.save(parameter, io.BytesIO()),
             **more(training),
+            **(_after_a_step(training) if steps else {}),
         }
     )
     manager.onload()
-    changed = differing(before, snapshot(training)) if steps else []
+    changed = differing(before, snapshot(training))
     got = [training.step() for _ in range(3)]
     return {"tried": found, "same": same(expected, got), "changed": changed}
 
@@ -323,7 +323,6 @@ def _fsdp2_uses(training: Training) -> dict[str, Callable[[], Any]]:
         "async unshard": lambda: model.layers[0].unshard(async_op=True),
         "layer": lambda: model.layers[0](training.input()),
         "full state dict": lambda: get_model_state_dict(model, options=full),
-        "full optimizer state dict": lambda: get_optimizer_state_dict(model, training.optimizer, options=full),
         "full tensor": lambda: next(model.parameters()).full_tensor(),
         "full tensor of a state dict": lambda: next(iter(model.state_dict().values())).full_tensor(),
     }
@@ -340,10 +339,24 @@ def _fsdp1_uses(training: Training) -> dict[str, Callable[[], Any]]:
         "summon": summon,
         "state dict": model.state_dict,
         "inner state dict": lambda: model.module.layers[0].state_dict(),
-        "own clip": lambda: model.clip_grad_norm_(1.0),
-        "optimizer state dict": lambda: FullyShardedDataParallel.optim_state_dict(model, training.optimizer),
         "layer": lambda: model.module.layers[0](training.input()),
     }
+
+
+def _after_a_step(training: Training) -> dict[str, Callable[[], Any]]:
+    model: Any = training.model
+    found: dict[str, Callable[[], Any]] = {
+        "step": training.optimizer.step,
+        "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    }
+    if sharded.is_fsdp2(model):
+        full = StateDictOptions(full_state_dict=True)
+        found["full optimizer state dict"] = lambda: get_optimizer_state_dict(model, training.optimizer, options=full)
+    if sharded.is_fsdp1(model):
+        found["own clip"] = lambda: model.clip_grad_norm_(1.0)
+        state_dict = FullyShardedDataParallel.optim_state_dict
+        found["optimizer state dict"] = lambda: state_dict(model, training.optimizer)
+    return found
 
 
 def _nothing_more(training: Training) -> dict[str, Callable[[], Any]]:
@@ -374,8 +387,10 @@ def settled(rank: Rank) -> Found:
     for name, build in (("fsdp2", fsdp2), ("fsdp1", fsdp1)):
         training = Training(build, rank)
         training.step()
+        training.look()
         model: Any = training.model
         said: list[str] = []
+        found[f"{name} unsharded"] = len(sharded.hidden_tensors(model))
 
         def settle(*_: Any, model: Any = model, said: list[str] = said) -> None:
             try:
@@ -395,9 +410,7 @@ def settled(rank: Rank) -> Found:
         training.look()
         settle()
         found[f"{name} ended"] = len(said)
-        found[f"{name} held"] = bytes_left([t for _, t in sharded.held_tensors(model)])
-        own = [t for _, t in training.named()]
-        found[f"{name} own"] = bytes_left(own)
+        found[f"{name} hidden"] = [n for n, _ in sharded.hidden_tensors(model)]
     return found
 
 

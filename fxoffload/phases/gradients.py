@@ -1,0 +1,63 @@
+"""Gradients that leave, are dropped or must not be there, and backward passes that must not add to what is away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fxoffload.phases.inventory import Inventory
+
+
+class Gradients:
+    """What a ``PhaseManager`` does with gradients.
+
+    Args:
+        inventory: knows who has gradients.
+        policy: "keep", "drop" or "error".
+        refuse: raises if a gradient is on the host; called before a backward adds to one.
+    """
+
+    def __init__(self, inventory: Inventory, policy: str, refuse: Callable[[], None]) -> None:
+        self._inventory = inventory
+        self._policy = policy
+        self._refuse = refuse
+        self._hooks: list[Any] = []
+
+    def apply_policy(self) -> None:
+        """Before gradients leave: drops them, or complains.
+
+        Raises:
+            RuntimeError: there are some, and ``grads="error"``.
+        """
+        owners = [(name, owner) for name, owner in self._inventory.gradient_owners() if owner.grad is not None]
+        if self._policy == "error" and owners:
+            raise RuntimeError(
+                f'expected no gradients (grads="error"), found {len(owners)}, the first of {owners[0][0]}: call '
+                'optimizer.zero_grad(), or choose grads="keep" or "drop"'
+            )
+        if self._policy == "drop":
+            for _, owner in owners:
+                owner.grad = None
+
+    def guard(self) -> None:
+        """While gradients are away: autograd adds to ``.grad`` in C++, where no class stops it, so a hook does."""
+
+        def refuse(gradient: Tensor) -> None:
+            self._refuse()
+
+        for _, owner in self._inventory.gradient_owners():
+            if owner.grad is not None and owner.requires_grad and owner.is_leaf:
+                self._hooks.append(owner.register_hook(refuse))
+
+    def unguard(self) -> None:
+        """They are back."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def still_used(self, tensors: list[Tensor]) -> bool:
+        """Whether one of them is still the ``.grad`` of something."""
+        ids = {id(tensor) for tensor in tensors}
+        return any(id(owner.grad) in ids for _, owner in self._inventory.gradient_owners())

@@ -1,0 +1,26 @@
+"""Reads single tensors out of the host image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def read_tensor(plain: Tensor, pieces: Iterator[tuple[int, Tensor]]) -> Tensor:
+    """A copy of a tensor, with its shape and strides, in memory of its own on the CPU.
+
+    Args:
+        plain: whose shape, strides and offset say which bytes of its storage it has.
+        pieces: (offset, bytes) of that storage.
+    """
+    size, start = plain.element_size(), plain.storage_offset() * plain.element_size()
+    reach = sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+    stop = start + (reach + 1) * size if plain.numel() else start
+    found = torch.empty(stop - start, dtype=torch.uint8)
+    for at, host in pieces:
+        begin, end = max(at, start), min(at + host.numel(), stop)
+        if begin < end:
+            found[begin - start : end - start] = host[begin - at : end - at]
+    return torch.as_strided(found.view(plain.dtype), plain.shape, plain.stride())

@@ -1,0 +1,162 @@
+"""Which storages there are, where each of them is, and which tensors lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from fxoffload._torch_private import StorageWeakRef
+from fxoffload.phases.inventory import Inventory
+from fxoffload.phases.phase import GROUPS
+from fxoffload.phases.sentinel import bring_back, send_away, untouched
+from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
+from fxoffload.runtime.host_arena import HostBlock
+from fxoffload.sizes import format_bytes
+
+# What a forward or a step needs first arrives first.
+_RETURN_ORDER = ("grads", "buffers", "params", "optimizer", "extra")
+
+
+class Ledger:
+    """The book of a ``PhaseManager``, which holds its lock around every call.
+
+    What is just on the device is not held: its tensors are the user's to drop. Only its block in the host image is
+    remembered, by a weak reference to the storage, to be written again the next time.
+
+    Args:
+        inventory: where tensors are looked for.
+        device_types: the devices whose memory is wanted back.
+        owner: of the holdings.
+        free_block: returns a block to the host image.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        device_types: frozenset[str],
+        owner: Owner,
+        free_block: Callable[[HostBlock], None],
+    ) -> None:
+        self._inventory = inventory
+        self._device_types = device_types
+        self._owner = owner
+        self._free_block = free_block
+        self._held: dict[int, Holding] = {}  # by the storage's address
+        self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
+        self._ranks: dict[str, int] = {}
+
+    def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
+        """What is not just on the device, of these groups, in these states (all for none)."""
+        groups = tuple(groups)
+        return [h for h in self._held.values() if h.group in groups and (not where or h.where in where)]
+
+    def where(self, group: str) -> Where:
+        """Where a group is; of one that is in several places the least settled."""
+        found = {holding.where for holding in self.held(groups=(group,))}
+        return next((where for where in (Where.LEAVING, Where.ARRIVING, Where.HOST) if where in found), Where.DEVICE)
+
+    def describe(self) -> str:
+        """What is where, in words."""
+        sizes: dict[str, int] = {}
+        for holding in self._held.values():
+            key = f"{holding.group} {holding.where.value}"
+            sizes[key] = sizes.get(key, 0) + holding.nbytes
+        if not sizes:
+            return "everything is on the device"
+        return ", ".join(f"{key} ({format_bytes(size)})" for key, size in sizes.items())
+
+    def storages(self, groups: Iterable[str] = GROUPS) -> list[Holding]:
+        """Every storage of these groups, known or new, with every tensor on it, wherever it is.
+
+        A storage that lies in several groups belongs to the first of params, buffers, grads, optimizer, extra.
+        """
+        found: dict[int, Holding] = {}
+        for group in self._inventory.order(GROUPS):
+            for name, tensor in self._inventory.collect(group):
+                with untouched():
+                    for plain in plain_tensors(tensor):
+                        if plain.device.type in self._device_types:
+                            self._add(found, group, name, tensor, plain)
+        groups = tuple(groups)
+        return [holding for holding in found.values() if holding.group in groups]
+
+    def on_device(self, groups: tuple[str, ...]) -> list[Holding]:
+        """What can leave, in the order in which it does."""
+        self._drop_expired()
+        found = [holding for holding in self.storages(groups) if holding.where is Where.DEVICE]
+        return sorted(found, key=lambda holding: groups.index(holding.group))
+
+    def on_host(self, groups: tuple[str, ...]) -> list[Holding]:
+        """What can return, in the order in which it is needed: as far as known, the order of the modules' forwards."""
+        last = len(self._ranks)
+        return sorted(
+            self.held(Where.HOST, groups=groups),
+            key=lambda held: (_RETURN_ORDER.index(held.group), self._ranks.get(held.name, last)),
+        )
+
+    def note_read(self, holding: Holding) -> None:
+        """A module reads it now: the order of first reads is the order in which parameters return."""
+        self._ranks.setdefault(holding.name, len(self._ranks))
+
+    def leave(self, holdings: Iterable[Holding]) -> None:
+        """These begin to leave: nobody may touch their tensors any more."""
+        for holding in holdings:
+            key = holding.storage._cdata
+            self._homes.pop(key, None)
+            self._held[key] = holding
+            holding.where = Where.LEAVING
+            for tensor in holding.tensors:
+                send_away(tensor, holding)
+
+    def settle(self, holdings: Iterable[Holding]) -> None:
+        """These are on the device again, and their tensors what they were."""
+        for holding in holdings:
+            key = holding.storage._cdata
+            holding.where = Where.DEVICE
+            self._held.pop(key, None)
+            for tensor in holding.tensors:
+                bring_back(tensor, holding)
+            self._homes[key] = (StorageWeakRef(holding.storage), holding)
+            holding.let_go()
+
+    def forget_blocks(self) -> None:
+        """Returns every block to the image; nothing is held."""
+        for _, holding in self._homes.values():
+            self._give_up(holding)
+        self._homes.clear()
+
+    def _add(self, found: dict[int, Holding], group: str, name: str, tensor: Tensor, plain: Tensor) -> None:
+        storage = plain.untyped_storage()
+        key = storage._cdata
+        holding = found.get(key) or self._held.get(key)
+        if holding is None:
+            if storage.nbytes() == 0 or not storage.resizable():
+                return
+            holding = Holding(storage, storage.nbytes(), plain.device, group, name, self._owner)
+            self._take_block(key, holding)
+        found[key] = holding
+        for one in (tensor, plain):
+            if not any(one is known for known in holding.tensors):
+                holding.tensors.append(one)
+                if holding.where is not Where.DEVICE:
+                    send_away(one, holding)
+
+    def _take_block(self, key: int, holding: Holding) -> None:
+        home: Any = self._homes.get(key)
+        if home is not None and not home[0].expired() and home[1].nbytes == holding.nbytes:
+            holding.block, holding.event = home[1].block, home[1].event
+
+    def _drop_expired(self) -> None:
+        for key, (alive, holding) in list(self._homes.items()):
+            if alive.expired():
+                del self._homes[key]
+                self._give_up(holding)
+
+    def _give_up(self, holding: Holding) -> None:
+        block, holding.block = holding.block, None
+        if block is not None:
+            if not holding.has_arrived():
+                holding.event.synchronize()
+            self._free_block(block)
