@@ -211,3 +211,8 @@ def dtensor_over(like: Any, local: torch.Tensor, kind: type | None = None) -> An
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor itself: ``to_local`` makes another object."""
     return dtensor._local_tensor
+
+
+def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
+    """The device in the arguments of ``Tensor.to``."""
+    return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]

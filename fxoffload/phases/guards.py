@@ -1,9 +1,9 @@
 """What classes and gates in front of forwards cannot see, while tensors are away.
 
-See [Note: Away classes] and [Note: Gates]. Some uses would have done half of their work when the first away tensor stops
-them (Adam counts its steps first, ``Module.to`` converts module after module), some read memory that no known tensor
-object stands for (FSDP's shards), and state dicts can be answered from the host. Each has an override: it fences what is
-arriving and raises ``OffloadedError`` for what is on the host, before anything has happened.
+See [Note: Away classes] and [Note: Gates]. Some uses would have done half of their work when the first away tensor
+stops them (Adam counts its steps first, ``Module.to`` converts module after module), some read memory that no known
+tensor object stands for (FSDP's shards), and state dicts can be answered from the host. Each has an override: it fences
+what is arriving and raises ``OffloadedError`` for what is on the host, before anything has happened.
 """
 
 from __future__ import annotations

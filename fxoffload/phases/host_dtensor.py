@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from fxoffload import _torch_private as private
@@ -24,7 +23,7 @@ class HostDTensor(DTensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of any DTensor, on the CPU."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        device = private.device_asked_for(*args, **kwargs)
         if device is not None and device.type != "cpu":
             _refuse(f"to({device.type!r})")
         return super().to(*args, **kwargs)
@@ -36,7 +35,7 @@ class HostDTensor(DTensor):
 
 def _refuse(what: str) -> NoReturn:
     raise OffloadedError(
-        f"{what} of a shard in a state dict that was read from the host, while the model is offloaded: a full state dict "
-        'needs a collective on the device. Call onload("params") before state_dict(), save the shards as they are '
-        "(torch.distributed.checkpoint), or take full weights from stream_weights()"
+        f"{what} of a shard in a state dict that was read from the host, while the model is offloaded: a full state "
+        'dict needs a collective on the device. Call onload("params") before state_dict(), save the shards as they '
+        "are (torch.distributed.checkpoint), or take full weights from stream_weights()"
     )

@@ -2,8 +2,8 @@
 
 [Note: Overrides]
 A hook would do in many places, but hooks are walked through while they run: one that ends the last transition, or the
-thread that waits for copies, would take itself out of the list that is being walked. An attribute of the object in front
-of its class's method can be put and removed at any time, also around code that raises.
+thread that waits for copies, would take itself out of the list that is being walked. An attribute of the object in
+front of its class's method can be put and removed at any time, also around code that raises.
 """
 
 from __future__ import annotations

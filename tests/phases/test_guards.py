@@ -1,4 +1,4 @@
-"""What is offloaded cannot be used by mistake: each use in a process of its own kind, which an unguarded one would end."""
+"""What is offloaded cannot be used by mistake: tried in another process, which some would end."""
 
 from __future__ import annotations
 
@@ -40,5 +40,3 @@ def test_uses_of_what_is_away_raise_and_break_nothing(optimizer: str) -> None:
     assert trained_as_ever
     assert in_workers == [["OffloadedError"] * 3]
     assert numbers == [0, 1, 2]
-
-

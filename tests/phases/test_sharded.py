@@ -67,6 +67,7 @@ def test_nothing_is_left_of_an_offload(ranks: Ranks, model: str) -> None:
         assert found["hidden"] == []
         assert found["left_behind"] == []
         assert found["num_tensors"] >= 20
+        assert found["num_waits"] > 1
 
 
 @pytest.mark.parametrize("steps", ["uses", "fresh"])

@@ -39,7 +39,7 @@ class Asking(Dataset[Any]):
 
     def __getitem__(self, index: int) -> list[str]:
         found = []
-        for use in (lambda: self.model(x()), lambda: list(self.model.parameters())[0] + 1, self.model.state_dict):
+        for use in (lambda: self.model(x()), lambda: next(self.model.parameters()) + 1, self.model.state_dict):
             try:
                 use()
             except Exception as error:
@@ -79,10 +79,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def uses(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     p = model[0].weight  # type: ignore[index]
-
-    def trained() -> None:
-        optimizer.zero_grad(set_to_none=False)
-
     return {
         "forward": lambda: model(x()),
         "no_grad forward": lambda: torch.no_grad()(model)(x()),
@@ -97,7 +93,7 @@ def uses(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Any
         "linear": lambda: nn.functional.linear(x(), p),
         "step": optimizer.step,
         "step of the class": lambda: type(optimizer).step(optimizer),
-        "zeroing": trained,
+        "zeroing": lambda: optimizer.zero_grad(set_to_none=False),
         "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         "clip_grad_value_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
         "save model": lambda: torch.save(model, io.BytesIO()),
@@ -135,6 +131,7 @@ def main(name: str) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     compiled.eval()(x())
     model.train()
+    attributes = [set(vars(m)) for m in model.modules()]
     manager = PhaseManager(model, optimizer, device_types=("cpu",))
     manager.offload()
     for use, call in uses(model, optimizer, kept).items():
@@ -151,7 +148,7 @@ def main(name: str) -> None:
     manager.onload()
     same = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     copied = copy.deepcopy(model)
-    clean = all(vars(m).keys() == vars(c).keys() for m, c in zip(build().modules(), copied.modules(), strict=True))
+    clean = attributes == [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in copied.modules()]
     got += [train(model, optimizer) for _ in range(3)]
     print(json.dumps(["afterwards", same and clean, got == expected]), flush=True)
     manager.close()

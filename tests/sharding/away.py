@@ -1,4 +1,4 @@
-"""Sharded models that are offloaded between steps: whether anything is left of it, and what using them meanwhile does."""
+"""Sharded models that are offloaded between steps: what is left of it, and what using them meanwhile does."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from phases.delayed import DelayedCopies
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -145,8 +146,8 @@ def tensor_parallel(rank: Rank) -> nn.Module:
 BUILDS: dict[str, Build] = {
     f.__name__: f
     for f in (
-        fsdp2, fsdp2_kept, fsdp2_mixed, fsdp2_prefetching, fsdp1, fsdp1_flat, fsdp1_mixed, fsdp1_kept, fsdp1_unsharded, ddp,
-        ddp_views, tensor_parallel,
+        fsdp2, fsdp2_kept, fsdp2_mixed, fsdp2_prefetching, fsdp1, fsdp1_flat, fsdp1_mixed, fsdp1_kept, fsdp1_unsharded,
+        ddp, ddp_views, tensor_parallel,
     )
 }  # fmt: skip
 
@@ -221,7 +222,9 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True))
+    return len(a) == len(b) and all(
+        torch.equal(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)
+    )
 
 
 def noop(rank: Rank, build: Build) -> Found:
@@ -249,10 +252,16 @@ def noop(rank: Rank, build: Build) -> Found:
     manager.enter("rollout")
     manager.enter("train")
     got += [training.step()]
-    manager.offload("optimizer", "params")
-    manager.onload(wait=False)
-    got += [training.step() for _ in range(2)]
     manager.close()
+    # Copies that happen when somebody waits for them, and garbage until then.
+    copies = DelayedCopies()
+    late = training.manager(make_copies=lambda device: copies)
+    got += [training.step()]
+    late.offload()
+    late.onload(wait=False)
+    got += [training.step()]
+    copies.run_all()
+    late.close()
     return {
         "same": same(expected, got),
         "changed": changed,
@@ -261,6 +270,7 @@ def noop(rank: Rank, build: Build) -> Found:
         "hidden": hidden,
         "left_behind": [n for m in training.model.modules() for n, v in vars(m).items() if is_ours(v)],
         "num_tensors": len(before),
+        "num_waits": copies.num_waits,
     }
 
 
@@ -290,11 +300,13 @@ def uses(rank: Rank, build: Build, more: Callable[[Training], dict[str, Callable
     training = Training(build, rank)
     for _ in range(steps):
         training.step()
-    model, optimizer = training.model, training.optimizer
+    model = training.model
     manager = training.manager()
     sharded.settle(model)
     before = snapshot(training)
-    parameter = max(model.parameters(), key=lambda p: local(p.detach()).numel())  # not one that this rank has nothing of
+    parameter = max(
+        model.parameters(), key=lambda p: local(p.detach()).numel()
+    )  # not one that this rank has nothing of
     manager.offload()
     found = tried(
         {
@@ -455,7 +467,10 @@ def checkpoint(rank: Rank, build: Build) -> Found:
     at_home = training.model.state_dict()
     kinds = {k: (v.shape, v.dtype, str(getattr(v, "placements", ""))) for k, v in at_home.items()}
     manager.offload()
-    model_state, optimizer_state = get_model_state_dict(training.model), get_optimizer_state_dict(training.model, training.optimizer)
+    model_state, optimizer_state = (
+        get_model_state_dict(training.model),
+        get_optimizer_state_dict(training.model, training.optimizer),
+    )
     away = {k: (v.shape, v.dtype, str(getattr(v, "placements", ""))) for k, v in training.model.state_dict().items()}
     fresh = Training(build, rank)
     fresh.step()
