@@ -216,3 +216,9 @@ def local_of(dtensor: Any) -> torch.Tensor:
 def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
     """The device in the arguments of ``Tensor.to``."""
     return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
+
+
+def shift_version(tensor: torch.Tensor, by: int) -> None:
+    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + by,))  # type: ignore[attr-defined]

@@ -30,6 +30,10 @@ def test_uses_of_what_is_away_raise_and_break_nothing(optimizer: str) -> None:
     found = used(optimizer)
     same, trained_as_ever = found.pop("afterwards")
     in_workers, numbers = found.pop("in workers")
+    raised, gradient, version = found.pop("backward")
+    assert "modified by an inplace operation" in raised
+    assert gradient == 64.0
+    assert version == 0
     assert len(found) == 31
     for use, (kind, message) in found.items():
         assert kind == "OffloadedError", (use, kind, message)

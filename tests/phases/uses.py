@@ -114,6 +114,34 @@ def uses(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Any
     }
 
 
+class Scale(nn.Module):
+    """Its backward reads the weight in a kernel that does not look whether there is anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def backwards() -> list[Any]:
+    """Of a forward before the offload: what one meanwhile raises, and the gradient of one afterwards."""
+    model, x = Scale(), torch.ones(64, requires_grad=True)
+    loss, version = model(x).sum(), model.weight._version
+    manager = PhaseManager(model, device_types=("cpu",))
+    manager.offload()
+    raised = "nothing"
+    try:
+        loss.backward(retain_graph=True)
+    except RuntimeError as error:
+        raised = str(error)
+    manager.onload()
+    loss.backward()
+    manager.close()
+    return [raised, x.grad.sum().item(), model.weight._version - version]  # type: ignore[union-attr]
+
+
 def main(name: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -152,6 +180,7 @@ def main(name: str) -> None:
     got += [train(model, optimizer) for _ in range(3)]
     print(json.dumps(["afterwards", same and clean, got == expected]), flush=True)
     manager.close()
+    print(json.dumps(["backward", *backwards()]), flush=True)
 
 
 if __name__ == "__main__":
