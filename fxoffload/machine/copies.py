@@ -97,7 +97,7 @@ class _Way:
 @contextmanager
 def _pinned(device: torch.device, nbytes: int) -> Iterator[Tensor]:
     """``nbytes`` bytes of pinned host memory, returned to the operating system afterwards."""
-    arena = HostArena(CudaPinner(device), nbytes)
+    arena = HostArena(CudaPinner(device), nbytes, chunk_bytes=nbytes)
     block = arena.allocate(nbytes, nbytes)
     if block is None:
         raise ProfileError(
@@ -105,7 +105,7 @@ def _pinned(device: torch.device, nbytes: int) -> Iterator[Tensor]:
             "(see the log); free host memory or raise the limit of locked memory (ulimit -l)"
         )
     try:
-        # One chunk: the arena grew by all of it at once, and a chunk may be larger.
+        # One chunk, so one piece.
         ((_, host),) = arena.pieces(block, nbytes)
         yield host
     finally:

@@ -6,5 +6,6 @@ from fxoffload.phases.handle import Handle as Handle
 from fxoffload.phases.manager import PhaseManager as PhaseManager
 from fxoffload.phases.metrics import Transition as Transition
 from fxoffload.phases.phase import Phase as Phase
+from fxoffload.phases.residue import residue as residue
 from fxoffload.phases.sentinel import OffloadedError as OffloadedError
 from fxoffload.phases.storages import Where as Where

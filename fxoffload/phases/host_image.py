@@ -1,45 +1,147 @@
-"""Placeholder until H1's lands."""
+"""The host image: where the bytes of parameters, gradients and optimizer state lie while they are off the device.
+
+[Note: Host image]
+Two arenas. The first is pinned, and grows in the background from the moment its size is known. What it cannot take, at
+its limit or where the driver refuses, goes to the second, which is pageable: the copies still work and are slow, which
+is said once. Memory is taken by the page, so the image is as large as what it holds, rounded up to 512 bytes a block.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator
 
+import psutil
 from torch import Tensor
 
-from fxoffload.runtime.host_arena import HostArena, HostBlock, Pinner, address_space_bytes
+from fxoffload.runtime.host_arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
+from fxoffload.runtime.host_ledger import Booking, Ledger
+from fxoffload.runtime.host_limits import PAGEABLE_SHARE
+
+log = logging.getLogger(__name__)
 
 
 class HostMemoryError(MemoryError):
-    """No host memory."""
+    """The machine has no memory for what should leave the device."""
 
 
 class HostImage:
-    def __init__(self, pinner: Pinner, limit_bytes: Callable[[], int], *, pin: bool = True) -> None:
-        self._limit = limit_bytes
-        self._arena = HostArena(pinner, address_space_bytes(limit_bytes()))
+    """See [Note: Host image]. Thread-safe.
+
+    Args:
+        pinner: registers memory with the device's driver.
+        limit_bytes: how much may be pinned; asked at every growth.
+        pin: False to take pageable memory for everything, without a warning.
+        ledger: None for the one that all processes share.
+    """
+
+    def __init__(
+        self, pinner: Pinner, limit_bytes: Callable[[], int], *, pin: bool = True, ledger: Ledger | None = None
+    ) -> None:
+        space = address_space_bytes(psutil.virtual_memory().total)
+        pageable = HeapMemory(touch=True)
+        self._limit_bytes = limit_bytes
+        self._pins = pin and pinner.pinned
+        self._first = HostArena(pinner if pin else pageable, space, exact=True, warn=False, booking=Booking(ledger))
+        rest = Booking(ledger, share=PAGEABLE_SHARE)
+        self._rest = HostArena(pageable, space, exact=True, warn=False, booking=rest)
+        self._space = space
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._driver_refused = False
 
     def reserve(self, nbytes: int) -> None:
-        self._arena.reserve(nbytes, self._limit())
+        """Grow to ``nbytes`` in the background, as far as the limit allows. Returns at once."""
+        if not self._driver_refused:
+            self._first.reserve(nbytes - self._rest.reserved_bytes, self._limit_bytes())
 
     def take(self, nbytes: int) -> HostBlock:
-        block = self._arena.allocate(nbytes, self._limit())
-        if block is None:
-            raise HostMemoryError(f"no host memory for {nbytes} bytes")
-        return block
+        """A block of ``nbytes`` bytes, pinned where it can be. Waits while its bytes are being pinned.
+
+        Raises:
+            HostMemoryError: the machine, or its control group, has no room for it.
+        """
+        block = self._first.allocate_ready(nbytes) or self._first.allocate(nbytes, self._limit_bytes())
+        if block is not None:
+            return block
+        reason = self._first.refusal
+        if self._pins:
+            block = self._rest.allocate_ready(nbytes) or self._rest.allocate(nbytes, self._space)
+            if block is not None:
+                self._warn(nbytes, reason)
+                return block
+            reason = self._rest.refusal
+        raise HostMemoryError(
+            f"expected {_gib(nbytes)} of host memory for what leaves the device, found none ({reason}). The image has "
+            f"{_gib(self.reserved_bytes)}. Offload fewer groups, give the process or its control group more memory, "
+            "raise host_limit if that is what is reached, or release what other processes have booked"
+        )
 
     def free(self, block: HostBlock) -> None:
-        self._arena.free(block, None)
+        """Return a block. ``block.fence``: what the next owner must wait for before it writes."""
+        (self._rest if self._rest.owns(block) else self._first).free(block, None)
 
     def pieces(self, block: HostBlock, nbytes: int) -> Iterator[tuple[int, Tensor]]:
-        return self._arena.pieces(block, nbytes)
+        """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
+        return (self._rest if self._rest.owns(block) else self._first).pieces(block, nbytes)
 
     def release(self) -> int:
-        return self._arena.release()
+        """Give everything back to the operating system. Returns bytes.
+
+        Raises:
+            RuntimeError: blocks are in use.
+        """
+        in_use = self.in_use_bytes
+        if in_use:
+            raise RuntimeError(
+                f"expected nothing in the host image, found {_gib(in_use)} of offloaded tensors: onload them first "
+                "(PhaseManager.onload())"
+            )
+        given = self._first.release() + self._rest.release()
+        self._driver_refused = False
+        return given
 
     @property
     def reserved_bytes(self) -> int:
-        return self._arena.reserved_bytes
+        """Bytes of host memory that the image has."""
+        return self._first.reserved_bytes + self._rest.reserved_bytes
 
     @property
     def in_use_bytes(self) -> int:
-        return self._arena.in_use_bytes
+        """Bytes in blocks that were taken and not returned."""
+        return self._first.in_use_bytes + self._rest.in_use_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Those of ``reserved_bytes`` that are registered with the driver."""
+        return self._first.reserved_bytes if self._pins else 0
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Those that are not."""
+        return self.reserved_bytes - self.pinned_bytes
+
+    @property
+    def waited_ms(self) -> float:
+        """How long callers of ``take`` have waited for memory."""
+        return self._first.wait_ms + self._rest.wait_ms
+
+    def _warn(self, nbytes: int, reason: str) -> None:
+        with self._lock:
+            self._driver_refused = self._driver_refused or self._first.has_failed
+            if self._has_warned:
+                return
+            self._has_warned = True
+        log.warning(
+            "%s of host memory could not be pinned (%s) and are pageable, as may be what follows "
+            "(PhaseManager.image.pageable_bytes counts it): such copies run at about 1.2 GB/s to the host and 5 to 7 "
+            "GB/s back, instead of 55. Raise host_limit, the limit of locked memory (ulimit -l) or the memory of the "
+            "control group, or pass pin=False to have pageable memory without this warning",
+            _gib(nbytes),
+            reason,
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

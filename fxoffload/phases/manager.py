@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from fxoffload.phases.phase import (
 from fxoffload.phases.sentinel import holdings_of, untouched
 from fxoffload.phases.storages import Holding, Where, plain_tensors
 from fxoffload.phases.transit import Transit, bytes_of, find_device
-from fxoffload.runtime.host_arena import CudaPinner, HeapMemory
+from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.pinners import CudaPinner, HeapMemory
 from fxoffload.runtime.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 
@@ -211,13 +212,17 @@ class PhaseManager:
         out, back = leaving(phase, self._options), returning(phase)
         handles: list[Handle] = []
         with record_function(f"fxoffload::enter({phase.value})"), self._naming(phase):
-            self.phase_now = phase
-            if out:
-                handles.append(self.offload(*out, wait=phase is Phase.ROLLOUT))
+            before, self.phase_now = self.phase_now, phase
             first = tuple(group for group in back if group in (GRADS, BUFFERS, PARAMS))
-            for groups in (first, tuple(group for group in back if group not in first)):
-                if groups:
-                    handles.append(self.onload(*groups, wait=False))
+            try:
+                if out:
+                    handles.append(self.offload(*out, wait=phase is Phase.ROLLOUT))
+                for groups in (first, tuple(group for group in back if group not in first)):
+                    if groups:
+                        handles.append(self.onload(*groups, wait=False))
+            except BaseException:
+                self.phase_now = before
+                raise
         handle = Handles(f"enter {phase.value}", handles)
         if not self._overlap:
             handle.wait()
@@ -256,6 +261,39 @@ class PhaseManager:
     def fence_group(self, group: str) -> None:
         """``fence`` of all that a group holds."""
         self._transit.fence_group(group)
+
+    def drain(self) -> None:
+        """Waits until everything that was leaving has left."""
+        self._transit.worker.drain()
+
+    # -- weight sync ---------------------------------------------------------------------------------------------------
+
+    def stream_weights(
+        self,
+        bucket_bytes: int | str = "512MiB",
+        dtype: torch.dtype | None = None,
+        full: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        names: Collection[str] | None = None,
+        model: str | None = None,
+    ) -> WeightStream:
+        """(name, tensor on the device) of every weight, in buckets, from wherever they are; the model stays there.
+
+        See ``fxoffload.phases.weights.stream_weights`` for the arguments and for how long a tensor is valid.
+        """
+        transition = Transition("stream", (PARAMS, BUFFERS), self._entering)
+
+        def ended(stream: WeightStream) -> None:
+            transition.nbytes = stream.nbytes
+            transition.finish()
+            self._record(transition)
+
+        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, ended)
+
+    def weights_on_device(self, model: str | None = None) -> contextlib.AbstractContextManager[WeightsOnDevice]:
+        """The simple way: loads parameters and buffers, yields them by name, and offloads again what was away."""
+        return weights_on_device(self, model)
 
     # -- host memory and records ---------------------------------------------------------------------------------------
 
@@ -311,9 +349,12 @@ class PhaseManager:
 
     def _new(self, kind: str, groups: tuple[str, ...]) -> Transition:
         transition = Transition(kind, groups, self._entering)
+        self._record(transition)
+        return transition
+
+    def _record(self, transition: Transition) -> None:
         self.transitions.append(transition)
         del self.transitions[:-_KEPT_TRANSITIONS]
-        return transition
 
     def _reserve(self) -> None:
         """Begins to pin what is known; the optimizer's state is known after its first step."""

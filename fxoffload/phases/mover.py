@@ -50,7 +50,10 @@ class Mover:
     def before_leaving(self, holdings: Iterable[Holding]) -> None:
         """In the caller's thread: what its stream has queued so far is part of what is copied."""
         for device in {holding.device for holding in holdings}:
-            self.copies(device).offload_waits_for_compute()
+            copies = self.copies(device)
+            copies.offload_waits_for_compute()
+            if isinstance(copies, CudaCopies):  # a stream of weights may be reading what is on the device
+                copies.offload_stream.wait_stream(copies.reload_stream)
 
     def leave(self, holdings: Sequence[Holding], freed: Callable[[Holding], None]) -> None:
         """Copies to the host; calls ``freed`` for each holding whose bytes have arrived there.

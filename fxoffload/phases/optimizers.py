@@ -87,12 +87,14 @@ def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str,
         for key, entries in entries_by_key:
             name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
             yield from _tensors(name, entries)
-    for i, group in enumerate(getattr(optimizer, "param_groups", ())):
+    groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
+    for i, group in enumerate(groups):
         yield from _tensors(f"group{i}", {k: v for k, v in group.items() if k != "params"})
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:  # a master copy that the model does not know
                 yield f"group{i}.{j}", parameter
-    for key, value in list(getattr(optimizer, "__dict__", {}).items()):
+    own: dict[str, Any] = dict(getattr(optimizer, "__dict__", {}))
+    for key, value in own.items():
         if key not in ("state", "param_groups", "defaults", *_MANY, *_ONE) and not callable(value):
             yield from _tensors(key, value)
 

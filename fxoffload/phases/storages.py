@@ -86,7 +86,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):  # a DTensor names its mesh too (torch 2.13)
+            if isinstance(inner, Tensor):  # torch 2.13 names a DTensor's mesh too
                 yield from plain_tensors(inner)
     elif tensor.layout is torch.strided:
         yield tensor

@@ -38,6 +38,7 @@ from fxoffload.phases.phase import BUFFERS, GRADS, GROUPS, PARAMS
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import Worker
+from fxoffload.runtime.host_arena import ALIGNMENT
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
@@ -320,8 +321,8 @@ class Transit:
 
 
 def bytes_of(holdings: Iterable[Holding]) -> int:
-    """Bytes of storages."""
-    return sum(holding.nbytes for holding in holdings)
+    """Bytes that storages take in the host image."""
+    return sum(-(-holding.nbytes // ALIGNMENT) * ALIGNMENT for holding in holdings)
 
 
 def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:

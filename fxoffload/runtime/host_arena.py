@@ -5,8 +5,13 @@ The arena reserves addresses once, without memory behind them, and backs them fr
 fault the pages in, then register them with CUDA. A block may lie across two chunks, so nothing is lost at chunk ends; a
 copy across a chunk border is split in two, because one copy may not touch two registrations. Alternatives that were
 rejected: PyTorch's caching host allocator rounds every block up to a power of two (up to twice the memory), and fixed
-slabs lose their ends. Pinning runs at a few GB/s, so a background thread does it while the model compiles; a step waits
-only for what is not ready yet, and never again afterwards.
+slabs lose their ends. Threads in the background do the pinning while the model compiles (see [Note: Chunk threads] in
+``fxoffload.runtime.chunk_threads``); a step waits only for what is not ready yet, and never again afterwards. What the
+arena has or is about to have is booked, so that other processes do not count on it (``fxoffload.runtime.host_ledger``).
+
+[Note: Arena and fork]
+A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
+refused, and freeing them does nothing.
 
 [Note: Block fences]
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
@@ -20,62 +25,45 @@ import bisect
 import ctypes
 import logging
 import mmap
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
+
+from fxoffload.runtime import numa
+from fxoffload.runtime.chunk_threads import ChunkThreads
+from fxoffload.runtime.free_list import Fence as Fence
+from fxoffload.runtime.free_list import FreeList, FreeRange, younger
+from fxoffload.runtime.host_ledger import Booking
+from fxoffload.runtime.host_range import HUGE_PAGE, HostRange
+from fxoffload.runtime.pinners import CudaPinner as CudaPinner
+from fxoffload.runtime.pinners import HeapMemory as HeapMemory
+from fxoffload.runtime.pinners import Pinner as Pinner
+from fxoffload.runtime.pinners import touch
 
 log = logging.getLogger(__name__)
 
 # Blocks start at multiples of this, so that every dtype and every copy engine is aligned.
 ALIGNMENT = 512
-# The arena grows by at least this much at a time; large enough that registrations are few.
-MIN_CHUNK_BYTES = 64 << 20
-MAX_CHUNK_BYTES = 1 << 30
-_PAGE = 2 << 20  # huge page: chunk borders are multiples of it
-
-
-class Pinner(Protocol):
-    """Makes host memory fit for asynchronous copies, or leaves it alone (the CPU rehearsal)."""
-
-    pinned: bool
-
-    def register(self, address: int, nbytes: int) -> None: ...
-    def unregister(self, address: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """The event after which a freed range may be written again; ``order`` grows with every copy of its stream."""
-
-    order: int
-    event: object
+# One thread's turn: long enough that registrations are few, short enough that all threads end at the same time.
+MAX_CHUNK_BYTES = 128 << 20
+_PAGE = HUGE_PAGE  # chunk borders are multiples of it
 
 
 @dataclass(slots=True)
 class HostBlock:
-    """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing."""
+    """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing; ``home``: tells
+    the arena that it is a range of, as that was made or as a fork left it."""
 
     offset: int
     nbytes: int
     fence: Fence | None
-
-
-@dataclass(slots=True)
-class _Free:
-    start: int
-    end: int
-    fence: Fence | None
-
-
-def _younger(a: Fence | None, b: Fence | None) -> Fence | None:
-    if a is None or b is None:
-        return a or b
-    return a if a.order >= b.order else b
+    home: object = field(default=None, compare=False, repr=False)
 
 
 class HostArena:
@@ -84,25 +72,53 @@ class HostArena:
     Args:
         pinner: registers chunks with the device driver.
         capacity_bytes: addresses to reserve; no memory is used for them until the arena grows.
+        exact: grow by pages, not by huge pages: as much memory as was asked for and no more.
+        chunk_bytes: what one thread registers at a time, and so the largest piece; None for ``MAX_CHUNK_BYTES``.
+        warn: say so where memory that was asked for cannot be had. Else ``refusal`` is all that tells.
+        booking: None for one in the ledger that all processes share.
+
+    Attributes:
+        refusal: why the last ``allocate`` that gave None did.
     """
 
-    def __init__(self, pinner: Pinner, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        pinner: Pinner,
+        capacity_bytes: int,
+        *,
+        exact: bool = False,
+        chunk_bytes: int | None = None,
+        warn: bool = True,
+        booking: Booking | None = None,
+    ) -> None:
         self._pinner = pinner
         self._capacity = _round_up(capacity_bytes, _PAGE)
-        self._map: mmap.mmap | None = None
-        self._bytes: torch.Tensor | None = None
-        self._address = 0
-        self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
-        self._free: list[_Free] = []
-        self._in_use = 0
-        self._target = 0
-        self._failed: BaseException | None = None
-        self._warned_failed = False
-        self._changed = threading.Condition(threading.RLock())
-        self._thread: threading.Thread | None = None
+        self._exact = exact
+        self._chunk_bytes = chunk_bytes
+        self._warn = warn
+        self._booking = booking or Booking()
+        self._registered: list[int] = []  # addresses; shared with the finalizer
         self._dead: deque[HostBlock] = deque()
         self.num_growths = 0
         self.wait_ms = 0.0
+        self.refusal = ""
+        self._begin()
+        _ARENAS.add(self)
+        drop = weakref.finalize(self, _drop, pinner, self._registered, self._booking, os.getpid())
+        drop.atexit = False  # the process takes its memory with it
+
+    def _begin(self) -> None:
+        """The state of an arena that has nothing."""
+        self._range: HostRange | None = None
+        self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
+        self._free = FreeList()
+        self._in_use = 0
+        self._failed: BaseException | None = None
+        self._warned_failed = False
+        self._home = object()
+        self._changed = threading.Condition(threading.RLock())
+        self._opening = threading.Lock()
+        self._threads = ChunkThreads(self._changed)
 
     @property
     def reserved_bytes(self) -> int:
@@ -116,10 +132,19 @@ class HostArena:
             self._collect()
             return self._in_use
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last growth ended with an error. Another ``reserve`` tries again."""
+        return self._failed is not None
+
+    def owns(self, block: HostBlock) -> bool:
+        """Whether ``block`` is a range of this arena, as it is now."""
+        return block.home is self._home
+
     def reserve(self, nbytes: int, limit_bytes: int) -> None:
         """Grow to at least ``nbytes`` in the background, at most to ``limit_bytes``. Returns at once."""
         with self._changed:
-            self._grow_to(nbytes, limit_bytes)
+            self._grow_to(nbytes, limit_bytes, whole=False)
 
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
@@ -136,17 +161,22 @@ class HostArena:
         with self._changed:
             self._collect()
             if self._in_use + size > _whole_pages(limit_bytes):
+                self._refuse(_beyond(limit_bytes))
                 return None
             block = self._take(size)
             began = time.perf_counter()
             while block is None:
                 ready = self._borders[-1]
-                tail = self._free[-1] if self._free and self._free[-1].end == ready else None
-                needed = ready + size - (tail.end - tail.start if tail else 0)
-                if needed > min(_whole_pages(limit_bytes), self._capacity) or self._failed is not None:
-                    self._warn_failed()
+                needed = ready + size - self._free.tail_bytes(ready)
+                if self._failed is not None:
+                    self._refuse(str(self._failed))
                     return None
-                self._grow_to(needed, limit_bytes)
+                if needed > min(_whole_pages(limit_bytes), self._capacity):
+                    self._refuse(_beyond(limit_bytes))
+                    return None
+                if not self._grow_to(needed, limit_bytes, whole=True):
+                    self._refuse(self._booking.refusal)
+                    return None
                 self._changed.wait(timeout=60.0)
                 self._collect()
                 block = self._take(size)
@@ -156,17 +186,22 @@ class HostArena:
 
     def free(self, block: HostBlock, fence: Fence | None) -> None:
         """Return a block, from any thread and from finalizers: takes no lock. ``fence``: see [Note: Block fences]."""
-        block.fence = _younger(block.fence, fence)
+        block.fence = younger(block.fence, fence)
         self._dead.append(block)
 
     def pieces(self, block: HostBlock, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
-        assert self._bytes is not None
+        held = self._range
+        if held is None or (block.home is not None and not self.owns(block)):
+            raise RuntimeError(
+                "expected a block of this process' host memory, found one from before a fork or a release: a forked "
+                "child cannot read what its parent has offloaded. Load it in the parent first"
+            )
         start, end = block.offset, block.offset + nbytes
         while start < end:
             border = self._borders[bisect.bisect_right(self._borders, start)]
             stop = min(end, border)
-            yield start - block.offset, self._bytes[start:stop]
+            yield start - block.offset, held.bytes[start:stop]
             start = stop
 
     def release(self) -> int:
@@ -178,9 +213,7 @@ class HostArena:
             RuntimeError: blocks are in use.
         """
         with self._changed:
-            self._target = 0
-            while self._thread is not None:
-                self._changed.wait()
+            self._threads.stop()
             self._collect()
             if self._in_use:
                 raise RuntimeError(
@@ -188,136 +221,130 @@ class HostArena:
                     "backward passes (delete their losses) first"
                 )
             given = self._borders[-1]
-            for start in self._borders[:-1]:
-                self._pinner.unregister(self._address + start)
-            # Unmapped with the last reference: closing it would pull the memory from under a view that somebody holds.
-            self._bytes = None
-            self._map, self._address, self._borders, self._free, self._failed = None, 0, [0], [], None
+            for address in self._registered:
+                self._pinner.unregister(address)
+            self._registered.clear()
+            # Unmapped with the last view that somebody holds.
+            self._range, self._borders, self._free, self._failed = None, [0], FreeList(), None
+            self._threads.restart()
+            self._home = object()
+            self._booking.release()
             return given
 
     # -- free list -----------------------------------------------------------------------------------------------------
 
     def _take(self, size: int) -> HostBlock | None:
-        for i, item in enumerate(self._free):
-            if item.end - item.start >= size:
-                block = HostBlock(item.start, size, item.fence)
-                item.start += size
-                if item.start == item.end:
-                    del self._free[i]
-                self._in_use += size
-                return block
-        return None
+        found = self._free.take(size)
+        if found is None:
+            return None
+        self._in_use += size
+        return HostBlock(found.start, size, found.fence, self._home)
 
     def _collect(self) -> None:
         while self._dead:
             block = self._dead.popleft()
+            if not self.owns(block):
+                continue  # from before a fork
             self._in_use -= block.nbytes
-            self._insert(_Free(block.offset, block.offset + block.nbytes, block.fence))
-
-    def _insert(self, item: _Free) -> None:
-        i = bisect.bisect_left(self._free, item.start, key=lambda f: f.start)
-        if i < len(self._free) and self._free[i].start == item.end:
-            item.end, item.fence = self._free[i].end, _younger(item.fence, self._free[i].fence)
-            del self._free[i]
-        if i > 0 and self._free[i - 1].end == item.start:
-            before = self._free[i - 1]
-            before.end, before.fence = item.end, _younger(before.fence, item.fence)
-        else:
-            self._free.insert(i, item)
+            self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
-    def _grow_to(self, nbytes: int, limit_bytes: int) -> None:
+    def _grow_to(self, nbytes: int, limit_bytes: int, *, whole: bool) -> bool:
+        """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all."""
         # The last chunk under a limit may end between two huge pages, but not between two pages.
-        wanted = min(_round_up(nbytes, _PAGE), self._capacity, _whole_pages(limit_bytes))
-        if wanted <= max(self._target, self._borders[-1]):
-            return
-        self._target = wanted
-        self._failed, self._warned_failed = None, False
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._grow, name="fxoffload-pin", daemon=True)
-            self._thread.start()
+        granule = mmap.PAGESIZE if self._exact else _PAGE
+        wanted = min(_round_up(nbytes, granule), self._capacity, _whole_pages(limit_bytes))
+        under_way = max(self._threads.target, self._borders[-1])
+        if wanted <= under_way:
+            return True
+        if not whole:
+            wanted = _whole_pages(self._booking.grow_within(wanted))
+        elif not self._booking.grow_to(wanted):
+            # Another process has booked the rest of the machine. A whole huge page more may be what is too much.
+            wanted = _round_up(nbytes, mmap.PAGESIZE)
+            if not self._booking.grow_to(wanted):
+                return False
+        if wanted > under_way:
+            self._failed, self._warned_failed = None, False
+            self._threads.grow_to(wanted, self, self._chunk_bytes or MAX_CHUNK_BYTES, _PAGE)
+        return True
 
-    def _grow(self) -> None:
-        try:
-            if self._bytes is None:
-                self._open()
-            while True:
-                with self._changed:
-                    ready = self._borders[-1]
-                    missing = self._target - ready
-                    if missing <= 0:
-                        self._thread = None
-                        self._changed.notify_all()
-                        return
-                size = min(MAX_CHUNK_BYTES, missing)
-                began = time.perf_counter()
-                self._back(ready, size)
-                log.debug("pinned %d MiB at %.1f GB/s", size >> 20, size / 1e9 / (time.perf_counter() - began))
-                with self._changed:
-                    self._borders.append(ready + size)
-                    self._insert(_Free(ready, ready + size, None))
-                    self.num_growths += 1
-                    self._changed.notify_all()
-        except BaseException as error:  # reported to the next allocate(), which keeps values on the device
-            with self._changed:
-                self._failed, self._thread, self._target = error, None, self._borders[-1]
-                self._changed.notify_all()
-
-    def _open(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        self._map = mmap.mmap(-1, self._capacity, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                try:
-                    self._map.madvise(getattr(mmap, advice))
-                except OSError as error:
-                    log.debug("%s refused: %s", advice, error)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._address = self._bytes.data_ptr()
-
-    def _back(self, start: int, size: int) -> None:
-        assert self._bytes is not None
+    def back(self, start: int, end: int) -> None:
+        """Put memory behind a chunk and register it. Called by the threads."""
+        address = self._open().address + start
+        began = time.perf_counter()
         if self._pinner.pinned:
-            # Fault the pages in with all threads first: the driver would do it with one.
-            self._bytes[start : start + size].zero_()
-        self._pinner.register(self._address + start, size)
+            touch(address, end - start)
+        self._pinner.register(address, end - start)
+        log.debug("pinned %d MiB at %.1f GB/s", end - start >> 20, (end - start) / 1e9 / (time.perf_counter() - began))
 
-    def _warn_failed(self) -> None:
-        if self._failed is not None and not self._warned_failed:
+    def undo(self, start: int, end: int, *, is_backed: bool) -> None:
+        """Take a chunk's memory away again. Called by the threads."""
+        if self._range is None:
+            return
+        try:
+            if is_backed:
+                self._pinner.unregister(self._range.address + start)
+        except Exception as error:
+            log.debug("a chunk stays registered: %s", error)
+            return
+        self._range.give_back(start, end - start)
+
+    def publish(self, start: int, end: int) -> None:
+        """A chunk is ready, and all in front of it. Called by the threads."""
+        assert self._range is not None
+        self._registered.append(self._range.address + start)
+        self._borders.append(end)
+        self._free.insert(FreeRange(start, end, None))
+        self.num_growths += 1
+        self._booking.backed(end)
+
+    def settle(self, error: BaseException | None) -> None:
+        """The threads have ended. An error is told to the next allocate(), which keeps values on the device."""
+        if error is not None:
+            self._failed = error
+        self._booking.shrink_to(self._borders[-1])
+
+    def _open(self) -> HostRange:
+        with self._opening:
+            if self._range is None:
+                opened = HostRange(self._capacity)
+                if isinstance(self._pinner, CudaPinner):
+                    numa.prefer_node_of(self._pinner.device, opened.address, self._capacity)
+                self._range = opened
+            return self._range
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        if self._failed is not None and self._warn and not self._warned_failed:
             self._warned_failed = True
             log.warning("could not get more pinned host memory (%s); values stay on the device", self._failed)
 
-
-class HeapMemory:
-    """The CPU rehearsal's pinner: ordinary memory."""
-
-    pinned = False
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Nothing to do."""
-
-    def unregister(self, address: int) -> None:
-        """Nothing to do."""
+    def _abandon(self) -> None:
+        """See [Note: Arena and fork]."""
+        self._registered.clear()
+        self._dead.clear()
+        self._begin()
 
 
-class CudaPinner:
-    """Registers memory with CUDA, so that copies to and from it run asynchronously at the speed of the link."""
+_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
-    pinned = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
+    """Take leave of the driver before the addresses go: it would not register new memory there."""
+    if os.getpid() == owner:
+        for address in registered:
+            pinner.unregister(address)
+    booking.release()
 
-    def register(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self._device):
-            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[attr-defined]
-        if int(result) != 0:
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed: {result}")
 
-    def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+def _after_fork_in_child() -> None:
+    for arena in list(_ARENAS):
+        arena._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -326,6 +353,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _whole_pages(nbytes: int) -> int:
     return nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _beyond(limit_bytes: int) -> str:
+    return f"the limit is {limit_bytes / 2**30:.2f} GiB"
 
 
 def address_space_bytes(limit_bytes: int) -> int:

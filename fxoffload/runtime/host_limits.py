@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from fxoffload.runtime.cgroups import Group, limited_groups
+from fxoffload.runtime.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
+
 # Pinned memory cannot be swapped or reclaimed, so some of the machine is left to everything else.
 DEFAULT_SHARE = 0.8
-
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),  # cgroup v2
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # cgroup v1
-)
-
-
-def cgroup_limit_bytes() -> int | None:
-    """The memory limit of this process' control group in bytes; None where there is none."""
-    for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
+# Pageable memory can be, where the machine has swap; but a control group that is full kills the process.
+PAGEABLE_SHARE = 0.95
 
 
 def processes_on_this_machine() -> int:
@@ -49,3 +36,11 @@ def default_host_budget_bytes() -> int:
     total = psutil.virtual_memory().total
     limit = cgroup_limit_bytes()
     return int(DEFAULT_SHARE * min(total, limit if limit is not None else total)) // processes_on_this_machine()
+
+
+def memory_limits() -> tuple[str, list[Group]]:
+    """The path of this process' control group, and all that bounds its memory: its groups, then the machine itself
+    (with an empty path, under which every process counts)."""
+    path, groups = limited_groups()
+    memory = psutil.virtual_memory()
+    return path, [*groups, Group("", memory.total, memory.total - memory.available)]

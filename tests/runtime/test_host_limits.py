@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fxoffload.runtime import host_limits
+from fxoffload.runtime import cgroups, host_limits
 from fxoffload.runtime.host_limits import cgroup_limit_bytes, default_host_budget_bytes
 
 GIB = 1 << 30
@@ -13,10 +13,16 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of 100 GiB whose control group files are in the returned folder: v2, then v1."""
-    monkeypatch.setattr(host_limits, "_CGROUP_LIMITS", (tmp_path / "memory.max", tmp_path / "limit_in_bytes"))
+    """A machine of 100 GiB whose control groups are in the returned folder: v2, and v1 below ``memory``."""
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:cpu,memory:/\n0::/\n")
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "_OWN", own)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(host_limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
+    monkeypatch.setattr(
+        host_limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB, available=70 * GIB)
+    )
     return tmp_path
 
 
@@ -38,18 +44,18 @@ def test_version_2_without_a_limit(machine: Path) -> None:
 
 
 def test_version_1(machine: Path) -> None:
-    (machine / "limit_in_bytes").write_text(f"{10 * GIB}\n")
+    (machine / "memory" / "memory.limit_in_bytes").write_text(f"{10 * GIB}\n")
     assert default_host_budget_bytes() == 8 * GIB
 
 
 def test_version_1_without_a_limit_says_a_huge_number(machine: Path) -> None:
-    (machine / "limit_in_bytes").write_text("9223372036854771712\n")
+    (machine / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert cgroup_limit_bytes() is None
 
 
 def test_version_2_goes_first(machine: Path) -> None:
     (machine / "memory.max").write_text(f"{20 * GIB}\n")
-    (machine / "limit_in_bytes").write_text(f"{10 * GIB}\n")
+    (machine / "memory" / "memory.limit_in_bytes").write_text(f"{10 * GIB}\n")
     assert cgroup_limit_bytes() == 20 * GIB
 
 

@@ -1,0 +1,213 @@
+"""Brings one bucket of weights after the other to the device, the next ones while the present one is read.
+
+[Note: Order of a weight stream]
+The reload stream copies and casts, the process groups' streams gather, the consumer's stream unpacks. When bucket i is
+asked for:
+1. the consumer's stream waits for what landed of i, and puts the tensors together in ``out``; what it did with bucket
+   i - 1 comes before that in its order, so that the tensors of i - 1 end here;
+2. the reload stream waits for that, then bucket i + 1 lands: the stage is cast into this rank's slots and the gathers
+   start, what is not gathered is copied from the host;
+3. the stage is free as soon as it was cast: the parts of bucket i + 2 are copied behind it, beside the gathers.
+See [Note: Memory of a bucket] for the buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxoffload import _torch_private as private
+from fxoffload.phases.buckets import Lane, Piece, Plan
+from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
+from fxoffload.phases.weight_units import Unit
+from fxoffload.runtime.streams import CopyStreams, Wait
+from fxoffload.sizes import format_bytes
+
+Copies = Iterator[tuple[Tensor, Tensor]]
+
+
+class Ledger:
+    """Counts the bytes that a stream allocated on the device, and holds it to what was promised."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory for a buffer.
+
+        Raises:
+            AssertionError: more than was promised: a bug in fxoffload.
+        """
+        if self.held_bytes + nbytes > self.limit_bytes:
+            raise AssertionError(
+                f"a weight stream would hold {format_bytes(self.held_bytes + nbytes)} on the device, more than 2 "
+                f"buckets and the largest tensor ({format_bytes(self.limit_bytes)}): a bug in fxoffload, report it"
+            )
+        self.held_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, *buffers: Tensor) -> None:
+        """The stream holds these no longer."""
+        self.held_bytes -= sum(buffer.numel() for buffer in buffers)
+
+
+class BucketStream:
+    """See [Note: Order of a weight stream].
+
+    Args:
+        read: (unit, start, stop, bytes of the target) to the copies that bring a part of a tensor there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        read: Callable[[Unit, int, int, Tensor], Copies],
+        copies: CopyStreams,
+        device: torch.device,
+        ledger: Ledger,
+    ) -> None:
+        self._plan, self._units, self._read, self._copies = plan, units, read, copies
+        self._ledger = ledger
+        self._works: list[Any] = []
+        self._events: list[Any] = []
+        self._stage_filled: Any = None
+        self._stage = ledger.take(plan.stage_bytes, device)
+        self._landing = ledger.take(plan.landing_bytes, device)
+        self._out = ledger.take(plan.out_bytes, device)
+        self._large = ledger.take(plan.large_bytes, device)
+
+    @torch.no_grad()
+    def advance(self, index: int) -> None:
+        """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
+        if index == 0:
+            self._copies.reload_waits_for_compute()
+            self._fill_stage(0)
+            self._land(0)
+            self._fill_stage(1)
+        self._wait()
+        for lane in self._plan.buckets[index].lanes:
+            for piece in lane.pieces:
+                self._unpack(lane, piece)
+        self._copies.reload_waits_for_compute()
+        self._land(index + 1)
+        self._fill_stage(index + 2)
+
+    def whole(self, piece: Piece) -> Tensor:
+        """The tensor that a piece belongs to, in its buffer."""
+        unit = self._units[piece.index]
+        nbytes = unit.numel * unit.dtype.itemsize
+        buffer = self._large if piece.out is None else self._out[piece.out :]
+        return buffer[:nbytes].view(unit.dtype).view(unit.shape)
+
+    def close(self) -> None:
+        """Finishes what was started and gives the memory back. The consumer's stream waits for the copies."""
+        try:
+            self._events.append(self._stage_filled)
+            self._wait()
+        finally:
+            buffers = self._stage, self._landing, self._out, self._large
+            self._ledger.give_back(*buffers)
+            del self._stage, self._landing, self._out, self._large
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        events, self._events = self._events, []
+        for work in works:
+            work.wait()
+        for event in events:
+            if event is not None:
+                self._copies.compute_waits_for(event, Wait.TARGET_READY)
+
+    def _fill_stage(self, index: int) -> None:
+        """This rank's parts of what is gathered in a bucket."""
+        if index >= len(self._plan.buckets):
+            return
+        pieces = [p for lane in self._plan.buckets[index].lanes if lane.key is not None for p in lane.pieces]
+        with self._copies.reloading():
+            self._stage_filled = self._copies.reload(
+                itertools.chain.from_iterable(self._from_source(p, self._stage[p.staged :]) for p in pieces)
+            )
+
+    def _land(self, index: int) -> None:
+        if index >= len(self._plan.buckets):
+            return
+        lanes = self._plan.buckets[index].lanes
+        with self._copies.reloading():
+            for lane in lanes:
+                if lane.key is not None:
+                    self._events.append(self._copies.reload(self._cast(lane)))
+                    self._gather(lane)
+            direct = [
+                self._from_source(p, self._landing[lane.base + p.landed :])
+                for lane in lanes
+                if lane.key is None
+                for p in lane.pieces
+            ]
+            self._events.append(self._copies.reload(itertools.chain.from_iterable(direct)))
+
+    def _from_source(self, piece: Piece, target: Tensor) -> Copies:
+        unit = self._units[piece.index]
+        stop = min(piece.stop, math.prod(unit.own_shape))
+        nbytes = max(stop - piece.start, 0) * unit.local.dtype.itemsize
+        return self._read(unit, piece.start, stop, target[:nbytes])
+
+    def _cast(self, lane: Lane) -> Copies:
+        """From the stage into this rank's slot."""
+        for piece in lane.pieces:
+            unit = self._units[piece.index]
+            count = min(piece.stop, math.prod(unit.own_shape)) - piece.start
+            if count > 0:
+                source = self._stage[piece.staged :][: count * unit.local.dtype.itemsize].view(unit.local.dtype)
+                own = self._landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
+                yield own[: count * unit.wire_dtype.itemsize].view(unit.wire_dtype), source
+
+    @staticmethod
+    def _own_slot(unit: Unit) -> int:
+        slot = 0
+        for cut in unit.cuts:
+            slot = slot * cut.size + cut.rank
+        return slot
+
+    def _gather(self, lane: Lane) -> None:
+        """In place, the last cut first: each gather fills the slots that differ in one more coordinate."""
+        cuts = self._units[lane.pieces[0].index].cuts
+        work = None
+        for i in reversed(range(len(cuts))):
+            if work is not None:
+                work.wait()
+            before = 0
+            for cut in cuts[:i]:
+                before = before * cut.size + cut.rank
+            part_bytes = lane.slot_bytes * math.prod(cut.size for cut in cuts[i + 1 :])
+            base = lane.base + before * cuts[i].size * part_bytes
+            slots = self._landing[base : base + cuts[i].size * part_bytes]
+            own = slots[cuts[i].rank * part_bytes :][:part_bytes]
+            work = private.all_gather(slots, own, cuts[i].group)
+        self._works.append(work)
+
+    def _unpack(self, lane: Lane, piece: Piece) -> None:
+        unit, whole = self._units[piece.index], self.whole(piece)
+        load = unit.load()
+        slots = self._landing[lane.base : lane.base + lane.ranks * lane.slot_bytes].view(lane.ranks, lane.slot_bytes)
+        nbytes = (piece.stop - piece.start) * unit.landed_dtype.itemsize
+        values = slots[:, piece.landed : piece.landed + nbytes].view(unit.landed_dtype)
+        if piece.start == 0 and piece.stop == load.elements and is_even(unit.shape, unit.cuts):
+            target = side_by_side(whole, unit.cuts)
+            target.copy_(values.view(target.shape))
+            return
+        for slot, coordinates in enumerate(itertools.product(*(range(cut.size) for cut in unit.cuts))):
+            starts, sizes = region(unit.shape, unit.cuts, coordinates)
+            own, at = part(whole, (starts, sizes)), 0
+            for box in boxes(sizes, piece.start, min(piece.stop, math.prod(sizes))):
+                target = part(own, box)
+                target.copy_(values[slot, at : at + target.numel()].view(target.shape))
+                at += target.numel()

@@ -1,0 +1,204 @@
+"""What is still on a device after an offload, and who holds it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from fxoffload.phases.referrers import describe_referrers
+from fxoffload.phases.sentinel import untouched
+from fxoffload.sizes import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True)
+class Residue:
+    """Memory of one storage.
+
+    Attributes:
+        nbytes: of the storage.
+        kind: class of the first tensor on it.
+        shape: of that tensor.
+        dtype: likewise.
+        device: where it is.
+        tensors: how many tensors share it.
+        held_by: who refers to them, in words; empty where only C++ does (an autograd graph).
+    """
+
+    nbytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tensors: int
+    held_by: tuple[str, ...]
+
+
+class Residues(list[Residue]):
+    """Largest first; printed as a table.
+
+    Attributes:
+        unseen_bytes: that the caching allocator gave out and no tensor in Python accounts for: autograd graphs,
+            workspaces, tensors smaller than asked for. Zero without CUDA.
+    """
+
+    unseen_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return sum(one.nbytes for one in self)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                format_bytes(one.nbytes),
+                one.kind,
+                "x".join(map(str, one.shape)) or "scalar",
+                str(one.dtype).removeprefix("torch."),
+                str(one.device),
+                "\n".join(one.held_by) or "nothing in Python (an autograd graph, or C++)",
+            ]
+            for one in self
+        ]
+        lines = [f"{format_bytes(self.nbytes)} in {len(self)} storage{'' if len(self) == 1 else 's'}"]
+        if self.unseen_bytes:
+            lines.append(f"{format_bytes(self.unseen_bytes)} allocated beside them, by what is not listed")
+        if rows:
+            lines.append(tabulate(rows, headers=["size", "type", "shape", "dtype", "device", "held by"]))
+        return "\n".join(lines)
+
+
+def residue(
+    device: torch.device | str | int | None = None,
+    *,
+    min_bytes: int | str = "1MiB",
+    ignore: Iterable[Any] = (),
+    device_types: Sequence[str] = ("cuda",),
+) -> Residues:
+    """The tensors that are alive on a device: what an offload left, and who refers to it.
+
+    It collects garbage first, and keeps no reference to what it found.
+
+    Args:
+        device: only this one; by default every device of ``device_types``.
+        min_bytes: smaller storages are left out.
+        ignore: tensors, modules, or trees of tensors that are known and left out.
+        device_types: ("cpu",) for a rehearsal.
+
+    Raises:
+        ValueError: ``min_bytes`` is no size.
+    """
+    least = parse_bytes(min_bytes, "min_bytes", allow_zero=True)
+    one = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    gc.collect()
+    found = Residues()
+    with untouched(), torch.no_grad():
+        known = {key for tensor in _known(ignore) if (key := _storage_key(tensor)) is not None}
+        storages: dict[int, list[Tensor]] = {}
+        for tensor in _alive():
+            key = _storage_key(tensor)
+            if key is not None and key not in known and _is_wanted(tensor, one, device_types, least):
+                storages.setdefault(key, []).append(tensor)
+        tensors = [tensor for some in storages.values() for tensor in some]
+        texts = describe_referrers(tensors, [tensors, storages, *storages.values()])
+        grads = _grad_owners(tensors)
+        for some in storages.values():
+            held_by = [t for tensor in some for t in (*texts[id(tensor)], *grads.get(id(tensor), ()))]
+            found.append(_residue(some, held_by))
+    found.sort(key=lambda entry: -entry.nbytes)
+    found.unseen_bytes = _unseen_bytes(one, device_types, found.nbytes)
+    return found
+
+
+def _alive() -> list[Tensor]:
+    """Every tensor that Python knows, and their gradients, which it may not know."""
+    # type(), not isinstance(): that asks proxies for their __class__, and they may raise.
+    tensors = {id(t): t for t in gc.get_objects() if issubclass(type(t), Tensor) and not _is_fake(t)}
+    for tensor in list(tensors.values()):
+        if tensor.is_leaf and tensor.grad is not None:
+            tensors.setdefault(id(tensor.grad), tensor.grad)
+    return list(tensors.values())
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    functional = sys.modules.get("torch._subclasses.functional_tensor")
+    return (fakes is not None and issubclass(type(tensor), fakes.FakeTensor)) or (
+        functional is not None and issubclass(type(tensor), functional.FunctionalTensor)
+    )
+
+
+def _storage_key(tensor: Tensor) -> int | None:
+    """None for what has no memory of its own: wrappers (their inner tensors are listed), sparse and away tensors."""
+    try:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        return storage._cdata if storage.nbytes() else None
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _is_wanted(tensor: Tensor, device: torch.device | None, types: Sequence[str], least: int) -> bool:
+    if device is None:
+        fits = tensor.device.type in types
+    else:
+        fits = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    return fits and tensor.untyped_storage().nbytes() >= least
+
+
+def _known(ignore: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for thing in ignore:
+        if isinstance(thing, nn.Module):
+            found += [*thing.parameters(), *thing.buffers()]
+        else:
+            found += [leaf for leaf in tree_leaves(thing) if isinstance(leaf, Tensor)]
+    for tensor in list(found):
+        if is_traceable_wrapper_subclass(tensor):
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+            found += [one for one in inner if isinstance(one, Tensor)]
+    return found
+
+
+def _grad_owners(tensors: list[Tensor]) -> dict[int, list[str]]:
+    """A gradient is held by its tensor, in C++."""
+    wanted = {id(tensor) for tensor in tensors}
+    found: dict[int, list[str]] = {}
+    for owner in gc.get_objects():
+        if not issubclass(type(owner), Tensor) or _is_fake(owner) or not owner.is_leaf:
+            continue
+        if owner.grad is not None and id(owner.grad) in wanted:
+            shape = "x".join(map(str, owner.shape))
+            found.setdefault(id(owner.grad), []).append(f"grad of a {type(owner).__name__} ({shape})")
+    return found
+
+
+def _residue(tensors: list[Tensor], held_by: list[str]) -> Residue:
+    first = tensors[0]
+    return Residue(
+        nbytes=first.untyped_storage().nbytes(),
+        kind=type(first).__name__,
+        shape=tuple(first.shape),
+        dtype=first.dtype,
+        device=first.device,
+        tensors=len(tensors),
+        held_by=tuple(dict.fromkeys(held_by)),
+    )
+
+
+def _unseen_bytes(device: torch.device | None, types: Sequence[str], seen: int) -> int:
+    if device is not None:
+        devices = [device] if device.type == "cuda" else []
+    else:
+        devices = list(range(torch.cuda.device_count())) if "cuda" in types and torch.cuda.is_initialized() else []
+    return max(sum(torch.cuda.memory_allocated(one) for one in devices) - seen, 0) if devices else 0

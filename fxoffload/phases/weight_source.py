@@ -1,0 +1,80 @@
+"""Where the bytes of a weight are read: the host image, or the device where they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fxoffload.phases.cuts import boxes, part
+from fxoffload.phases.sentinel import untouched
+from fxoffload.phases.storages import Holding, Where
+from fxoffload.phases.weight_units import Unit
+
+
+class Stored(Protocol):
+    """What is asked of a ``PhaseManager`` here."""
+
+    def holding_of(self, tensor: Tensor) -> Holding | None: ...
+    def host_pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]: ...
+    def host_copy(self, tensor: Tensor) -> Tensor: ...
+    def drain(self) -> None: ...
+
+
+class WeightSource:
+    """Tells which copies bring a part of a tensor into a buffer.
+
+    It is asked at each bucket: parameters may return to the device, or leave it, while the stream goes on.
+    """
+
+    def __init__(self, manager: Stored) -> None:
+        self._manager = manager
+
+    def copies(self, unit: Unit, start: int, stop: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(target, source) of the elements ``start:stop`` of this rank's part, in its dtype.
+
+        Args:
+            target: bytes; the elements lie in it one after the other.
+        """
+        if start >= stop:
+            return
+        holding = self._holding_of(unit)
+        if holding is None:
+            # A part may be shorter than the tensor it lies in (FSDP1's padding).
+            typed = target.view(unit.local.dtype)
+            local = unit.local.detach()
+            at = 0
+            for box in boxes(unit.local.shape, start, stop):
+                piece = part(local, box)
+                yield typed[at : at + piece.numel()].view(piece.shape), piece
+                at += piece.numel()
+            return
+        with untouched():
+            item, offset = unit.local.element_size(), int(unit.local.storage_offset())
+            contiguous = unit.local.is_contiguous()
+        if contiguous:
+            yield from self._from_image(holding, (offset + start) * item, target)
+        else:
+            # Put in order by the CPU: slow, and rare.
+            values = self._manager.host_copy(unit.local).reshape(-1)[start:stop]
+            yield target, values.view(torch.uint8)
+
+    def _from_image(self, holding: Holding, first: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        last = first + target.numel()
+        for at, host in self._manager.host_pieces(holding):
+            begin, end = max(at, first), min(at + host.numel(), last)
+            if begin < end:
+                yield target[begin - first : end - first], host[begin - at : end - at]
+
+    def _holding_of(self, unit: Unit) -> Holding | None:
+        for tensor in (unit.local, *unit.aliases):
+            holding = self._manager.holding_of(tensor)
+            # Its bytes on the device vanish when they have left, and those on the host are not complete before.
+            if holding is not None and holding.where is Where.LEAVING:
+                self._manager.drain()
+                holding = self._manager.holding_of(tensor)
+            if holding is not None:
+                return holding
+        return None

@@ -1,0 +1,277 @@
+"""What a weight sync hands out: the names of a state dict, and where the bytes behind them lie.
+
+[Note: Names]
+Names are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP, activation
+checkpointing), in its order, with persistent buffers: what a checkpoint of the unwrapped model would hold, which is
+what weight loaders (vLLM's ``load_weights``) know. With three exceptions:
+- A tensor with several names (tied weights) is copied once; its other names follow the first one directly.
+- The parameters in an FSDP1 flat parameter come together, where its module comes.
+- A wrapper subclass that is no DTensor (a quantized weight) is handed out as the plain tensors inside, called
+  ``<name>.<attribute>``, and is not cast: what they mean is known to whoever quantized.
+LoRA weights have the adapter's names: whoever wants merged weights merges first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxoffload import _torch_private as private
+from fxoffload._torch_private import FlatParameterInfo
+from fxoffload.errors import UnsupportedError
+from fxoffload.phases.buckets import Load
+from fxoffload.phases.cuts import Cut, region
+from fxoffload.phases.sentinel import untouched
+from fxoffload.phases.storages import plain_tensors
+
+_TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True)
+class Named:
+    """A named tensor inside a unit: ``numel(shape)`` elements from ``start``."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A tensor that is copied and gathered as a whole.
+
+    Attributes:
+        named: what is handed out of it.
+        local: the plain tensor on this rank; perhaps away. May have padding behind.
+        aliases: other tensors on its storage, by one of which the manager may know it.
+        shape: of the whole.
+        cuts: how the whole is cut over ranks; none where nothing is gathered.
+        dtype: that is handed out.
+    """
+
+    named: tuple[Named, ...]
+    local: Tensor
+    aliases: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    dtype: torch.dtype
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """That is gathered: the smaller one of what there is and what is wanted."""
+        source = self.local.dtype
+        return self.dtype if self.dtype.itemsize < source.itemsize else source
+
+    @property
+    def landed_dtype(self) -> torch.dtype:
+        """That the landing buffer holds."""
+        return self.wire_dtype if self.cuts else self.local.dtype
+
+    @property
+    def numel(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """What this rank holds of it."""
+        return region(self.shape, self.cuts, [cut.rank for cut in self.cuts])[1]
+
+    def load(self) -> Load:
+        """What it needs in a bucket; the same on all ranks."""
+        return Load(
+            name=self.named[0].name,
+            lane=tuple(id(cut.group) for cut in self.cuts) or None,
+            ranks=math.prod(cut.size for cut in self.cuts),
+            elements=math.prod(region(self.shape, self.cuts, [0] * len(self.cuts))[1]),
+            source_item=self.local.dtype.itemsize,
+            wire_item=self.wire_dtype.itemsize,
+            out_bytes=self.numel * self.dtype.itemsize,
+        )
+
+
+def units_of(
+    model: nn.Module, *, full: bool = True, dtype: torch.dtype | None = None, names: Collection[str] | None = None
+) -> list[Unit]:
+    """Everything that is handed out; see [Note: Names].
+
+    Raises:
+        UnsupportedError: a tensor that cannot be read in pieces.
+        ValueError: an unknown name, or a ``dtype`` that is not floating.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"expected a floating dtype to cast weights to, found {dtype}")
+    with untouched():
+        units: list[Unit] = []
+        for names_of_one, found in _entries(model):
+            if isinstance(found, Tensor):
+                units += _tensor_units(names_of_one, found, full, dtype)
+            else:
+                units.append(_flat_unit(names_of_one[0], found, full, dtype))
+    return units if names is None else _selected(units, names)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their clean names, tied ones under every name.
+
+    Raises:
+        UnsupportedError: FSDP1 flattened parameters.
+    """
+    with untouched():
+        entries = _entries(model)
+    weights = {name: found for names, found in entries if isinstance(found, Tensor) for name in names}
+    if len(weights) < sum(len(names) for names, _ in entries):
+        raise UnsupportedError("FSDP1 keeps parts of flattened parameters only: use stream_weights() for whole ones")
+    return weights
+
+
+def _entries(model: nn.Module) -> list[tuple[list[str], Tensor | FlatParameterInfo]]:
+    """All names of each tensor, and the module's name of each flat parameter; in the order of their first names."""
+    modules = list(_clean_modules(model))
+    flats = {id(m): flat for _, m in modules if (flat := private.flat_parameter_of(m)) is not None}
+    inside = {(id(owner), attribute) for flat in flats.values() for owner, attribute in flat.members}
+    found: dict[int, tuple[list[str], Tensor | FlatParameterInfo]] = {}
+    for prefix, module in modules:
+        if id(module) in flats:
+            found.setdefault(id(module), ([prefix], flats[id(module)]))
+        for attribute, tensor in _own_tensors(module):
+            if (id(module), attribute) not in inside:
+                found.setdefault(id(tensor), ([], tensor))[0].append(_join(prefix, attribute))
+    return list(found.values())
+
+
+def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module, again under every name, in the order of the state dict."""
+    clean: dict[str, tuple[str, bool]] = {}
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = path.rpartition(".")
+        above, above_is_parallel = clean[parent] if path else ("", False)
+        hidden = not path or leaf in _TRANSPARENT or (above_is_parallel and leaf == "module")
+        name = above if hidden else _join(above, leaf)
+        clean[path] = name, isinstance(module, parallel)
+        yield name, module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    left_out = private.non_persistent_buffers(module)
+    for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+        if attribute not in left_out:
+            yield attribute, tensor
+
+
+def _tensor_units(names: list[str], tensor: Tensor, full: bool, dtype: torch.dtype | None) -> Iterator[Unit]:
+    if tensor.is_meta or is_lazy(tensor):
+        raise UnsupportedError(f"{names[0]!r} has no values yet ({type(tensor).__name__} on {tensor.device})")
+    if private.is_dtensor(tensor):
+        yield _dtensor_unit(names, tensor, full, dtype)
+    elif is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            inner = getattr(tensor, attribute)
+            if isinstance(inner, Tensor):
+                yield from _tensor_units([f"{name}.{attribute}" for name in names], inner, full, None)
+    elif tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{names[0]!r} has the layout {tensor.layout}; only strided tensors can be streamed")
+    else:
+        yield _unit(names, tensor, (), tuple(tensor.shape), (), dtype)
+
+
+def _dtensor_unit(names: list[str], tensor: Any, full: bool, dtype: torch.dtype | None) -> Unit:
+    inner = list(plain_tensors(tensor))
+    if len(inner) != 1:
+        raise UnsupportedError(f"{names[0]!r} is a DTensor of {len(inner)} tensors; expected one plain local tensor")
+    if not full:
+        return _unit(names, inner[0], (tensor,), tuple(inner[0].shape), (), dtype)
+    cuts = cuts_of(names[0], tensor.device_mesh, tensor.placements)
+    return _unit(names, inner[0], (tensor,), tuple(tensor.shape), cuts, dtype)
+
+
+def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[Cut, ...]:
+    """How a DTensor is cut, first cut first.
+
+    Raises:
+        UnsupportedError: it is not cut into parts that lie in the whole as they are.
+    """
+    order = private.mesh_dims_in_order_of_cuts(placements, tuple(mesh.shape))
+    if order is None or any(p.is_partial() for p in placements):
+        raise UnsupportedError(f"{name!r} is placed as {tuple(placements)}; expected Shard and Replicate placements")
+    if len({placements[mesh_dim].dim for mesh_dim in order}) == len(order):
+        # Cuts of different dimensions may change places: one order for what is gathered over the same groups.
+        order = sorted(order, reverse=True)
+    ranks = mesh.mesh
+    cuts = []
+    for mesh_dim in order:
+        if mesh.size(mesh_dim) == 1:
+            continue
+        if bool((ranks.diff(dim=mesh_dim) <= 0).any()):
+            raise UnsupportedError(f"{name!r} is on {mesh}; expected ranks that increase along each dimension")
+        group = mesh.get_group(mesh_dim)
+        cuts.append(Cut(placements[mesh_dim].dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), group))
+    return tuple(cuts)
+
+
+def _unit(
+    names: list[str],
+    local: Tensor,
+    aliases: tuple[Tensor, ...],
+    shape: tuple[int, ...],
+    cuts: tuple[Cut, ...],
+    dtype: torch.dtype | None,
+) -> Unit:
+    named = tuple(Named(name, 0, shape) for name in names)
+    return Unit(named, local, aliases, shape, cuts, _out_dtype(local, dtype))
+
+
+def _flat_unit(prefix: str, flat: FlatParameterInfo, full: bool, dtype: torch.dtype | None) -> Unit:
+    if flat.extended:
+        raise UnsupportedError(
+            f"the flat parameter of {prefix or 'the root module'!r} holds parameters of another parallelism, which "
+            "only FSDP1 can put together: onload() and use FSDP.summon_full_params, or use fully_shard (FSDP2)"
+        )
+    size, rank = (flat.group.size(), flat.group.rank()) if flat.group is not None else (1, 0)
+    whole = full or size == 1
+    named = [
+        Named(_clean(_join(prefix, name)), view.start, view.shape)
+        if whole
+        else Named(_clean(_join(prefix, name)), view.local_start, (view.local_numel,))
+        for view in flat.views
+        for name in view.names
+    ]
+    shape = (flat.numel,) if whole else (flat.local.numel(),)
+    cuts = (Cut(0, size, rank, flat.group),) if whole and size > 1 else ()
+    return Unit(tuple(named), flat.local, flat.aliases, shape, cuts, _out_dtype(flat.local, dtype))
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+
+
+def _out_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _selected(units: Sequence[Unit], names: Collection[str]) -> list[Unit]:
+    wanted = {names} if isinstance(names, str) else set(names)
+    known = [named.name for unit in units for named in unit.named]
+    unknown = sorted(wanted.difference(known))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.3) or known[:3]
+        raise ValueError(
+            f"expected names out of the state dict's {len(known)}, found {unknown[0]!r}"
+            f"{f' and {len(unknown) - 1} others' if len(unknown) > 1 else ''}; there are {', '.join(map(repr, near))}"
+        )
+    kept = (replace(unit, named=tuple(one for one in unit.named if one.name in wanted)) for unit in units)
+    return [unit for unit in kept if unit.named]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

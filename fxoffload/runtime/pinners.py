@@ -1,0 +1,67 @@
+"""What makes a chunk of host memory fit for copies."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Pinner(Protocol):
+    """Makes host memory fit for asynchronous copies, or leaves it alone (the CPU rehearsal).
+
+    Called by several threads at once, each with a chunk of its own. ``register`` of pinned memory is called with pages
+    that have been touched: the driver would fault them in with one thread, however many register.
+    """
+
+    pinned: bool
+
+    def register(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int) -> None: ...
+
+
+class HeapMemory:
+    """The CPU rehearsal's pinner: ordinary memory. ``touch``: fault it in, so that no copy has to."""
+
+    pinned = False
+
+    def __init__(self, *, touch: bool = False) -> None:
+        self._touch = touch
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Nothing to do, or the faults."""
+        if self._touch:
+            touch(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        """Nothing to do."""
+
+
+class CudaPinner:
+    """Registers memory with CUDA, so that copies to and from it run asynchronously at the speed of the link."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def register(self, address: int, nbytes: int) -> None:
+        with torch.cuda.device(self.device):
+            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[attr-defined]
+        if int(result) != 0:
+            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed: {result}")
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+        if int(result) != 0:
+            log.debug("cudaHostUnregister failed: %s", result)
+
+
+def touch(address: int, nbytes: int) -> None:
+    """Fault fresh pages in. ctypes drops the GIL, so several threads do it at once."""
+    ctypes.memset(address, 0, nbytes)
