@@ -83,7 +83,7 @@ class HostReader:
                     destination[name] = self._copy_or_keep(destination[name], {})
 
     def _copy_or_keep(self, tensor: Tensor, memo: Memo) -> Tensor:
-        if is_away(tensor) or (_is_dtensor(tensor) and private.local_of(tensor).numel() == 0):
+        if is_away(tensor) or (private.is_dtensor(tensor) and private.local_of(tensor).numel() == 0):
             return self.read(tensor, memo)
         return tensor
 
@@ -92,7 +92,7 @@ class HostReader:
             touch(tensor, "a state dict")
 
     def _copy(self, tensor: Tensor, memo: Memo) -> Tensor:
-        if _is_dtensor(tensor):
+        if private.is_dtensor(tensor):
             from fxoffload.phases.host_dtensor import HostDTensor
 
             return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
@@ -134,7 +134,3 @@ class HostReader:
             memo: Memo = {}
             self._memos[key] = (alive, memo)
             return memo
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
