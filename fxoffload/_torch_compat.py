@@ -41,6 +41,8 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
+from fxoffload._torch_private import in_backward as in_backward
+
 MIN_TORCH = (2, 11)
 
 # functorch.config switches that hold while one of our graphs is compiled:
@@ -277,11 +279,6 @@ def compiled_autograd_active() -> bool:
         or compiled_autograd.in_compiled_autograd_region
         or config.compiled_autograd
     )
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a node of an autograd backward (reentrant checkpoint's second forward)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def backward_keeps_graph() -> bool:

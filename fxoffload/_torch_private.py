@@ -32,6 +32,201 @@ def optimized_modules_of(module: nn.Module) -> list[nn.Module]:
     return list({id(owner): owner for owner in owners if isinstance(owner, kind)}.values())
 
 
+def in_backward() -> bool:
+    """Whether this thread is running a node of an autograd backward (reentrant checkpoint's second forward)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- phases: what FSDP holds, reads and is in the middle of ------------------------------------------------------------
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells a plain tensor's storage from all others that are alive; also while it is empty."""
+    return tensor.untyped_storage()._cdata
+
+
+def fsdp2_groups(module: Any) -> list[Any]:
+    """The ``FSDPParamGroup`` s of one ``FSDPModule``: torch 2.11 knows at most one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def fsdp2_parameters(module: Any) -> list[torch.nn.Parameter]:
+    """The sharded parameters that an ``FSDPModule`` gathers."""
+    return [p.sharded_param for group in fsdp2_groups(module) for p in group.fsdp_params]
+
+
+def fsdp2_prefetches(module: Any) -> list[torch.nn.Module]:
+    """What ``set_modules_to_forward_prefetch`` was told."""
+    return [m for state in module._get_fsdp_state()._states_to_forward_prefetch for m in state._modules]
+
+
+def fsdp2_activity(module: Any) -> str | None:
+    """What an ``FSDPModule`` is in the middle of ("forward", "pre_backward" ...); None if nothing."""
+    states = [module._get_fsdp_state(), *fsdp2_groups(module)]
+    busy = [state._training_state.name for state in states if state._training_state.name != "IDLE"]
+    return busy[0].lower() if busy else None
+
+
+def fsdp2_is_gathering(module: Any) -> bool:
+    """Whether an all-gather was started that nobody has waited for."""
+    return any(group._all_gather_result is not None for group in fsdp2_groups(module))
+
+
+def fsdp2_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor that an ``FSDPModule`` holds itself, by the name of its attribute."""
+    for group in fsdp2_groups(module):
+        yield "_partial_reduce_output", group._partial_reduce_output
+        for p in group.fsdp_params:
+            yield "_sharded_param_data", p._sharded_param_data
+            for name in ("_sharded_post_forward_param_data", "unsharded_accumulated_grad", "_unsharded_param"):
+                yield name, getattr(p, name, None)
+            if hasattr(p, "_unsharded_param"):
+                yield "_unsharded_param.grad", p._unsharded_param.grad
+            for tensor in (*p.all_gather_outputs, *p._unsharded_inner_tensors):
+                yield "all_gather_outputs", tensor
+
+
+def fsdp2_streams(module: Any) -> list[Any]:
+    """The streams on which an ``FSDPModule`` reads its shards; none before its first forward, and none on a CPU."""
+    found = [
+        getattr(group.comm_ctx, name, None)
+        for group in fsdp2_groups(module)
+        for name in ("all_gather_copy_in_stream", "all_gather_stream")
+    ]
+    return [stream for stream in found if isinstance(stream, torch.Stream)]
+
+
+def fsdp2_forget_iteration(module: Any) -> None:
+    """After an exception in a forward or a backward: as if it had not begun.
+
+    Stands for ``FSDPModule.reset_iter_state``, which torch 2.11 lacks.
+    """
+    context = module._get_fsdp_state()._state_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    for state in context.all_states:
+        state._comm_ctx.post_forward_order.clear()
+        state._training_state = type(state._training_state).IDLE
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None:
+                group._training_state = type(group._training_state).IDLE
+                group._post_forward_indices.clear()
+
+
+def fsdp1_handle(module: Any) -> Any:
+    """The ``FlatParamHandle`` of a ``FullyShardedDataParallel``; None for one without parameters of its own."""
+    return module._handle
+
+
+def fsdp1_parameters(module: Any) -> list[torch.Tensor]:
+    """The parameters that lie in the flat parameter of a ``FullyShardedDataParallel``: themselves, or the flat one."""
+    handle = fsdp1_handle(module)
+    return [] if handle is None else fsdp1_parameters_of(handle)
+
+
+def fsdp1_parameters_of(handle: Any) -> list[torch.Tensor]:
+    """The same, of a ``FlatParamHandle``."""
+    flat = handle.flat_param
+    if not handle._use_orig_params:
+        return [flat]
+    return [p for p in (*flat._params, *(flat._shared_params or ())) if p is not None]
+
+
+def fsdp1_prefetches(module: Any) -> list[Any]:
+    """The ``FlatParamHandle`` that a ``FullyShardedDataParallel`` gathers with its own; known after the first step."""
+    handle = fsdp1_handle(module)
+    if handle is None or not module.forward_prefetch or module._is_root is None:
+        return []
+    following = module._exec_order_data.get_handle_to_forward_prefetch(handle)
+    return [] if following is None else [following]
+
+
+def fsdp1_activity(module: Any) -> str | None:
+    """What a ``FullyShardedDataParallel`` is in the middle of; None if nothing."""
+    handle = fsdp1_handle(module)
+    states = [module.training_state] + ([handle._training_state] if handle is not None else [])
+    busy = [state.name for state in states if state.name != "IDLE"]
+    return busy[0].lower() if busy else None
+
+
+def fsdp1_reshard(module: Any) -> None:
+    """Lets a ``FullyShardedDataParallel`` have its shard only: the root keeps everything after a forward."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    handle = fsdp1_handle(module)
+    if handle is None or module._is_root is None:
+        return
+    flat = handle.flat_param
+    gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
+    if gathered or storage_key(flat) != storage_key(flat._local_shard):
+        _runtime_utils._reshard(module, handle, handle.uses_sharded_strategy)
+
+
+def fsdp1_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor that a ``FullyShardedDataParallel`` holds itself, by the name of its attribute."""
+    handle = fsdp1_handle(module)
+    if handle is None:
+        return
+    flat = handle.flat_param
+    yield "flat_param", flat
+    yield "flat_param.grad", flat.grad
+    for name in (
+        "_local_shard",
+        "_mp_shard",
+        "_full_param_padded",
+        "_full_prec_full_param_padded",
+        "_saved_grad_shard",
+        "_cpu_grad",
+    ):
+        yield name, getattr(flat, name, None)
+
+
+def fsdp1_streams(module: Any) -> list[Any]:
+    """The streams on which a ``FullyShardedDataParallel`` reads its shard."""
+    found = [getattr(module, name, None) for name in ("_pre_unshard_stream", "_unshard_stream")]
+    return [stream for stream in found if isinstance(stream, torch.Stream)]
+
+
+def fsdp1_forget_summons(handle: Any) -> None:
+    """After an exception at the beginning of ``summon_full_params`` or ``state_dict``: as if it had not begun."""
+    if handle._training_state.name == "SUMMON_FULL_PARAMS":
+        handle._training_state = type(handle._training_state).IDLE
+
+
+def dtensor_over(like: Any, local: torch.Tensor, kind: type | None = None) -> Any:
+    """A DTensor with the mesh, placements and shape of ``like`` and another local tensor, on whatever device.
+
+    ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    found = DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg]
+    if kind is not None:
+        found.__class__ = kind
+    return found
+
+
+def local_of(dtensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor itself: ``to_local`` makes another object."""
+    return dtensor._local_tensor
+
+
+def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
+    """The device in the arguments of ``Tensor.to``."""
+    return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
+
+
+def shift_version(tensor: torch.Tensor, by: int) -> None:
+    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + by,))  # type: ignore[attr-defined]
+
+
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fxoffload.phases.guards import Guards
 from fxoffload.phases.handle import Handle, Handles
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.host_reads import read_tensor
@@ -99,6 +100,7 @@ class PhaseManager:
             make_copies=make_copies,
             state=lambda: self.state,
         )
+        self._transit.guards = Guards(self)
         self._entering = ""
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fxoffload._torch_private import shift_version
 from fxoffload.phases.storages import Holding
 
 
@@ -74,6 +75,9 @@ def send_away(tensor: Tensor, holding: Holding) -> None:
         record = tensor.__dict__.get(_RECORD)
         if record is None:
             record = _Away(type(tensor))
+            # A backward reads what its forward saved in C++, without asking the class: it ends the process, unless
+            # autograd takes the tensor for modified and raises.
+            shift_version(tensor, 1)
             object.__setattr__(tensor, _RECORD, record)
             tensor.__class__ = _away_class(record.home)
         if holding not in record.holdings:
@@ -90,6 +94,7 @@ def bring_back(tensor: Tensor, holding: Holding) -> None:
         if not record.holdings:
             tensor.__class__ = record.home
             object.__delattr__(tensor, _RECORD)
+            shift_version(tensor, -1)
 
 
 @contextlib.contextmanager

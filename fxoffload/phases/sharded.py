@@ -1,23 +1,162 @@
-"""What sharded modules hold beside their parameters."""
+"""Models sharded by FSDP: which state they must be in to be offloaded, and what they read behind the parameters' backs.
+
+[Note: FSDP and streams]
+FSDP reads shards on streams of its own, which wait for the caller's stream once per forward only, at its root. A fence
+that lets the caller's stream wait for a copy is not enough for the layers: ``all_gather_streams`` have to wait as well.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from fxoffload import _torch_private as private
+from fxoffload.phases.storages import plain_tensors
 
 
-def settle(model: nn.Module) -> None:
-    """Brings every FSDP module of a model to its sharded state."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to this module itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has applied it where it was not imported
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether this is a ``FullyShardedDataParallel``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of everything in a model that FSDP was applied to."""
+    for name, module in model.named_modules():
+        if is_fsdp2(module) or is_fsdp1(module):
+            yield name or type(module).__name__, module
 
 
 def fsdp_groups(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
-    """(FSDP module, the parameters that its forward gathers)."""
-    return [(m, list(m.parameters())) for m in model.modules() if isinstance(m, FSDPModule)]
+    """Each FSDP module of a model with the parameters that it gathers."""
+    return [(module, _parameters(module)) for _, module in fsdp_modules(model)]
 
 
 def prefetched_by(module: nn.Module) -> list[nn.Module]:
-    """The FSDP modules whose parameters a forward of ``module`` gathers as well."""
-    return []
+    """The FSDP modules whose parameters are gathered when the forward of this one begins.
+
+    FSDP2 is told which; FSDP1 knows after its first step, and gathers the next one if ``forward_prefetch`` is on.
+    """
+    return list(private.fsdp2_prefetches(module)) if is_fsdp2(module) else []
+
+
+def gathered_next(module: nn.Module) -> list[Tensor]:
+    """The parameters that an FSDP module gathers for others when its forward begins."""
+    if is_fsdp1(module):
+        return [p for handle in private.fsdp1_prefetches(module) for p in private.fsdp1_parameters_of(handle)]
+    return [p for one in prefetched_by(module) for p in _parameters(one)]
+
+
+class GatherStreams:
+    """The streams on which FSDP reads the shards of some models; see [Note: FSDP and streams]. None on a CPU.
+
+    Args:
+        models: as they are sharded now.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._modules = [module for model in models for _, module in fsdp_modules(model)]
+        self._streams: list[Any] = []
+
+    def wait(self, event: Any) -> None:
+        """Lets them wait for an event. Before its first forward FSDP has none; they then wait for the caller's."""
+        if not self._streams:
+            found = [
+                stream
+                for module in self._modules
+                for stream in (private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module))
+            ]
+            self._streams = list({(s.device, s.stream_id): s for s in found}.values())
+        for stream in self._streams:
+            stream.wait_event(event)
+
+
+def cpu_offloaded(module: nn.Module) -> bool:
+    """Whether FSDP keeps parameters of a model on the CPU itself (``CPUOffloadPolicy``, ``CPUOffload``)."""
+    return any(_keeps_on_cpu(one) for _, one in fsdp_modules(module))
+
+
+def cpu_offloaded_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that FSDP keeps on the CPU. They are pinned: their storages must not be resized."""
+    return [p for _, module in fsdp_modules(model) if _keeps_on_cpu(module) for p in _parameters(module)]
+
+
+def settle(model: nn.Module) -> None:
+    """Brings every FSDP module to its sharded state: the unsharded parameters are copies that need no offloading.
+
+    Raises:
+        RuntimeError: a forward or a backward is running, or ended with an exception. Nothing was changed.
+    """
+    found = list(fsdp_modules(model))
+    if found and private.in_backward():
+        raise RuntimeError("cannot offload inside a backward: expected to be called between steps")
+    for name, module in found:
+        activity = private.fsdp2_activity(module) if is_fsdp2(module) else private.fsdp1_activity(module)
+        if activity is not None:
+            raise RuntimeError(
+                f"cannot offload while FSDP is in the middle of a step: expected {name} to be idle, found it in "
+                f"{activity}. Call it after the forward or backward; if that ended with an exception, call "
+                "reset_iter_state() of the root (FSDP2 from torch 2.13) or build the model again"
+            )
+    _initialize(model)
+    for _, module in found:
+        if is_fsdp1(module):
+            private.fsdp1_reshard(module)
+            continue
+        if private.fsdp2_is_gathering(module):
+            module.unshard()  # waits for what was started
+        module.reshard()
+
+
+def held_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All tensors with memory that FSDP itself holds, by module and attribute; most share a parameter's storage."""
+    found = []
+    for name, module in fsdp_modules(model):
+        for attribute, tensor in private.fsdp2_tensors(module) if is_fsdp2(module) else private.fsdp1_tensors(module):
+            if tensor is not None and any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
+                found.append((f"{name}.{attribute}", tensor))
+    return found
+
+
+def hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Of ``held_tensors`` those on storages that no parameter, gradient or buffer of the model has.
+
+    A settled model has none, but for gradients that were not reduced yet (``set_requires_gradient_sync(False)``), and
+    for a rank whose part of a flat parameter is padding only.
+    """
+    own = [*model.parameters(), *model.buffers()]
+    own += [p.grad for p in own if p.grad is not None]
+    known = {private.storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
+    return [
+        (name, tensor)
+        for name, tensor in held_tensors(model)
+        if any(private.storage_key(plain) not in known for plain in plain_tensors(tensor))
+    ]
+
+
+def _initialize(model: nn.Module) -> None:
+    """FSDP1 looks at its parameters when it is first used: that must not be while they are away."""
+    for _, module in fsdp_modules(model):
+        if is_fsdp1(module):
+            module.check_is_root()  # as every public method does; the first one met is the root
+
+
+def _parameters(module: nn.Module) -> list[Tensor]:
+    return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
+
+
+def _keeps_on_cpu(module: Any) -> bool:
+    if is_fsdp1(module):
+        return bool(module.cpu_offload.offload_params)
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in private.fsdp2_groups(module))

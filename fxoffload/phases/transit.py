@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from fxoffload.phases import sharded
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
+from fxoffload.phases.guards import Guards
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.inventory import Inventory
@@ -79,6 +80,8 @@ class Transit:
         self._state = state
         self._gates = Gates(inventory.models, self.fence)
         self._gradients = Gradients(inventory, grads, lambda: self._require_gradients("a backward"))
+        self._fsdp = sharded.GatherStreams(inventory.models.values())
+        self.guards: Guards | None = None  # they need the manager, which needs us
         self._latest: dict[str, Transition] = {}  # by group: charged with the time that streams wait
 
     # -- to the host ---------------------------------------------------------------------------------------------------
@@ -273,6 +276,7 @@ class Transit:
             if device.type == "cuda" and transition is not None:
                 if not last.has_arrived():
                     transition.let_wait(torch.cuda.current_stream(device), last.event)
+                    self._fsdp.wait(last.event)
             else:
                 self.mover.copies(device).compute_waits_for(last.event, Wait.TARGET_READY)
             self._settle(h for h in self.ledger.held(Where.ARRIVING) if h.device == device and h.serial <= last.serial)
@@ -291,6 +295,8 @@ class Transit:
     def _guard(self, holdings: list[Holding]) -> None:
         """Puts up what must be up while these are away."""
         groups = {held.group for held in holdings}
+        if holdings and self.guards is not None:
+            self.guards.install()
         if groups.intersection(_READ_BY_FORWARDS):
             self._gates.install()
         if GRADS in groups:
@@ -303,10 +309,14 @@ class Transit:
             self._gradients.unguard()
         if not self.ledger.held(groups=_READ_BY_FORWARDS):
             self._gates.remove()
+        if self.guards is not None and not self.ledger.held():
+            self.guards.remove()
 
     def close(self) -> None:
         """Ends the background thread."""
         self._gates.remove()
+        if self.guards is not None:
+            self.guards.close()
         self.worker.stop()
 
 

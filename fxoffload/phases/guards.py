@@ -1,0 +1,212 @@
+"""What classes and gates in front of forwards cannot see, while tensors are away.
+
+See [Note: Away classes] and [Note: Gates]. Some uses would have done half of their work when the first away tensor
+stops them (Adam counts its steps first, ``Module.to`` converts module after module), some read memory that no known
+tensor object stands for (FSDP's shards), and state dicts can be answered from the host. Each has an override: it fences
+what is arriving and raises ``OffloadedError`` for what is on the host, before anything has happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fxoffload import _torch_private as private
+from fxoffload.phases import sharded
+from fxoffload.phases.overrides import Overrides, is_ours
+from fxoffload.phases.sentinel import OffloadedError, touch
+from fxoffload.phases.state_dicts import HostReader
+
+if TYPE_CHECKING:
+    from fxoffload.phases.manager import PhaseManager
+
+
+class Guards:
+    """Overrides that are put in place while something is away; see the module.
+
+    Args:
+        manager: whose models and optimizers are guarded.
+    """
+
+    def __init__(self, manager: PhaseManager) -> None:
+        self._manager = manager
+        self._reader = HostReader(manager)
+        self._overrides = Overrides()
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Puts the overrides in place. Nothing happens where they already are."""
+        if not self._hooks:
+            # They stay until ``close``: compiled code never walks through these lists.
+            self._hooks = [hook for optimizer in self._manager.optimizers for hook in self._optimizer_hooks(optimizer)]
+        if self._overrides:
+            return
+        for prefix, model in self._manager.models.items():
+            for name, module in model.named_modules():
+                self._guard_module(module, ".".join(filter(None, (prefix, name))) or type(module).__name__)
+        for optimizer in self._manager.optimizers:
+            if hasattr(optimizer, "step"):
+                self._guard_step(optimizer)
+
+    def remove(self) -> None:
+        """Takes the overrides away."""
+        self._overrides.remove()
+
+    def close(self) -> None:
+        """Takes everything away, for good."""
+        self.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _guard_module(self, module: nn.Module, name: str) -> None:
+        put = self._overrides.put
+        for method, what in (
+            ("load_state_dict", "load_state_dict()"),
+            ("_load_from_state_dict", "load_state_dict()"),
+            ("_apply", "Module.to() or another conversion"),
+        ):
+            put(module, method, self._touching(lambda: tensors_under(module), f"{what} of {name}"))
+        put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
+        put(module, "_save_to_state_dict", self._save(module, name))
+        if sharded.is_fsdp2(module):
+            for group in private.fsdp2_groups(module):
+                put(group, "unshard", self._unshard(module, group, f"FSDP's all-gather of {name}"))
+        elif sharded.is_fsdp1(module):
+            what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
+            put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
+            what = f"clip_grad_norm_() of {name}"
+            put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
+            handle = private.fsdp1_handle(module)
+            if handle is not None:
+                put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
+
+    def _guard_step(self, optimizer: Any) -> None:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            touch_all(tensors_of(optimizer), f"{type(optimizer).__name__}.step()")
+            return original(*args, **kwargs)
+
+        self._overrides.put(optimizer, "step", call)
+
+    def _touching(self, tensors: Callable[[], Iterable[Tensor]], what: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            touch_all(tensors(), what)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _reduce(self, module: nn.Module, what: str) -> Callable[..., Any]:
+        """A copy of a module must not take our overrides and hooks along."""
+
+        def call(original: Callable[..., Any], *args: Any) -> Any:
+            touch_all(tensors_under(module), what)
+            reduced = original(*args)
+            if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+                return (*reduced[:2], without_ours(reduced[2]), *reduced[3:])
+            return reduced
+
+        return call
+
+    def _save(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], destination: Any, prefix: str, keep_vars: bool) -> Any:
+            own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+            if keep_vars:
+                touch_all(own, f"state_dict(keep_vars=True) of {name}")
+            with self._reader.answering_detach(own, destination):
+                original(destination, prefix, keep_vars)
+            self._reader.stand_ins(destination, [prefix + name for name in module._parameters])
+
+        return call
+
+    def _unshard(self, module: Any, group: Any, what: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                touch_all([p.sharded_param for p in group.fsdp_params], what)
+            except OffloadedError:
+                private.fsdp2_forget_iteration(module)
+                raise
+            return original(*args, **kwargs)
+
+        return call
+
+    def _pre_unshard(self, module: Any, handle: Any, what: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any]) -> Any:
+            try:
+                touch_all(private.fsdp1_parameters(module), what)
+            except OffloadedError:
+                private.fsdp1_forget_summons(handle)
+                raise
+            return original()
+
+        return call
+
+    def _optimizer_hooks(self, optimizer: Any) -> Iterator[Any]:
+        if not hasattr(optimizer, "register_state_dict_post_hook"):
+            return
+        name = type(optimizer).__name__
+
+        def before_load(optimizer: Any, state_dict: Any) -> None:
+            touch_all(tensors_of(optimizer), f"{name}.load_state_dict()")
+
+        def after_save(optimizer: Any, state_dict: Any) -> Any:
+            if self._has_fsdp1(optimizer):
+                what = f"state_dict() of {name} (FSDP1 gathers it on the device)"
+                touch_all(tree_leaves(state_dict), what)
+            return self._reader.read_tree(state_dict)
+
+        yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
+        yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
+
+    def _has_fsdp1(self, optimizer: Any) -> bool:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(
+            id(p) in own
+            for model in self._manager.models.values()
+            for module, parameters in sharded.fsdp_groups(model)
+            if sharded.is_fsdp1(module)
+            for p in parameters
+        )
+
+
+def touch_all(tensors: Iterable[Any], what: str) -> None:
+    """Fences what is arriving; raises ``OffloadedError`` for the first that is on the host."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            touch(tensor, what)
+
+
+def tensors_under(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, gradients and buffers of a module and those in it."""
+    yield from module.parameters()
+    yield from gradients_under(module)
+    yield from module.buffers()
+
+
+def gradients_under(module: nn.Module) -> Iterator[Tensor]:
+    """Gradients of a module and those in it."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def tensors_of(optimizer: Any) -> Iterator[Tensor]:
+    """What a step of an optimizer reads and writes: parameters, gradients and state."""
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter
+                yield parameter.grad
+    state = getattr(optimizer, "state", None)
+    yield from tree_leaves(dict(state)) if isinstance(state, dict) else ()
+
+
+def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A module's attributes without overrides, and without hooks of this package."""
+    found = {name: value for name, value in dict(attributes).items() if not is_ours(value)}
+    for name, value in found.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
+    return found

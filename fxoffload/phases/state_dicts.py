@@ -1,0 +1,136 @@
+"""State dicts of what is away: CPU tensors with the values in the host image.
+
+[Note: DTensors on the host]
+A shard that is away becomes a DTensor with the same mesh and placements over a local tensor on the CPU, as FSDP2's
+CPUOffloadPolicy has them: ``torch.distributed.checkpoint`` saves and loads such shards without a collective. What would
+gather it on the device is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxoffload import _torch_private as private
+from fxoffload.phases.phase import PARAMS
+from fxoffload.phases.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
+from fxoffload.phases.storages import Holding, Where
+
+if TYPE_CHECKING:
+    from fxoffload.phases.manager import PhaseManager
+
+Memo = dict[int, Tensor]  # by holding: its bytes on the CPU, so that what was tied stays tied
+
+
+class HostReader:
+    """Copies of away tensors out of the host image.
+
+    Args:
+        manager: whose image it is.
+    """
+
+    def __init__(self, manager: PhaseManager) -> None:
+        self._manager = manager
+        self._process = os.getpid()
+        self._memos: dict[int, tuple[weakref.ref[Any], Memo]] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def answering_detach(self, tensors: Iterable[Tensor], destination: MutableMapping[str, Any]) -> Iterator[None]:
+        """In this block ``detach()`` of an away tensor gives a copy from the host. ``tensors`` that are arriving are
+        fenced before. Copies for the same destination are tied as the tensors are."""
+        for tensor in tensors:
+            self._fence(tensor)
+        memo = self._memo_of(destination)
+        with detached_by(lambda tensor: self.read(tensor, memo)):
+            yield
+
+    def read_tree(self, tree: Any) -> Any:
+        """The same tree with copies from the host in place of away tensors."""
+        memo: Memo = {}
+        leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            self._fence(leaf)
+        if not any(is_away(leaf) for leaf in leaves):
+            return tree
+        return tree_map(lambda leaf: self._copy_or_keep(leaf, memo) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def read(self, tensor: Tensor, memo: Memo) -> Tensor:
+        """A copy of an away tensor: of a wrapper one of its kind, of a DTensor see [Note: DTensors on the host]."""
+        if os.getpid() != self._process:
+            raise OffloadedError(
+                "a state dict was asked for in a forked process, which has no access to the pinned host memory: "
+                "ask for it in the process that owns the model, or onload() before the fork"
+            )
+        with untouched():
+            return self._copy(tensor, memo)
+
+    def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str]) -> None:
+        """Shards without elements are never away. Beside others that are, they must refuse what those refuse: else one
+        rank would wait in a collective that the others never enter."""
+        if self._manager.where(PARAMS) in (Where.HOST, Where.LEAVING):
+            for name in names:
+                if isinstance(destination.get(name), Tensor):
+                    destination[name] = self._copy_or_keep(destination[name], {})
+
+    def _copy_or_keep(self, tensor: Tensor, memo: Memo) -> Tensor:
+        if is_away(tensor) or (private.is_dtensor(tensor) and private.local_of(tensor).numel() == 0):
+            return self.read(tensor, memo)
+        return tensor
+
+    def _fence(self, tensor: Tensor) -> None:
+        if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
+            touch(tensor, "a state dict")
+
+    def _copy(self, tensor: Tensor, memo: Memo) -> Tensor:
+        if private.is_dtensor(tensor):
+            from fxoffload.phases.host_dtensor import HostDTensor
+
+            return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: getattr(tensor, name) for name in names}
+            inner = {name: self._copy(p, memo) if isinstance(p, Tensor) else p for name, p in parts.items()}
+            return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        holding = self._manager.holding_of(tensor)
+        if holding is None or holding.where is Where.LEAVING:
+            copy = self._manager.host_copy(tensor)  # waits for what is leaving
+            holding = self._manager.holding_of(tensor)
+            if holding is None:
+                return copy
+        found = self._bytes(holding, memo).view(tensor.dtype) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
+        return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() if tensor.numel() else 0)
+
+    def _bytes(self, holding: Holding, memo: Memo) -> Tensor:
+        found = memo.get(id(holding))
+        if found is None:
+            # Whole multiples of the widest dtype, so that the bytes can be viewed as any.
+            found = torch.empty(-(-holding.nbytes // 16) * 16, dtype=torch.uint8)
+            for at, host in self._manager.host_pieces(holding):
+                found[at : at + host.numel()] = host
+            memo[id(holding)] = found
+        return found
+
+    def _memo_of(self, destination: MutableMapping[str, Any]) -> Memo:
+        """One per state dict that is being filled."""
+        with self._lock:
+            known = self._memos.get(id(destination))
+            if known is not None and known[0]() is destination:
+                return known[1]
+            key = id(destination)
+            try:
+                alive = weakref.ref(destination, lambda _: self._memos.pop(key, None))
+            except TypeError:  # a plain dict: ties between modules are lost
+                return {}
+            memo: Memo = {}
+            self._memos[key] = (alive, memo)
+            return memo

@@ -1,0 +1,133 @@
+"""FSDP1, FSDP2, DDP and tensor parallel models on two CPU processes: offloading is not noticed, and what it forbids is.
+
+All cases run in the same two processes; each test reads what one case found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+from ..sharding.launch import Ended, Found, launch
+
+MODELS = (
+    "fsdp2",
+    "fsdp2_kept",
+    "fsdp2_mixed",
+    "fsdp2_prefetching",
+    "fsdp1",
+    "fsdp1_flat",
+    "fsdp1_mixed",
+    "fsdp1_kept",
+    "fsdp1_unsharded",
+    "ddp",
+    "ddp_views",
+    "tensor_parallel",
+)
+USED = ("fsdp2", "fsdp2_kept", "fsdp1", "fsdp1_flat", "ddp", "tensor_parallel")
+SAVED = ("fsdp2", "ddp", "tensor_parallel")
+OTHERS = ("settled", "cpu_offloaded", "backward_between")
+CASES = (
+    *(f"away.noop_{name}" for name in MODELS),
+    *(f"away.uses_{name}" for name in USED),
+    *(f"away.fresh_{name}" for name in USED),
+    *(f"away.checkpoint_{name}" for name in SAVED),
+    *(f"away.{name}" for name in OTHERS),
+)
+
+Ranks = Callable[[str], list[Found]]
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
+    """What both ranks found in a case. They are started once, whichever worker needs them first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "away"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "ended"
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(launch(folder, 2, CASES)))
+    ended: list[Ended] = pickle.loads(kept.read_bytes())
+    return lambda case: [rank.found(f"away.{case}") for rank in ended]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_left_of_an_offload(ranks: Ranks, model: str) -> None:
+    """Objects, layouts, aliases, padding and bytes; and the next five steps, offloaded three times in between."""
+    for found in ranks(f"noop_{model}"):
+        assert found["changed"] == []
+        assert found["same"]
+        assert found["held"] > 2000
+        assert found["left"] == 0
+        assert found["hidden"] == []
+        assert found["left_behind"] == []
+        assert found["num_tensors"] >= 20
+        assert found["num_waits"] > 1
+
+
+@pytest.mark.parametrize("steps", ["uses", "fresh"])
+@pytest.mark.parametrize("model", USED)
+def test_every_use_raises_and_breaks_nothing(ranks: Ranks, model: str, steps: str) -> None:
+    """On both ranks, so that nobody waits for the other in a collective. ``fresh``: offloaded before the first step,
+    when FSDP has not initialized itself."""
+    for found in ranks(f"{steps}_{model}"):
+        assert len(found["tried"]) >= 8
+        for use, (kind, message) in found["tried"].items():
+            assert kind == "OffloadedError", (use, kind, message)
+            assert "onload(" in message, (use, message)
+            assert "offloaded" in message, (use, message)
+        assert found["changed"] == []
+        assert found["same"]
+
+
+@pytest.mark.parametrize("model", ["fsdp1", "fsdp1_flat"])
+def test_state_dicts_of_fsdp1_name_what_streams_weights(ranks: Ranks, model: str) -> None:
+    for found in ranks(f"uses_{model}"):
+        assert "stream_weights()" in found["tried"]["state dict"][1]
+
+
+@pytest.mark.parametrize("use", ["full state dict", "full tensor of a state dict", "full optimizer state dict"])
+def test_full_state_dicts_of_fsdp2_name_what_streams_weights(ranks: Ranks, use: str) -> None:
+    for found in ranks("uses_fsdp2"):
+        assert "stream_weights()" in found["tried"][use][1]
+
+
+@pytest.mark.parametrize("model", SAVED)
+def test_checkpoints_are_written_from_the_host(ranks: Ranks, model: str) -> None:
+    """By DCP into a fresh model, and by ``torch.save``; shapes, dtypes and placements are those of the device."""
+    for found in ranks(f"checkpoint_{model}"):
+        assert found["kinds"]
+        assert len(found["equal"]) >= 16
+        assert all(found["equal"])
+        assert len(found["reread"]) >= 4
+        assert all(found["reread"])
+
+
+def test_settle(ranks: Ranks) -> None:
+    for found in ranks("settled"):
+        for name in ("fsdp2", "fsdp1"):
+            in_forward, in_backward = found[name]
+            assert "to be idle, found it in forward" in in_forward
+            assert "inside a backward" in in_backward
+            assert found[f"{name} ended"] == 2
+            assert found[f"{name} unsharded"] > 0
+            assert found[f"{name} hidden"] == []
+
+
+def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(ranks: Ranks) -> None:
+    for found in ranks("cpu_offloaded"):
+        assert found["fsdp2"] == found["fsdp1"] == {"cpu_offloaded": True, "all": True}
+        assert not found["none"]["cpu_offloaded"]
+
+
+@pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept"])
+def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, model: str) -> None:
+    for rank in ranks("backward_between"):
+        found = rank[model]
+        assert found["backward"][0] == "OffloadedError"
+        assert found["same"]
