@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fxoffload.phases import sharded
 from fxoffload.phases.optimizers import leaves, named_state
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.storages import plain_tensors as plain_tensors
@@ -72,8 +73,13 @@ class Inventory:
                         seen.add(id(parameter))
                         yield f"optimizer{i}", parameter
 
+    def kept_by_fsdp(self) -> set[int]:
+        """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
+        return {id(p) for model in self.models.values() for p in sharded.cpu_offloaded_parameters(model)}
+
     def _params(self) -> NamedTensors:
-        yield from self.parameters()
+        kept = self.kept_by_fsdp()
+        yield from ((name, parameter) for name, parameter in self.parameters() if id(parameter) not in kept)
 
     def _buffers(self) -> NamedTensors:
         for prefix, model in self.models.items():
@@ -81,14 +87,16 @@ class Inventory:
                 yield _join(prefix, name), buffer
 
     def _grads(self) -> NamedTensors:
+        kept = self.kept_by_fsdp()
         for name, parameter in self.gradient_owners():
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) not in kept:
                 yield f"{name}.grad", parameter.grad
 
     def _optimizer(self) -> NamedTensors:
         names = {id(parameter): name for name, parameter in self.parameters()}
+        kept = self.kept_by_fsdp()
         for optimizer in self.optimizers:
-            yield from named_state(optimizer, names)
+            yield from named_state(optimizer, names, kept)
 
     def _extras(self) -> NamedTensors:
         for name, value in self._extra.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.pinners import CudaPinner, HeapMemory
 from fxoffload.runtime.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
+
+log = logging.getLogger(__name__)
 
 _KEPT_TRANSITIONS = 10_000
 
@@ -85,6 +88,13 @@ class PhaseManager:
         self._options = PhaseOptions(grads, offload_optimizer_for_logprob, offload_optimizer_for_refit)
         self._inventory = Inventory(model, optimizer, extra)
         self._overlap = overlap
+        kept = self._inventory.kept_by_fsdp()
+        if kept:
+            log.warning(
+                "FSDP keeps %d parameters on the CPU itself (CPUOffloadPolicy, CPUOffload): they, their gradients and "
+                "their optimizer state are left there",
+                len(kept),
+            )
         types = frozenset(device_types)
         limit = None if host_limit is None else parse_bytes(host_limit, "host_limit")
         device = find_device(self._inventory, types)
@@ -371,8 +381,11 @@ class PhaseManager:
 
 
 def _once(register: Callable[[Callable[..., None]], Any], work: Callable[..., None]) -> None:
-    def run(*arguments: Any) -> None:
-        hook.remove()
-        work(*arguments)
+    # The hook stays: torch walks over the hooks while it runs them.
+    runs = [work]
 
-    hook = register(run)
+    def run(*arguments: Any) -> None:
+        while runs:
+            runs.pop()(*arguments)
+
+    register(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,18 +73,21 @@ def _wrapped(optimizer: Any) -> Iterable[Any] | None:
     return None
 
 
-def named_state(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+def named_state(optimizer: Any, names: Mapping[int, str], kept: Collection[int] = ()) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of an optimizer's state: state entries, tensors among the settings of a group (a learning rate), and
     tensors in attributes of its own (master weights). Reads only: a defaultdict gets no new entry.
 
     Args:
         optimizer: one of ``leaves``.
         names: names of parameters by id.
+        kept: ids of parameters whose state is not to be found.
     """
     state: Any = getattr(optimizer, "state", None)
     if isinstance(state, Mapping):
         entries_by_key: list[tuple[Any, Any]] = list(state.items())
         for key, entries in entries_by_key:
+            if id(key) in kept:
+                continue
             name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
             yield from _tensors(name, entries)
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))

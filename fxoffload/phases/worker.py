@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 
@@ -20,7 +21,8 @@ class Worker:
         """Queues a job."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                weakref.finalize(self, self._jobs.put, None)
                 self._thread.start()
             self._jobs.put(job)
 
@@ -41,7 +43,9 @@ class Worker:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # a job holds tensors
+
+def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    # Knows the queue only: a worker that nobody has any more ends its thread.
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # a job holds tensors
