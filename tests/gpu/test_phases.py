@@ -124,11 +124,15 @@ def test_the_first_layer_runs_before_the_last_has_arrived() -> None:
     model, optimizer = make()
     train(model, optimizer, 0)
     x = fresh_input(0)
-    manager = manager_of(model, optimizer, slow=True)
+    # The freed memory stays with the allocator: cudaMalloc waits for kernels that run, and so would the caller.
+    manager = manager_of(model, optimizer, empty_cache=False)
     manager.offload()
+    copies: Any = manager.copies(x.device)
+    copies.before_copy = lambda stream: sleep(SLOW_MS)
     seen: list[Where] = []
     hook = model.layers[0].register_forward_hook(lambda *_: seen.append(manager.where("params")))
     manager.onload(wait=False)
+    copies.before_copy = None
     with torch.no_grad():
         model(x)
     hook.remove()

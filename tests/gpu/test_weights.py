@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 
@@ -33,6 +34,7 @@ class Weights(nn.Module):
 
 @pytest.fixture(params=["device", "host"])
 def manager(request: pytest.FixtureRequest) -> Iterator[PhaseManager]:
+    gc.collect()  # other tests' models, which would go meanwhile
     manager = PhaseManager(Weights(8))
     manager.values = {n: p.detach().cpu() for n, p in manager.models[""].named_parameters()}  # type: ignore[attr-defined]
     if request.param == "host":
