@@ -106,7 +106,7 @@ class Ledger:
             key = holding.storage._cdata
             self._homes.pop(key, None)
             self._held[key] = holding
-            holding.where = Where.LEAVING
+            holding.where, holding.serial = Where.LEAVING, 0
             for tensor in holding.tensors:
                 send_away(tensor, holding)
 
@@ -157,6 +157,6 @@ class Ledger:
     def _give_up(self, holding: Holding) -> None:
         block, holding.block = holding.block, None
         if block is not None:
-            if not holding.has_arrived():
+            if holding.event is not None:
                 holding.event.synchronize()
             self._free_block(block)

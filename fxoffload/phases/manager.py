@@ -194,7 +194,7 @@ class PhaseManager:
             HostMemoryError: the host has no room (from ``wait()``); nothing was moved then.
         """
         wanted = as_groups(groups)
-        handle = self._transit.offload(wanted, self._new("offload", wanted))
+        handle = self._transit.offload(wanted, self._new("offload", wanted), at_once=wait)
         return handle.wait() if wait else handle
 
     def onload(self, *groups: str, wait: bool = True) -> Handle:
@@ -209,7 +209,7 @@ class PhaseManager:
             torch.OutOfMemoryError: the device has no room; everything is on the host as before.
         """
         wanted = as_groups(groups)
-        handle = self._transit.onload(wanted, self._new("onload", wanted))
+        handle = self._transit.onload(wanted, self._new("onload", wanted), at_once=wait)
         return handle.wait() if wait else handle
 
     def enter(self, phase: Phase | str) -> Handle:

@@ -77,24 +77,43 @@ class Mover:
                 self.copies(device).synchronize()
             raise
 
-    def arrive(self, holdings: Sequence[Holding], give_back: Callable[[Holding], None]) -> None:
+    def arrive(self, holdings: Sequence[Holding]) -> None:
         """Allocates and starts the copies to the device, in the caller's thread and order.
 
-        A failure empties what was allocated (``give_back``) and is raised: everything is on the host as before.
+        A failure empties what was allocated and is raised: everything is on the host as before.
         """
         started: list[Holding] = []
         try:
             for device in {holding.device for holding in holdings}:
-                self.copies(device).reload_waits_for_compute()
+                self.before_arriving(device)
             for holding in holdings:
                 started.append(holding)
-                self._start_arriving(holding)
+                self.start_arriving(holding)
         except BaseException:
             for device in {holding.device for holding in started}:
                 self.copies(device).synchronize()
             for holding in started:
-                give_back(holding)
+                self.give_up(holding)
             raise
+
+    def before_arriving(self, device: torch.device) -> None:
+        """What the current stream has queued so far may still read the memory that is allocated next."""
+        self.copies(device).reload_waits_for_compute()
+
+    def start_arriving(self, holding: Holding) -> None:
+        """Allocates on the current stream and starts the copy."""
+        holding.storage.resize_(holding.nbytes)
+        target = holding.bytes_on_device()
+        copies = self.copies(holding.device)
+        with copies.reloading():
+            holding.event = copies.reload((target[at : at + host.numel()], host) for at, host in self._pieces(holding))
+        holding.serial = next(self._serials)
+        holding.where = Where.ARRIVING
+
+    def give_up(self, holding: Holding) -> None:
+        """Nothing is being copied to it: empties it again."""
+        holding.storage.resize_(0)
+        holding.event, holding.serial, holding.where = None, 0, Where.HOST
 
     def _start_leaving(self, holding: Holding) -> Any:
         if holding.block is None:
@@ -105,15 +124,6 @@ class Mover:
                 copies.offload_waits_for(holding.event, Wait.HOST_READ)
             source = holding.bytes_on_device()
             return copies.offload((host, source[at : at + host.numel()]) for at, host in self._pieces(holding))
-
-    def _start_arriving(self, holding: Holding) -> None:
-        holding.storage.resize_(holding.nbytes)
-        target = holding.bytes_on_device()
-        copies = self.copies(holding.device)
-        with copies.reloading():
-            holding.event = copies.reload((target[at : at + host.numel()], host) for at, host in self._pieces(holding))
-        holding.serial = next(self._serials)
-        holding.where = Where.ARRIVING
 
     def _pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]:
         assert holding.block is not None

@@ -52,7 +52,7 @@ class Holding:
         where: see ``Where``.
         block: its place in the host image.
         event: of the last copy to the device.
-        serial: of that copy; copies of one device arrive in this order.
+        serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
     """
 
     storage: torch.UntypedStorage
@@ -68,8 +68,8 @@ class Holding:
     serial: int = 0
 
     def has_arrived(self) -> bool:
-        """Whether the last copy to the device is finished."""
-        return self.event is None or self.event.query()
+        """Whether the last copy to the device was started and is finished."""
+        return self.serial > 0 and (self.event is None or self.event.query())
 
     def let_go(self) -> None:
         """Holds the user's tensors and storage no longer; what is known of the block stays."""

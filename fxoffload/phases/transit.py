@@ -7,8 +7,8 @@ waits for it (the other direction). A transition that fails puts back what it ha
 
 [Note: Who waits]
 ``offload`` copies in a background thread: it waits for host memory that is still being pinned and for the copies, and
-empties each storage when its bytes are safe. ``onload`` allocates and starts the copies in the caller's thread (memory
-belongs to the stream it was allocated on), and its tensors are fenced one by one until all have arrived: see
+empties each storage when its bytes are safe. ``onload`` allocates and starts copies, in the caller's thread if it
+waits, else slice by slice (see [Note: Slices]), and its tensors are fenced one by one until all have arrived: see
 [Note: Away classes] and [Note: Gates].
 """
 
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fxoffload.phases import sharded
+from fxoffload.phases.arrivals import Arrivals
+from fxoffload.phases.device_memory import Returner, free_bytes, return_to_driver
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
 from fxoffload.phases.guards import Guards
@@ -43,6 +45,7 @@ from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS)
+_SETTLED = 32  # tensors that get their classes back at a time
 _GONE = (Where.HOST, Where.LEAVING)
 
 
@@ -73,8 +76,10 @@ class Transit:
         self.image = image
         self.lock = threading.RLock()
         self.ledger = Ledger(inventory, device_types, self, image.free)
-        self.worker = Worker("fxoffload-phases")
+        self.worker = Worker("fxoffload-leave")
+        self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
+        self._arrivals = Arrivals(self.mover)
         self._inventory = inventory
         self._empty_cache = empty_cache
         self._state = state
@@ -86,24 +91,32 @@ class Transit:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def offload(self, groups: tuple[str, ...], transition: Transition) -> Handle:
-        """Starts to move groups to the host."""
+    def offload(self, groups: tuple[str, ...], transition: Transition, *, at_once: bool) -> Handle:
+        """Starts to move groups to the host.
+
+        Args:
+            at_once: somebody waits for the memory.
+        """
         began = time.perf_counter()
         with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock:
             self.harvest()
-            self._fence(self.ledger.held(Where.ARRIVING))
+            arriving = self.ledger.held(Where.ARRIVING, groups=groups)
+            self._arrivals.cancel(arriving)
+            self._fence(arriving)
             holdings = self._find(groups)
             transition.nbytes = sum(held.nbytes for held in holdings)
-            free_before = self._free_bytes(holdings)
+            free_before = free_bytes(holdings)
             handle = Handle(
                 f"offload of {', '.join(groups)}",
                 transition,
                 lambda: self._give_back(holdings, transition, free_before),
             )
+            returner = Returner(at_once and self._empty_cache)
             self.mover.before_leaving(holdings)
+            # The copies begin now: nothing is emptied before this thread lets go of the lock.
+            self.worker.submit(lambda: self._leave(holdings, transition, handle, returner))
             self.ledger.leave(holdings)
             self._guard(holdings)
-            self.worker.submit(lambda: self._leave(holdings, transition, handle))
             transition.stood_still_since(began)
         return handle
 
@@ -115,11 +128,18 @@ class Transit:
                 sharded.settle(model)
         return self.ledger.on_device(groups)
 
-    def _leave(self, holdings: list[Holding], transition: Transition, handle: Handle) -> None:
+    def _leave(self, holdings: list[Holding], transition: Transition, handle: Handle, returner: Returner) -> None:
         """In the background thread."""
+
+        def empty(holding: Holding) -> None:
+            with self.lock:
+                holding.storage.resize_(0)
+                holding.where = Where.HOST
+            returner.freed(holding)
+
         error: BaseException | None = None
         try:
-            self.mover.leave(holdings, self._empty)
+            self.mover.leave(holdings, empty)
             transition.finish()
         except BaseException as caught:
             error, transition.failed = caught, True
@@ -127,17 +147,12 @@ class Transit:
         transition.host_bytes = self.image.reserved_bytes
         handle.complete(error)
 
-    def _empty(self, holding: Holding) -> None:
-        with self.lock:
-            holding.storage.resize_(0)
-            holding.where = Where.HOST
-
     def _roll_back(self, holdings: list[Holding]) -> None:
         with self.lock:
             gone = [held for held in holdings if held.where is Where.HOST]
             self._settle([held for held in holdings if held.where is Where.LEAVING])
             with contextlib.suppress(RuntimeError):  # no room on the device: it stays on the host, whole
-                self.mover.arrive(gone, self._emptied)
+                self.mover.arrive(gone)
                 for held in gone:
                     if held.event is not None:
                         held.event.synchronize()
@@ -145,36 +160,37 @@ class Transit:
 
     def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int) -> None:
         """In the thread that waits for an offload: returns its memory to the driver."""
-        if any(held.device.type == "cuda" for held in holdings):
-            if self._empty_cache:
-                torch.cuda.empty_cache()
-            transition.freed_bytes = max(self._free_bytes(holdings) - free_before, 0)
-        else:
-            transition.freed_bytes = transition.nbytes
-
-    @staticmethod
-    def _free_bytes(holdings: list[Holding]) -> int:
-        """Of their GPUs, as the driver sees it."""
-        devices = {held.device for held in holdings if held.device.type == "cuda"}
-        return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+        if self._empty_cache:
+            return_to_driver(holdings)
+        gone = sum(held.nbytes for held in holdings if held.device.type != "cuda")
+        transition.freed_bytes = max(free_bytes(holdings) - free_before, 0) + gone
 
     # -- to the device -------------------------------------------------------------------------------------------------
 
-    def onload(self, groups: tuple[str, ...], transition: Transition) -> Handle:
-        """Starts to move groups to the device."""
+    def onload(self, groups: tuple[str, ...], transition: Transition, *, at_once: bool) -> Handle:
+        """Starts to move groups to the device.
+
+        Args:
+            at_once: somebody waits for all of it; else see [Note: Slices].
+        """
         began = time.perf_counter()
         with record_function(f"fxoffload::onload({','.join(groups)})"):
             self._drain(groups)
             try:
-                return self._start_onload(groups, transition, began)
+                return self._start_onload(groups, transition, began, at_once)
             except torch.OutOfMemoryError:
-                with self.lock:
-                    crowded = bool(self.ledger.held(Where.LEAVING))
-                if not crowded:
+                if not self._make_room():
                     raise
-            # What is leaving may make the room.
-            self._drain(GROUPS)
-            return self._start_onload(groups, transition, began)
+            return self._start_onload(groups, transition, began, at_once)
+
+    def _make_room(self) -> bool:
+        """Waits for what is leaving. Returns whether there was something."""
+        with self.lock:
+            crowded = bool(self.ledger.held(Where.LEAVING))
+        if crowded:
+            self.worker.drain()
+            torch.cuda.empty_cache()
+        return crowded
 
     def _drain(self, groups: tuple[str, ...]) -> None:
         with self.lock:
@@ -182,42 +198,77 @@ class Transit:
         if under_way:
             self.worker.drain()
 
-    def _start_onload(self, groups: tuple[str, ...], transition: Transition, began: float) -> Handle:
+    def _start_onload(self, groups: tuple[str, ...], transition: Transition, began: float, at_once: bool) -> Handle:
         with self.lock:
             self.harvest()
             holdings = self.ledger.on_host(groups)
             pending = self.ledger.held(Where.ARRIVING, groups=groups)
             transition.nbytes, transition.failed = sum(held.nbytes for held in holdings), False
             handle = Handle(f"onload of {', '.join(groups)}", transition)
+            self._latest |= dict.fromkeys((held.group for held in holdings), transition)
             try:
-                self.mover.arrive(holdings, self._emptied)
+                if at_once:
+                    self._begun(self._start_all(pending))
+                    self.mover.arrive(holdings)
+                    self._begun(holdings)
+                else:
+                    self._arrivals.add(holdings)
+                    self._begun(self._arrivals.start_first())
             except BaseException:
                 transition.failed = True
                 raise
-            self._latest |= dict.fromkeys((held.group for held in holdings), transition)
-            self._settle([held for held in holdings if held.event is None])
-            self.worker.submit(lambda: self._arrived([*pending, *holdings], transition, handle))
+            streams = [self.mover.copies(device).compute_stream() for device in {held.device for held in holdings}]
+            self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams))
             transition.stood_still_since(began)
         return handle
 
-    def _emptied(self, holding: Holding) -> None:
-        holding.storage.resize_(0)
-        holding.event, holding.where = None, Where.HOST
+    def _start_all(self, pending: list[Holding]) -> list[Holding]:
+        return [held for waiting in pending for held in self._arrivals.start_until(waiting)]
 
-    def _arrived(self, holdings: list[Holding], transition: Transition, handle: Handle) -> None:
+    def _begun(self, holdings: Iterable[Holding]) -> None:
+        """A copy without an event was made at once."""
+        self._settle([held for held in holdings if held.event is None])
+
+    def _bring(
+        self, holdings: list[Holding], transition: Transition, handle: Handle, streams: list[torch.cuda.Stream | None]
+    ) -> None:
         """In the background thread."""
         error: BaseException | None = None
         try:
-            for held in holdings:
-                event = held.event
-                if held.where is Where.ARRIVING and event is not None:
-                    event.synchronize()
+            with contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                self._start_rest(holdings)
+            for i in range(0, len(holdings), _SETTLED):
+                for held in holdings[i : i + _SETTLED]:
+                    event = held.event
+                    if held.where is Where.ARRIVING and event is not None:
+                        event.synchronize()
+                self.harvest()
             transition.finish()
-            self.harvest()
         except BaseException as caught:
             error, transition.failed = caught, True
         transition.host_bytes = self.image.reserved_bytes
         handle.complete(error)
+
+    def _start_rest(self, holdings: list[Holding]) -> None:
+        retried = False
+        while True:
+            with self.lock:
+                unstarted = [held for held in holdings if held.where is Where.ARRIVING and not held.serial]
+                if not unstarted:
+                    return
+                try:
+                    self._begun(self._arrivals.start())
+                    continue
+                except torch.OutOfMemoryError:
+                    if retried:
+                        raise
+            retried = True
+            if not self._make_room():
+                raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
+            with self.lock:
+                self._arrivals.add([held for held in unstarted if held.where is Where.HOST])
 
     def harvest(self) -> None:
         """What has arrived meanwhile is on the device."""
@@ -270,6 +321,9 @@ class Transit:
     def _fence(self, holdings: Iterable[Holding]) -> None:
         """Lets the current stream wait for copies; what arrives before the youngest of them is fenced too."""
         arriving = [held for held in holdings if held.where is Where.ARRIVING]
+        for held in arriving:
+            self._begun(self._arrivals.start_until(held))
+        arriving = [held for held in arriving if held.where is Where.ARRIVING]
         for device in {held.device for held in arriving}:
             last = max((held for held in arriving if held.device == device), key=lambda held: held.serial)
             transition = self._latest.get(last.group)
@@ -279,7 +333,8 @@ class Transit:
                     self._fsdp.wait(last.event)
             else:
                 self.mover.copies(device).compute_waits_for(last.event, Wait.TARGET_READY)
-            self._settle(h for h in self.ledger.held(Where.ARRIVING) if h.device == device and h.serial <= last.serial)
+            there = [h for h in self.ledger.held(Where.ARRIVING) if 0 < h.serial <= last.serial]
+            self._settle(h for h in there if h.device == device)
 
     def _complaint(self, holding: Holding, what: str) -> str:
         way = "being offloaded" if holding.where is Where.LEAVING else "offloaded"
@@ -318,6 +373,7 @@ class Transit:
         if self.guards is not None:
             self.guards.close()
         self.worker.stop()
+        self._bringer.stop()
 
 
 def bytes_of(holdings: Iterable[Holding]) -> int:

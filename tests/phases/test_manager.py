@@ -426,8 +426,9 @@ class TestFailures:
             broken.wait()
         copies.left = 1 << 30
         manager.onload(wait=False)
-        copies.run_all()
-        manager.onload().wait()
+        for group in GROUPS:
+            manager.fence_group(group)
+        manager.onload()
         assert differences(before, snapshot(model, optimizer)) == []
         assert manager.transitions[0].failed
 
@@ -447,8 +448,9 @@ class TestFailures:
             model(batch(0))
         copies.left = 1 << 30
         manager.onload(wait=False)
-        copies.run_all()
-        manager.onload().wait()
+        for group in GROUPS:
+            manager.fence_group(group)
+        manager.onload()
         assert differences(before, snapshot(model, optimizer)) == []
 
 
@@ -475,7 +477,7 @@ def test_it_lives_as_long_as_something_is_away() -> None:
     with pytest.raises(OffloadedError):
         model(batch(0))
     transit: Any = holdings_of(next(model.parameters()))[0].owner
-    transit.onload(GROUPS, Transition("onload", GROUPS)).wait()
+    transit.onload(GROUPS, Transition("onload", GROUPS), at_once=True).wait()
     assert differences(before, snapshot(model, optimizer)) == []
 
 

@@ -1,0 +1,51 @@
+"""Memory of the GPUs as the driver sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from fxoffload.phases.storages import Holding
+
+# Returned to the driver at a time, while copies go on.
+SLICE_BYTES = 1 << 30
+
+
+def free_bytes(holdings: Iterable[Holding]) -> int:
+    """Of the GPUs that the holdings live on. 0 for a CPU."""
+    devices = {held.device for held in holdings if held.device.type == "cuda"}
+    return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+
+
+def return_to_driver(holdings: Iterable[Holding]) -> None:
+    """Returns what the caching allocator holds without using it, if any of the holdings lives on a GPU."""
+    if any(held.device.type == "cuda" for held in holdings):
+        torch.cuda.empty_cache()
+
+
+def returns_beside_copies() -> bool:
+    """Whether memory can be returned while copies run. Expandable segments are unmapped (18.5 GB: 347 ms with the copy,
+    410 ms after it); ``cudaFree`` waits for the device (385 ms against 376: not worth it)."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+class Returner:
+    """Returns memory to the driver slice by slice while an offload goes on, where that is worth it.
+
+    Args:
+        wanted: whether somebody waits for the memory.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted and returns_beside_copies()
+        self._freed = 0
+
+    def freed(self, holding: Holding) -> None:
+        """The bytes of a holding are with the allocator."""
+        self._freed += holding.nbytes if holding.device.type == "cuda" else 0
+        if self._wanted and self._freed >= SLICE_BYTES:
+            self._freed = 0
+            torch.cuda.empty_cache()
