@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload.phases.inventory import Inventory
 
@@ -25,8 +26,8 @@ class Gradients:
         self._refuse = refuse
         self._hooks: list[Any] = []
 
-    def apply_policy(self) -> None:
-        """Before gradients leave: drops them, or complains.
+    def apply_policy(self) -> list[tuple[Tensor, Tensor]]:
+        """Before gradients leave: drops them, or complains. Returns what ``restore`` needs if the rest goes wrong.
 
         Raises:
             RuntimeError: there are some, and ``grads="error"``.
@@ -37,9 +38,19 @@ class Gradients:
                 f'expected no gradients (grads="error"), found {len(owners)}, the first of {owners[0][0]}: call '
                 'optimizer.zero_grad(), or choose grads="keep" or "drop"'
             )
-        if self._policy == "drop":
-            for _, owner in owners:
-                owner.grad = None
+        if self._policy != "drop":
+            return []
+        dropped = [(owner, owner.grad) for _, owner in owners if owner.grad is not None]
+        for _, owner in owners:
+            owner.grad = None
+        return dropped
+
+    @staticmethod
+    def restore(dropped: list[tuple[Tensor, Tensor]]) -> None:
+        """They were dropped for an offload that failed."""
+        for owner, gradient in dropped:
+            if owner.grad is None:
+                owner.grad = gradient
 
     def guard(self) -> None:
         """While gradients are away: autograd adds to ``.grad`` in C++, where no class stops it, so a hook does."""
@@ -58,6 +69,10 @@ class Gradients:
             hook.remove()
 
     def still_used(self, tensors: list[Tensor]) -> bool:
-        """Whether one of them is still the ``.grad`` of something."""
+        """Whether a backward may write to one: it is the ``.grad`` of something, or DDP's bucket, which DDP keeps."""
         ids = {id(tensor) for tensor in tensors}
-        return any(id(owner.grad) in ids for _, owner in self._inventory.gradient_owners())
+        buckets = any(
+            isinstance(module, DistributedDataParallel) and module.gradient_as_bucket_view
+            for module in self._inventory.modules.values()
+        )
+        return buckets or any(id(owner.grad) in ids for _, owner in self._inventory.gradient_owners())

@@ -13,6 +13,8 @@ from fxoffload.phases.metrics import Transition
 class Handle:
     """What ``offload`` and ``onload`` return.
 
+    Of a transition that fails and is never waited for, the manager's next call raises the error.
+
     As a context manager it waits at the end of the block. It is waited for once; further waits return at once.
 
     Args:
@@ -29,6 +31,7 @@ class Handle:
         self._finish = finish
         self._event = threading.Event()
         self._error: BaseException | None = None
+        self.is_reported = False
         self._lock = threading.RLock()
 
     def wait(self) -> Handle:
@@ -45,9 +48,18 @@ class Handle:
                 finish()
         if self._transition is not None:
             self._transition.stood_still_since(began)
-        if self._error is not None:
-            raise self._error
+        self.report()
         return self
+
+    def report(self) -> None:
+        """Raises what went wrong, if something did and the transition is over. Nobody else need say it then."""
+        if self._error is not None:
+            self.is_reported = True
+            raise self._error
+
+    def has_failed(self) -> bool:
+        """Whether something went wrong that nobody was told yet."""
+        return self._error is not None and not self.is_reported
 
     def done(self) -> bool:
         """Whether the copies are finished, or have failed."""

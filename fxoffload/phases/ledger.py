@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor
 
 from fxoffload._torch_private import StorageWeakRef
 from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.phase import GROUPS
-from fxoffload.phases.sentinel import bring_back, send_away, untouched
+from fxoffload.phases.sentinel import bring_back, holdings_of, send_away, untouched
 from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.runtime.host_arena import HostBlock
 from fxoffload.sizes import format_bytes
@@ -46,6 +46,7 @@ class Ledger:
         self._held: dict[int, Holding] = {}  # by the storage's address
         self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
         self._ranks: dict[str, int] = {}
+        self._foreign: list[tuple[str, str]] = []
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """What is not just on the device, of these groups, in these states (all for none)."""
@@ -73,6 +74,7 @@ class Ledger:
         A storage that lies in several groups belongs to the first of params, buffers, grads, optimizer, extra.
         """
         found: dict[int, Holding] = {}
+        self._foreign = []
         for group in self._inventory.order(GROUPS):
             for name, tensor in self._inventory.collect(group):
                 with untouched():
@@ -83,9 +85,19 @@ class Ledger:
         return [holding for holding in found.values() if holding.group in groups]
 
     def on_device(self, groups: tuple[str, ...]) -> list[Holding]:
-        """What can leave, in the order in which it does."""
+        """What can leave, in the order in which it does.
+
+        Raises:
+            RuntimeError: another manager has offloaded some of it.
+        """
         self._drop_expired()
         found = [holding for holding in self.storages(groups) if holding.where is Where.DEVICE]
+        foreign = [name for group, name in self._foreign if group in groups]
+        if foreign:
+            raise RuntimeError(
+                f"expected tensors that no other PhaseManager has offloaded, found {len(foreign)}, the first "
+                f"{foreign[0]}: call onload() of that manager, or use one manager for both"
+            )
         return sorted(found, key=lambda holding: groups.index(holding.group))
 
     def on_host(self, groups: tuple[str, ...]) -> list[Holding]:
@@ -121,6 +133,18 @@ class Ledger:
             self._homes[key] = (StorageWeakRef(holding.storage), holding)
             holding.let_go()
 
+    def drop_dead(self, holdings: Iterable[Holding]) -> None:
+        """Of what is on the host and no use is known for (gradients that were set to None) nothing is kept, unless
+        somebody still has the tensor."""
+        for holding in holdings:
+            watched = [weakref.ref(tensor) for tensor in holding.tensors]
+            holding.tensors = []
+            holding.tensors = [tensor for tensor in (ref() for ref in watched) if tensor is not None]
+            if not holding.tensors:
+                self._held.pop(holding.storage._cdata, None)
+                self._give_up(holding)
+                holding.let_go()
+
     def forget_blocks(self) -> None:
         """Returns every block to the image; nothing is held."""
         for _, holding in self._homes.values():
@@ -128,6 +152,9 @@ class Ledger:
         self._homes.clear()
 
     def _add(self, found: dict[int, Holding], group: str, name: str, tensor: Tensor, plain: Tensor) -> None:
+        if any(held.owner is not self._owner for held in holdings_of(plain)):
+            self._foreign.append((group, name))
+            return
         storage = plain.untyped_storage()
         key = storage._cdata
         holding = found.get(key) or self._held.get(key)
@@ -144,9 +171,14 @@ class Ledger:
                     send_away(one, holding)
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        home: Any = self._homes.get(key)
-        if home is not None and not home[0].expired() and home[1].nbytes == holding.nbytes:
+        home = self._homes.get(key)
+        if home is None:
+            return
+        if not home[0].expired() and home[1].nbytes == holding.nbytes:
             holding.block, holding.event = home[1].block, home[1].event
+        else:  # another storage, or of another size now
+            del self._homes[key]
+            self._give_up(home[1])
 
     def _drop_expired(self) -> None:
         for key, (alive, holding) in list(self._homes.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ class PhaseManager:
         device = find_device(self._inventory, types)
         pin = pin and device.type == "cuda"
         pinner = CudaPinner(device) if pin else HeapMemory()
-        self.image = HostImage(pinner, lambda: limit or default_host_budget_bytes(), pin=pin)
+        self.image = HostImage(pinner, lambda: default_host_budget_bytes() if limit is None else limit, pin=pin)
         self._transit = Transit(
             self._inventory,
             self.image,
@@ -111,9 +112,10 @@ class PhaseManager:
             state=lambda: self.state,
         )
         self._transit.guards = Guards(self)
-        self._entering = ""
+        self._blocks: list[Phase] = []
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None
+        self._pending: list[Any] = []  # what waits for an optimizer's first step
         self._reserve()
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -193,9 +195,7 @@ class PhaseManager:
             RuntimeError: gradients exist and ``grads="error"``; or FSDP is in the middle of a step.
             HostMemoryError: the host has no room (from ``wait()``); nothing was moved then.
         """
-        wanted = as_groups(groups)
-        handle = self._transit.offload(wanted, self._new("offload", wanted), at_once=wait)
-        return handle.wait() if wait else handle
+        return self._offload(groups, wait, "")
 
     def onload(self, *groups: str, wait: bool = True) -> Handle:
         """Moves groups back to the device.
@@ -208,9 +208,7 @@ class PhaseManager:
             ValueError: an unknown group.
             torch.OutOfMemoryError: the device has no room; everything is on the host as before.
         """
-        wanted = as_groups(groups)
-        handle = self._transit.onload(wanted, self._new("onload", wanted), at_once=wait)
-        return handle.wait() if wait else handle
+        return self._onload(groups, wait, "")
 
     def enter(self, phase: Phase | str) -> Handle:
         """Moves what a phase needs to the device and what it does not need to the host; see ``Phase``.
@@ -220,32 +218,55 @@ class PhaseManager:
         """
         phase = Phase.of(phase)
         out, back = leaving(phase, self._options), returning(phase)
+        first = tuple(group for group in back if group in (GRADS, BUFFERS, PARAMS))
         handles: list[Handle] = []
-        with record_function(f"fxoffload::enter({phase.value})"), self._naming(phase):
-            before, self.phase_now = self.phase_now, phase
-            first = tuple(group for group in back if group in (GRADS, BUFFERS, PARAMS))
+        self._transit.report()
+        before = self.phase_now, {group: self.where(group) for group in (*out, *back)}
+        with record_function(f"fxoffload::enter({phase.value})"):
+            self.phase_now = phase
             try:
                 if out:
-                    handles.append(self.offload(*out, wait=phase is Phase.ROLLOUT))
+                    handles.append(self._offload(out, phase is Phase.ROLLOUT, phase.value))
                 for groups in (first, tuple(group for group in back if group not in first)):
                     if groups:
-                        handles.append(self.onload(*groups, wait=False))
+                        handles.append(self._onload(groups, not self._overlap, phase.value))
             except BaseException:
-                self.phase_now = before
+                self._return_to(*before)
                 raise
         handle = Handles(f"enter {phase.value}", handles)
-        if not self._overlap:
-            handle.wait()
-        return handle
+        return handle if self._overlap else handle.wait()
+
+    def _return_to(self, phase: Phase | None, places: dict[str, Where]) -> None:
+        """Entering a phase failed: every group goes where it was, as far as that can be done."""
+        self.phase_now = phase
+        for groups, move in (
+            (tuple(g for g, where in places.items() if where in (Where.HOST, Where.LEAVING)), self._offload),
+            (tuple(g for g, where in places.items() if where in (Where.DEVICE, Where.ARRIVING)), self._onload),
+        ):
+            try:
+                if groups:
+                    move(groups, True, "")
+            except Exception as error:
+                log.warning("could not undo what was moved before a phase could not be entered: %s", error)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase | str, then: Phase | str | None = None) -> Iterator[PhaseManager]:
-        """Enters a phase. With ``then``, what that next phase does not need begins to leave at the end of the block."""
+        """Enters a phase; a phase inside another one's block enters the outer one again at its end.
+
+        With ``then``, what that next phase does not need begins to leave at the end of the block.
+        """
         following = None if then is None else Phase.of(then)
         self.enter(phase)
-        yield self
+        self._blocks.append(Phase.of(phase))
+        try:
+            yield self
+        finally:
+            self._blocks.pop()
         if following is not None:
             self.prepare(following)
+        elif self._blocks:
+            self.enter(self._blocks[-1])
+        self._transit.report()
 
     def prepare(self, next_phase: Phase | str) -> Handle:
         """Starts to offload, in the background, what the next phase does not need and the present one is done with.
@@ -257,8 +278,7 @@ class PhaseManager:
         out = leaving(phase, self._options)
         if self.phase_now is Phase.TRAIN:
             out = tuple(group for group in out if group not in (PARAMS, BUFFERS))
-        with self._naming(phase):
-            return self.offload(*out, wait=False) if out else Handles(f"prepare {phase.value}", [])
+        return self._offload(out, False, phase.value) if out else Handles(f"prepare {phase.value}", [])
 
     def fence(self, tensors: Iterable[Tensor]) -> None:
         """Lets the current stream wait for those of the tensors that are arriving.
@@ -292,7 +312,7 @@ class PhaseManager:
 
         See ``fxoffload.phases.weights.stream_weights`` for the arguments and for how long a tensor is valid.
         """
-        transition = Transition("stream", (PARAMS, BUFFERS), self._entering)
+        transition = Transition("stream", (PARAMS, BUFFERS))
 
         def ended(stream: WeightStream) -> None:
             transition.nbytes = stream.nbytes
@@ -332,11 +352,14 @@ class PhaseManager:
         with self._transit.lock:
             found = summed(self.transitions, self.image.reserved_bytes, [phase.value for phase in Phase])
             if reset:
-                self.transitions.clear()
+                self.transitions = [transition for transition in self.transitions if not transition.is_over]
         return found
 
     def close(self) -> None:
         """Brings everything back to the device and returns the host memory. The manager can be used again."""
+        with contextlib.suppress(Exception):  # of an earlier transition; what is where it should not be returns now
+            self._transit.report()
+        self._pending.clear()
         self.onload()
         self.release_host_memory()
         self._transit.close()
@@ -349,43 +372,47 @@ class PhaseManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _naming(self, phase: Phase) -> Iterator[None]:
-        before, self._entering = self._entering, phase.value
-        try:
-            yield
-        finally:
-            self._entering = before
+    def _offload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
+        wanted = as_groups(groups)
+        self._transit.report()
+        transition = self._record(Transition("offload", wanted, phase))
+        handle = self._transit.offload(wanted, transition, at_once=wait)
+        return handle.wait() if wait else handle
 
-    def _new(self, kind: str, groups: tuple[str, ...]) -> Transition:
-        transition = Transition(kind, groups, self._entering)
-        self._record(transition)
-        return transition
+    def _onload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
+        wanted = as_groups(groups)
+        self._transit.report()
+        transition = self._record(Transition("onload", wanted, phase))
+        handle = self._transit.onload(wanted, transition, at_once=wait)
+        return handle.wait() if wait else handle
 
-    def _record(self, transition: Transition) -> None:
+    def _record(self, transition: Transition) -> Transition:
         self.transitions.append(transition)
         del self.transitions[:-_KEPT_TRANSITIONS]
+        return transition
 
     def _reserve(self) -> None:
         """Begins to pin what is known; the optimizer's state is known after its first step."""
-        wanted = [group for group in GROUPS if group != GRADS or self._options.grads == "keep"]
-
-        def reserve(*_: Any) -> None:
-            with self._transit.lock:
-                self.image.reserve(bytes_of(self._transit.ledger.storages(wanted)))
-
-        reserve()
+        self._reserve_known()
         for optimizer in self.optimizers:
             if hasattr(optimizer, "register_step_post_hook") and not getattr(optimizer, "state", None):
-                _once(optimizer.register_step_post_hook, reserve)
+                _after_a_step(optimizer, self._pending, weakref.WeakMethod(self._reserve_known))
+
+    def _reserve_known(self) -> None:
+        wanted = [group for group in GROUPS if group != GRADS or self._options.grads == "keep"]
+        with self._transit.lock:
+            self.image.reserve(bytes_of(self._transit.ledger.storages(wanted)))
 
 
-def _once(register: Callable[[Callable[..., None]], Any], work: Callable[..., None]) -> None:
-    # The hook stays: torch walks over the hooks while it runs them.
-    runs = [work]
+def _after_a_step(optimizer: Any, pending: list[Any], work: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Once, unless ``pending`` is cleared before. The hook stays: torch walks over the hooks while it runs them."""
+    pending.append(work)
 
-    def run(*arguments: Any) -> None:
-        while runs:
-            runs.pop()(*arguments)
+    def run(*_: Any) -> None:
+        if work in pending:
+            pending.remove(work)
+            found = work()
+            if found is not None:
+                found()
 
-    register(run)
+    optimizer.register_step_post_hook(run)

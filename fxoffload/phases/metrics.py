@@ -23,6 +23,7 @@ class Transition:
         freed_bytes: by which the device's free memory grew, as the driver sees it (an offload that was waited for).
         host_bytes: of the host image afterwards.
         failed: whether it was rolled back.
+        is_over: whether it has ended, one way or the other.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Transition:
     freed_bytes: int = 0
     host_bytes: int = 0
     failed: bool = False
+    is_over: bool = False
     _began: float = field(default_factory=time.perf_counter)
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _stream_seconds: float = 0.0
@@ -56,10 +58,11 @@ class Transition:
         if self.nbytes:
             self.host_wait_seconds += time.perf_counter() - began
 
-    def finish(self) -> None:
-        """The last byte has arrived."""
-        if self.nbytes:
+    def finish(self, *, failed: bool = False) -> None:
+        """The last byte has arrived, or everything is back."""
+        if self.nbytes and not failed:
             self.seconds = time.perf_counter() - self._began
+        self.failed, self.is_over = failed, True
 
     def let_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Lets a stream wait for a copy of this transition, and measures for how long it does."""
@@ -71,9 +74,9 @@ class Transition:
 
 
 def summed(transitions: Iterable[Transition], host_bytes: int, phases: Iterable[str]) -> dict[str, float]:
-    """``phases/<kind>/<quantity>`` over all transitions, and ``phases/<phase>/seconds`` for every phase."""
+    """``phases/<kind>/<quantity>`` over the transitions that are over, and ``phases/<phase>/switch_seconds``."""
     found: dict[str, float] = {}
-    transitions = list(transitions)
+    transitions = [transition for transition in transitions if transition.is_over]
     for kind in ("offload", "onload", "stream"):
         some = [t for t in transitions if t.kind == kind and not t.failed]
         nbytes, seconds = sum(t.nbytes for t in some), sum((t.seconds for t in some), 0.0)

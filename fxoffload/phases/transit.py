@@ -15,6 +15,7 @@ waits, else slice by slice (see [Note: Slices]), and its tensors are fenced one 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -36,13 +37,15 @@ from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Mover
-from fxoffload.phases.phase import BUFFERS, GRADS, GROUPS, PARAMS
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, PARAMS
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import Worker
 from fxoffload.runtime.host_arena import ALIGNMENT
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS)
 _SETTLED = 32  # tensors that get their classes back at a time
@@ -80,12 +83,13 @@ class Transit:
         self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
         self._arrivals = Arrivals(self.mover)
+        self._handles: list[Handle] = []
         self._inventory = inventory
         self._empty_cache = empty_cache
         self._state = state
-        self._gates = Gates(inventory.models, self.fence)
+        self._gates = Gates(inventory.modules, self.fence)
         self._gradients = Gradients(inventory, grads, lambda: self._require_gradients("a backward"))
-        self._fsdp = sharded.GatherStreams(inventory.models.values())
+        self._fsdp = sharded.GatherStreams(inventory.modules.values())
         self.guards: Guards | None = None  # they need the manager, which needs us
         self._latest: dict[str, Transition] = {}  # by group: charged with the time that streams wait
 
@@ -103,7 +107,12 @@ class Transit:
             arriving = self.ledger.held(Where.ARRIVING, groups=groups)
             self._arrivals.cancel(arriving)
             self._fence(arriving)
-            holdings = self._find(groups)
+            dropped = self._gradients.apply_policy() if GRADS in groups else []
+            try:
+                holdings = self._find(groups)
+            except BaseException:
+                self._gradients.restore(dropped)
+                raise
             transition.nbytes = sum(held.nbytes for held in holdings)
             free_before = free_bytes(holdings)
             handle = Handle(
@@ -111,10 +120,11 @@ class Transit:
                 transition,
                 lambda: self._give_back(holdings, transition, free_before),
             )
+            self._handles.append(handle)
             returner = Returner(at_once and self._empty_cache)
             self.mover.before_leaving(holdings)
             # The copies begin now: nothing is emptied before this thread lets go of the lock.
-            self.worker.submit(lambda: self._leave(holdings, transition, handle, returner))
+            self.worker.submit(lambda: self._leave(holdings, dropped, transition, handle, returner))
             self.ledger.leave(holdings)
             self._guard(holdings)
             transition.stood_still_since(began)
@@ -122,13 +132,24 @@ class Transit:
 
     def _find(self, groups: tuple[str, ...]) -> list[Holding]:
         if GRADS in groups:
-            self._gradients.apply_policy()
-        if PARAMS in groups:
-            for model in self._inventory.models.values():
-                sharded.settle(model)
+            self._drop_dead_gradients()
+        if {PARAMS, EXTRA}.intersection(groups):
+            for module in self._inventory.modules.values():
+                sharded.settle(module)
         return self.ledger.on_device(groups)
 
-    def _leave(self, holdings: list[Holding], transition: Transition, handle: Handle, returner: Returner) -> None:
+    def _drop_dead_gradients(self) -> None:
+        away = self.ledger.held(Where.HOST, groups=(GRADS,))
+        self.ledger.drop_dead([held for held in away if not self._gradients.still_used(held.tensors)])
+
+    def _leave(
+        self,
+        holdings: list[Holding],
+        dropped: list[tuple[Tensor, Tensor]],
+        transition: Transition,
+        handle: Handle,
+        returner: Returner,
+    ) -> None:
         """In the background thread."""
 
         def empty(holding: Holding) -> None:
@@ -139,24 +160,30 @@ class Transit:
 
         error: BaseException | None = None
         try:
-            self.mover.leave(holdings, empty)
-            transition.finish()
+            with record_function("fxoffload::copies to the host"):
+                self.mover.leave(holdings, empty)
         except BaseException as caught:
-            error, transition.failed = caught, True
-            self._roll_back(holdings)
-        transition.host_bytes = self.image.reserved_bytes
-        handle.complete(error)
+            error = caught
+            self._roll_back(holdings, dropped)
+        finally:
+            dropped.clear()
+            transition.finish(failed=error is not None)
+            transition.host_bytes = self.image.reserved_bytes
+            handle.complete(error)
 
-    def _roll_back(self, holdings: list[Holding]) -> None:
+    def _roll_back(self, holdings: list[Holding], dropped: list[tuple[Tensor, Tensor]]) -> None:
         with self.lock:
             gone = [held for held in holdings if held.where is Where.HOST]
             self._settle([held for held in holdings if held.where is Where.LEAVING])
-            with contextlib.suppress(RuntimeError):  # no room on the device: it stays on the host, whole
+            self._gradients.restore(dropped)
+            try:
                 self.mover.arrive(gone)
                 for held in gone:
                     if held.event is not None:
                         held.event.synchronize()
                 self._settle(gone)
+            except Exception as error:
+                log.warning("an offload failed, and what had left cannot return (%s): it is on the host, whole", error)
 
     def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int) -> None:
         """In the thread that waits for an offload: returns its memory to the driver."""
@@ -201,9 +228,11 @@ class Transit:
     def _start_onload(self, groups: tuple[str, ...], transition: Transition, began: float, at_once: bool) -> Handle:
         with self.lock:
             self.harvest()
+            if GRADS in groups:
+                self._drop_dead_gradients()
             holdings = self.ledger.on_host(groups)
             pending = self.ledger.held(Where.ARRIVING, groups=groups)
-            transition.nbytes, transition.failed = sum(held.nbytes for held in holdings), False
+            transition.nbytes, transition.is_over = sum(held.nbytes for held in holdings), False
             handle = Handle(f"onload of {', '.join(groups)}", transition)
             self._latest |= dict.fromkeys((held.group for held in holdings), transition)
             try:
@@ -215,8 +244,9 @@ class Transit:
                     self._arrivals.add(holdings)
                     self._begun(self._arrivals.start_first())
             except BaseException:
-                transition.failed = True
+                transition.finish(failed=True)
                 raise
+            self._handles.append(handle)
             streams = [self.mover.copies(device).compute_stream() for device in {held.device for held in holdings}]
             self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams))
             transition.stood_still_since(began)
@@ -235,7 +265,7 @@ class Transit:
         """In the background thread."""
         error: BaseException | None = None
         try:
-            with contextlib.ExitStack() as stack:
+            with record_function("fxoffload::copies to the device"), contextlib.ExitStack() as stack:
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 self._start_rest(holdings)
@@ -245,11 +275,12 @@ class Transit:
                     if held.where is Where.ARRIVING and event is not None:
                         event.synchronize()
                 self.harvest()
-            transition.finish()
         except BaseException as caught:
-            error, transition.failed = caught, True
-        transition.host_bytes = self.image.reserved_bytes
-        handle.complete(error)
+            error = caught
+        finally:
+            transition.finish(failed=error is not None)
+            transition.host_bytes = self.image.reserved_bytes
+            handle.complete(error)
 
     def _start_rest(self, holdings: list[Holding]) -> None:
         retried = False
@@ -269,6 +300,17 @@ class Transit:
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
             with self.lock:
                 self._arrivals.add([held for held in unstarted if held.where is Where.HOST])
+
+    def report(self) -> None:
+        """Raises what went wrong in the background and nobody was told."""
+        with self.lock:
+            over = [handle for handle in self._handles if handle.done()]
+            self._handles = [handle for handle in self._handles if not handle.done()]
+            failed = [handle for handle in over if handle.has_failed()]
+            for handle in failed[1:]:
+                log.warning("the %s failed as well", handle.what)
+        for handle in failed[:1]:
+            handle.report()
 
     def harvest(self) -> None:
         """What has arrived meanwhile is on the device."""
