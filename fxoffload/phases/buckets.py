@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from fxoffload.sizes import format_bytes
 
 ALIGNMENT = 16  # bytes; kernels read 16 at once
+_SMALLER_FIRST = 3  # buckets
 _LEAST_STAGE_SHARE = 0.05  # where little is gathered among much that is not
 
 
@@ -163,7 +164,10 @@ class _Packer:
         if not _fits(needed, limits):
             self._add_large(index)
             return
-        if not _fits((self._stage + needed[0], self._landing + needed[1], self._out + needed[2]), limits):
+        fits = _fits((self._stage + needed[0], self._landing + needed[1], self._out + needed[2]), limits)
+        # Nobody has anything to do before the first bucket is there: an eighth, a quarter and a half come first.
+        first = self._max_out >> max(_SMALLER_FIRST - len(self.buckets), 0)
+        if not fits or (self._out and self._out + needed[2] > first):
             self.close_bucket()
         self._put(index, 0, load.elements, self._out)
         self._out += needed[2]
