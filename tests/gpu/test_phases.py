@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -131,12 +132,17 @@ def test_the_first_layer_runs_before_the_last_has_arrived() -> None:
     copies.before_copy = lambda stream: sleep(SLOW_MS)
     seen: list[Where] = []
     hook = model.layers[0].register_forward_hook(lambda *_: seen.append(manager.where("params")))
-    manager.onload(wait=False)
-    copies.before_copy = None
+    began = time.perf_counter()
+    handle = manager.onload(wait=False)
+    called = time.perf_counter() - began
     with torch.no_grad():
         model(x)
     hook.remove()
-    assert seen == [Where.ARRIVING], manager.transitions[-1]
+    told = f"the call took {called:.3f} s, with the forward {time.perf_counter() - began:.3f} s, done: {handle.done()}"
+    assert seen == [Where.ARRIVING], told
+    handle.wait()
+    assert time.perf_counter() - began > SLOW_MS / 1e3 * DEPTH * 12 - 0.5, "copies are not slow: nothing was tested"
+    copies.before_copy = None
     manager.close()
 
 
