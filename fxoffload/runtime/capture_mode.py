@@ -3,8 +3,8 @@
 [Note: Captures and threads]
 ``torch.cuda.graph`` captures in the mode "global": until it ends, a call that might not be part of the capture
 (``cudaHostRegister``, ``cudaFree``, ``cudaEventQuery``) in *any* thread fails, and makes the capture invalid. A thread
-that has put itself into the mode "thread local" is bound by its own captures only. Our threads capture nothing, and what
-they do belongs to nobody's graph.
+that has put itself into the mode "thread local" is bound by its own captures only. Our threads capture nothing, and
+what they do belongs to nobody's graph.
 """
 
 from __future__ import annotations
