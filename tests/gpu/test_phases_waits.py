@@ -73,6 +73,11 @@ class Scene:
         self.manager.close()
 
 
+def spoil(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan"))
+
+
 def one_value(tensor: Tensor) -> float:
     return tensor[0].item() if bool((tensor == tensor[0]).all()) else float("nan")
 
@@ -125,7 +130,7 @@ def test_what_is_allocated_is_written_after_its_last_owners_kernels(scene: Scene
     scene.copies.left_out = Wait.TARGET_FREE if without else None
     litter = [torch.empty(NUMEL, device="cuda") for _ in range(COUNT)]
     sleep(LONG_MS)
-    torch._foreach_mul_(litter, float("nan"))
+    spoil(litter)
     del litter
     scene.manager.onload(wait=False)
     if wait:
