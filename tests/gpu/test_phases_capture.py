@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,10 +96,11 @@ def test_an_image_is_pinned_meanwhile() -> None:
 
 _WITHOUT = """
 from fxoffload.runtime import capture_mode
-from tests.gpu.test_phases_capture import pin_while_capturing
+from tests.gpu.test_phases_capture import offload_while_capturing, pin_while_capturing
 capture_mode._function = lambda: None
 pinner, good = pin_while_capturing()
-print("fine" if good and not pinner.errors else "broken", flush=True)
+print("pinning:", "fine" if good and not pinner.errors else "broken", flush=True)
+print("offload:", "fine" if offload_while_capturing(False) else "broken", flush=True)
 """
 
 
@@ -106,7 +108,7 @@ def test_without_the_mode_one_of_them_fails() -> None:
     """Else the mode is not needed, or these tests cannot see it. In a process that a broken capture may spoil."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, cwd=root, timeout=300)
-    assert done.stdout.strip() == "broken", done.stdout + done.stderr
+    assert "broken" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_function_is_found() -> None:
@@ -126,25 +128,24 @@ def assert_released(image: HostImage) -> None:
     assert image.release() == 256 * MIB
 
 
-@pytest.mark.parametrize("empty_cache", [False, True])
-def test_an_offload_runs_meanwhile(empty_cache: bool) -> None:
-    """Its copies begin and end, and the storages are emptied, in the middle of the capture."""
+def offload_while_capturing(empty_cache: bool) -> bool:
+    """Its copies begin and end, and the storages are emptied, in the middle of the capture. Whether all is well."""
     model = nn.Sequential(*(nn.Linear(2048, 2048, device="cuda") for _ in range(8)))
     values = [p.detach().cpu() for p in model.parameters()]
     manager = PhaseManager(model, empty_cache=empty_cache)
     manager.offload()
     manager.onload()
     torch.cuda.synchronize()
-    held = threading.Event()
-    go = threading.Event()
-    leave = manager._transit.mover.leave
+    held, go = threading.Event(), threading.Event()
+    mover: Any = manager._transit.mover
+    leave = mover.leave
 
-    def late(holdings: object, freed: object) -> None:
+    def late(*arguments: Any) -> None:
         held.set()
         assert go.wait(LONG_S)
-        leave(holdings, freed)  # type: ignore[arg-type]
+        leave(*arguments)
 
-    manager._transit.mover.leave = late  # type: ignore[method-assign,assignment]
+    mover.leave = late
     handle = manager.offload(wait=False)
     assert held.wait(LONG_S)
 
@@ -152,10 +153,18 @@ def test_an_offload_runs_meanwhile(empty_cache: bool) -> None:
         go.set()
         manager.drain()
 
-    graph = captured(meanwhile)
-    handle.wait()
-    assert replays(*graph)
+    try:
+        good = replays(*captured(meanwhile))
+        handle.wait()
+    except RuntimeError:
+        return False
     assert not manager.transitions[-1].failed
     manager.onload()
-    assert all(torch.equal(p.detach().cpu(), value) for p, value in zip(model.parameters(), values, strict=True))
+    same = all(torch.equal(p.detach().cpu(), value) for p, value in zip(model.parameters(), values, strict=True))
     manager.close()
+    return good and same
+
+
+@pytest.mark.parametrize("empty_cache", [False, True])
+def test_an_offload_runs_meanwhile(empty_cache: bool) -> None:
+    assert offload_while_capturing(empty_cache)
