@@ -24,6 +24,7 @@ from torch import Tensor
 from fxoffload import _torch_private as private
 from fxoffload.phases.buckets import Lane, Piece, Plan
 from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_units import Unit
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
@@ -64,6 +65,7 @@ class BucketStream:
 
     Args:
         read: (unit, start, stop, bytes of the target) to the copies that bring a part of a tensor there.
+        still: is charged with what the consumer waits for.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class BucketStream:
         copies: CopyStreams,
         device: torch.device,
         ledger: Ledger,
+        still: StandStill,
     ) -> None:
         self._plan, self._units, self._read, self._copies = plan, units, read, copies
-        self._ledger = ledger
+        self._ledger, self._still = ledger, still
         self._works: list[Any] = []
         self._events: list[Any] = []
         self._stage_filled: Any = None
@@ -90,16 +93,18 @@ class BucketStream:
         """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
         if index == 0:
             self._copies.reload_waits_for_compute()
-            self._fill_stage(0)
-            self._land(0)
-            self._fill_stage(1)
+            with self._still.copying():
+                self._fill_stage(0)
+                self._land(0)
+                self._fill_stage(1)
         self._wait()
         for lane in self._plan.buckets[index].lanes:
             for piece in lane.pieces:
                 self._unpack(lane, piece)
         self._copies.reload_waits_for_compute()
-        self._land(index + 1)
-        self._fill_stage(index + 2)
+        with self._still.copying():
+            self._land(index + 1)
+            self._fill_stage(index + 2)
 
     def whole(self, piece: Piece) -> Tensor:
         """The tensor that a piece belongs to, in its buffer."""
@@ -121,11 +126,12 @@ class BucketStream:
     def _wait(self) -> None:
         works, self._works = self._works, []
         events, self._events = self._events, []
-        for work in works:
-            work.wait()
-        for event in events:
-            if event is not None:
-                self._copies.compute_waits_for(event, Wait.TARGET_READY)
+        with self._still.waiting():
+            for work in works:
+                work.wait()
+            for event in events:
+                if event is not None:
+                    self._copies.compute_waits_for(event, Wait.TARGET_READY)
 
     def _fill_stage(self, index: int) -> None:
         """This rank's parts of what is gathered in a bucket."""

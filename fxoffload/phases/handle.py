@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from fxoffload.phases.forks import Birthplace, ForkSafeRLock
 from fxoffload.phases.metrics import Transition
 
 
@@ -32,14 +33,18 @@ class Handle:
         self._event = threading.Event()
         self._error: BaseException | None = None
         self.is_reported = False
-        self._lock = threading.RLock()
+        self._lock = ForkSafeRLock()
+        self._birthplace = Birthplace()
 
     def wait(self) -> Handle:
         """Blocks until every byte has arrived, and for an offload until its memory was given back.
 
         Raises:
             what went wrong on the way; everything is back where it was before.
+            RuntimeError: it is under way in the process that this one was forked from.
         """
+        if not self._event.is_set():
+            self._birthplace.require(f"wait() for the {self.what}")
         began = time.perf_counter()
         self._event.wait()
         with self._lock:

@@ -4,17 +4,24 @@
 Two arenas. The first is pinned, and grows in the background from the moment its size is known. What it cannot take, at
 its limit or where the driver refuses, goes to the second, which is pageable: the copies still work and are slow, which
 is said once. Memory is taken by the page, so the image is as large as what it holds, rounded up to 512 bytes a block.
+
+[Note: Limits of the image]
+``limit_bytes`` bounds what is pinned, and by default nothing but the machine bounds the rest: a job that has pinned its
+share goes on slowly rather than ending. ``total_limit_bytes`` bounds both together: no growth of either arena is begun
+that would take the sum beyond it, and what does not fit raises. Somebody who has named a number means that number. A
+block lies in one arena, so that where the driver has refused, the last block may find the room that is left in two.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import sys
 from collections.abc import Callable, Iterator
 
 import psutil
 from torch import Tensor
 
+from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.runtime.host_arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_limits import PAGEABLE_SHARE
@@ -26,28 +33,76 @@ class HostMemoryError(MemoryError):
     """The machine has no memory for what should leave the device."""
 
 
+class _Total:
+    """What the bookings of an image may be together."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.bookings: list[_Booking] = []
+        self.lock = ForkSafeRLock()
+
+    def room_of(self, booking: _Booking) -> int:
+        """How large this one may be."""
+        if self.limit_bytes is None:
+            return sys.maxsize
+        return self.limit_bytes - sum(other.nbytes for other in self.bookings if other is not booking)
+
+
+class _Booking(Booking):
+    """Within a total. What is being pinned is booked already, so that two growths at once cannot pass the limit."""
+
+    def __init__(self, total: _Total, ledger: Ledger | None, **options: float) -> None:
+        super().__init__(ledger, **options)
+        self._total = total
+        total.bookings.append(self)
+
+    def grow_to(self, nbytes: int) -> bool:
+        with self._total.lock:
+            return nbytes <= self._granted(nbytes) and super().grow_to(nbytes)
+
+    def grow_within(self, nbytes: int) -> int:
+        with self._total.lock:
+            return super().grow_within(self._granted(nbytes))
+
+    def _granted(self, nbytes: int) -> int:
+        room = max(self._total.room_of(self), self.nbytes)
+        if nbytes > room:
+            limit = _gib(self._total.limit_bytes or 0)
+            self.refusal = f"the limit is {limit} of pinned and pageable memory together"
+        return min(nbytes, room)
+
+
 class HostImage:
     """See [Note: Host image]. Thread-safe.
 
     Args:
         pinner: registers memory with the device's driver.
-        limit_bytes: how much may be pinned; asked at every growth.
+        limit_bytes: how much may be pinned; asked at every growth. Without ``pin``: how much there may be.
+        total_limit_bytes: how much there may be, pinned and pageable together; None for what the machine has. See
+            [Note: Limits of the image].
         pin: False to take pageable memory for everything, without a warning.
         ledger: None for the one that all processes share.
     """
 
     def __init__(
-        self, pinner: Pinner, limit_bytes: Callable[[], int], *, pin: bool = True, ledger: Ledger | None = None
+        self,
+        pinner: Pinner,
+        limit_bytes: Callable[[], int],
+        *,
+        total_limit_bytes: int | None = None,
+        pin: bool = True,
+        ledger: Ledger | None = None,
     ) -> None:
         space = address_space_bytes(psutil.virtual_memory().total)
         pageable = HeapMemory(touch=True)
+        total = _Total(total_limit_bytes)
+        first, rest = _Booking(total, ledger), _Booking(total, ledger, share=PAGEABLE_SHARE)
         self._limit_bytes = limit_bytes
         self._pins = pin and pinner.pinned
-        self._first = HostArena(pinner if pin else pageable, space, exact=True, warn=False, booking=Booking(ledger))
-        rest = Booking(ledger, share=PAGEABLE_SHARE)
+        self._first = HostArena(pinner if pin else pageable, space, exact=True, warn=False, booking=first)
         self._rest = HostArena(pageable, space, exact=True, warn=False, booking=rest)
         self._space = space
-        self._lock = threading.Lock()
+        self._lock = ForkSafeRLock()
         self._has_warned = False
         self._driver_refused = False
 
@@ -60,7 +115,7 @@ class HostImage:
         """A block of ``nbytes`` bytes, pinned where it can be. Waits while its bytes are being pinned.
 
         Raises:
-            HostMemoryError: the machine, or its control group, has no room for it.
+            HostMemoryError: the machine, its control group or ``total_limit_bytes`` has no room for it.
         """
         block = self._first.allocate_ready(nbytes) or self._first.allocate(nbytes, self._limit_bytes())
         if block is not None:
@@ -74,8 +129,9 @@ class HostImage:
             reason = self._rest.refusal
         raise HostMemoryError(
             f"expected {_gib(nbytes)} of host memory for what leaves the device, found none ({reason}). The image has "
-            f"{_gib(self.reserved_bytes)}. Offload fewer groups, give the process or its control group more memory, "
-            "raise host_limit if that is what is reached, or release what other processes have booked"
+            f"{_gib(self.pinned_bytes)} pinned and {_gib(self.pageable_bytes)} pageable, of which "
+            f"{_gib(self.in_use_bytes)} are in use. Offload fewer groups, give the process or its control group more "
+            "memory, raise host_limit if that is what is reached, or release what other processes have booked"
         )
 
     def free(self, block: HostBlock) -> None:

@@ -59,7 +59,8 @@ class PhaseManager:
         offload_optimizer_for_logprob: whether the optimizer's state leaves before log-probs are computed. It costs two
             transitions and is not needed where both fit.
         offload_optimizer_for_refit: whether it leaves before weights are synchronised.
-        host_limit: bytes ("200GiB") of host memory; by default this process' share of the machine or its control group.
+        host_limit: most bytes ("200GiB") of host memory, pinned and pageable. By default this process' share of the
+            machine or its control group is pinned, and what does not fit is pageable.
         pin: whether to pin that memory. Pageable copies are five to fifty times slower.
         empty_cache: whether an offload that is waited for returns the freed memory to the driver, where another process
             or allocator can have it.
@@ -101,7 +102,9 @@ class PhaseManager:
         device = find_device(self._inventory, types)
         pin = pin and device.type == "cuda"
         pinner = CudaPinner(device) if pin else HeapMemory()
-        self.image = HostImage(pinner, lambda: default_host_budget_bytes() if limit is None else limit, pin=pin)
+        self.image = HostImage(
+            pinner, lambda: default_host_budget_bytes() if limit is None else limit, pin=pin, total_limit_bytes=limit
+        )
         self._transit = Transit(
             self._inventory,
             self.image,
@@ -315,7 +318,8 @@ class PhaseManager:
         transition = Transition("stream", (PARAMS, BUFFERS))
 
         def ended(stream: WeightStream) -> None:
-            transition.nbytes = stream.nbytes
+            transition.nbytes = stream.delivered_bytes
+            transition.stream = stream
             transition.finish()
             self._record(transition)
 

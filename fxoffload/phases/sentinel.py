@@ -13,7 +13,7 @@ this costs nothing, and no compiled code changes.
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_private import shift_version
+from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.storages import Holding
+from fxoffload.sizes import format_bytes
 
 
 class OffloadedError(RuntimeError):
@@ -34,6 +36,7 @@ class OffloadedError(RuntimeError):
 class _Away:
     home: type
     holdings: list[Holding] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
 
 
 _RECORD = "_fxoffload_away"
@@ -50,7 +53,7 @@ _METADATA = frozenset(
 _WRITES = ("__set__", "__delete__")
 _WRITABLE = frozenset({"grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"})
 _CLASSES: dict[type, type] = {}
-_LOCK = threading.RLock()
+_LOCK = ForkSafeRLock()
 
 _READER: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("reader", default=None)
 
@@ -108,9 +111,21 @@ def detached_by(reader: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def touch(tensor: Tensor, what: str) -> None:
-    """Fences what arrives; raises ``OffloadedError`` for what is on the host."""
+    """Fences what arrives; raises ``OffloadedError`` for what is on the host, and in a child forked meanwhile."""
+    record = tensor.__dict__.get(_RECORD)
+    if record is not None and record.process != os.getpid():
+        raise OffloadedError(_complaint_of_a_child(record, what))
     for holding in holdings_of(tensor):
         holding.owner.touched(holding, what)
+
+
+def _complaint_of_a_child(record: _Away, what: str) -> str:
+    holding = record.holdings[0] if record.holdings else None
+    name = "a tensor" if holding is None else f"{holding.name} ({format_bytes(holding.nbytes)} of the {holding.group})"
+    return (
+        f"{what} needs {name}, which was offloaded when this process was forked: a forked child has no part of the "
+        "host image. Call onload() in the parent before it forks, or make the child with the spawn or forkserver method"
+    )
 
 
 def _away_class(home: type) -> type:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,6 +27,7 @@ from torch.profiler import record_function
 from fxoffload.phases import sharded
 from fxoffload.phases.arrivals import Arrivals
 from fxoffload.phases.device_memory import Returner, free_bytes, return_to_driver
+from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
 from fxoffload.phases.guards import Guards
@@ -77,7 +77,7 @@ class Transit:
         state: Callable[[], str],
     ) -> None:
         self.image = image
-        self.lock = threading.RLock()
+        self.lock = ForkSafeRLock()
         self.ledger = Ledger(inventory, device_types, self, image.free)
         self.worker = Worker("fxoffload-leave")
         self._bringer = Worker("fxoffload-return")
@@ -101,6 +101,7 @@ class Transit:
         Args:
             at_once: somebody waits for the memory.
         """
+        self.worker.require_own_process("offload()")
         began = time.perf_counter()
         with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock:
             self.harvest()
@@ -200,6 +201,7 @@ class Transit:
         Args:
             at_once: somebody waits for all of it; else see [Note: Slices].
         """
+        self.worker.require_own_process("onload()")
         began = time.perf_counter()
         with record_function(f"fxoffload::onload({','.join(groups)})"):
             self._drain(groups)

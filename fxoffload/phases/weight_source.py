@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fxoffload.phases.cuts import boxes, part
 from fxoffload.phases.sentinel import untouched
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.weight_units import Unit
 
@@ -27,10 +28,14 @@ class WeightSource:
     """Tells which copies bring a part of a tensor into a buffer.
 
     It is asked at each bucket: parameters may return to the device, or leave it, while the stream goes on.
+
+    Args:
+        still: is charged with what the calling thread waits for.
     """
 
-    def __init__(self, manager: Stored) -> None:
+    def __init__(self, manager: Stored, still: StandStill) -> None:
         self._manager = manager
+        self._still = still
 
     def copies(self, unit: Unit, start: int, stop: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(target, source) of the elements ``start:stop`` of this rank's part, in its dtype.
@@ -58,7 +63,8 @@ class WeightSource:
             yield from self._from_image(holding, (offset + start) * item, target)
         else:
             # Put in order by the CPU: slow, and rare.
-            values = self._manager.host_copy(unit.local).reshape(-1)[start:stop]
+            with self._still.on_host():
+                values = self._manager.host_copy(unit.local).reshape(-1)[start:stop]
             yield target, values.view(torch.uint8)
 
     def _from_image(self, holding: Holding, first: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -73,7 +79,8 @@ class WeightSource:
             holding = self._manager.holding_of(tensor)
             # Its bytes on the device vanish when they have left, and those on the host are not complete before.
             if holding is not None and holding.where is Where.LEAVING:
-                self._manager.drain()
+                with self._still.on_host():
+                    self._manager.drain()
                 holding = self._manager.holding_of(tensor)
             if holding is not None:
                 return holding

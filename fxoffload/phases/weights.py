@@ -22,11 +22,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from fxoffload.phases.bucket_stream import BucketStream, Ledger
 from fxoffload.phases.buckets import Plan, plan_buckets
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.phase import BUFFERS, PARAMS
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.storages import Where
 from fxoffload.phases.weight_source import Stored, WeightSource
 from fxoffload.phases.weight_units import Unit, named_tensors, units_of
@@ -58,7 +60,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     Attributes:
         plan: the buckets.
         units: what they are made of.
-        nbytes: that this process copies from its host image or its device.
+        nbytes: that this process copies from its host image or its device, if the stream is read to its end.
+        delivered_bytes: those of them whose tensors were handed out so far.
         ledger: the device memory of the stream.
     """
 
@@ -68,16 +71,26 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         plan: Plan,
         start: Callable[[Ledger], BucketStream],
         ended: Callable[[WeightStream], object],
+        still: StandStill,
     ) -> None:
         self.plan = plan
         self.units = units
         self.nbytes = sum(_own_bytes(unit) for unit in units)
+        self.delivered_bytes = 0
         self.ledger = Ledger(plan.limit_bytes)
-        self._ended = ended
+        self._ended, self._still = ended, still
         self._items = self._run(units, start)
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._items)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """That the consumer's stream, or the calling thread, stood still for weights.
+
+        On a GPU of the waits that are over by now: of all of them after ``torch.cuda.synchronize()``.
+        """
+        return self._still.seconds
 
     def close(self) -> None:
         """Ends the stream; its memory is free."""
@@ -96,8 +109,10 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
             stack.callback(self._ended, self)
             buckets = stack.enter_context(contextlib.closing(start(self.ledger)))
             for index, bucket in enumerate(self.plan.buckets):
-                buckets.advance(index)
+                with record_function("fxoffload::stream_weights"):
+                    buckets.advance(index)
                 for piece in bucket.finished:
+                    self.delivered_bytes += _own_bytes(units[piece.index])
                     flat = buckets.whole(piece).view(-1)
                     for named in units[piece.index].named:
                         yield named.name, flat[named.start :][: _numel(named.shape)].view(named.shape)
@@ -138,12 +153,13 @@ def stream_weights(
     units = units_of(_model(manager.models, model), full=full, dtype=dtype, names=names)
     plan = plan_buckets([unit.load() for unit in units], limit)
     where = _device(units, device)
-    read = WeightSource(manager).copies
+    still = StandStill(where)
+    read = WeightSource(manager, still).copies
 
     def start(ledger: Ledger) -> BucketStream:
-        return BucketStream(plan, units, read, manager.copies(where), where, ledger)
+        return BucketStream(plan, units, read, manager.copies(where), where, ledger, still)
 
-    return WeightStream(units, plan, start, ended)
+    return WeightStream(units, plan, start, ended, still)
 
 
 class WeightsOnDevice(dict[str, Tensor]):

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 
+from fxoffload.phases.forks import Birthplace, ForkSafeRLock
+from fxoffload.runtime.capture_mode import work_beside_captures
+
+log = logging.getLogger(__name__)
+
 
 class Worker:
-    """Runs jobs one after another. A job handles its own errors."""
+    """Runs jobs one after another. A job handles its own errors; one that does not is logged, and the next one runs.
+
+    Of the process that made it: see [Note: Phases and fork].
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = ForkSafeRLock()
+        self._birthplace = Birthplace()
+
+    def require_own_process(self, what: str) -> None:
+        """Refuses ``what`` in a forked child.
+
+        Raises:
+            RuntimeError: this is one.
+        """
+        self._birthplace.require(what)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job."""
+        """Queues a job.
+
+        Raises:
+            RuntimeError: in a forked child.
+        """
+        self.require_own_process("offload() or onload()")
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=_run, args=(self._jobs, self._name), name=self._name, daemon=True
+                )
                 weakref.finalize(self, self._jobs.put, None)
                 self._thread.start()
             self._jobs.put(job)
 
     def drain(self) -> None:
-        """Blocks until everything that was submitted before has run."""
+        """Blocks until everything that was submitted before has run.
+
+        Raises:
+            RuntimeError: in a forked child, if there was anything.
+        """
         if threading.current_thread() is self._thread or self._thread is None:
             return
+        self.require_own_process("a wait for what is being offloaded")
         reached = threading.Event()
         self.submit(reached.set)
         reached.wait()
@@ -38,14 +68,18 @@ class Worker:
         """Ends the thread after what was submitted."""
         with self._lock:
             thread, self._thread = self._thread, None
-            if thread is not None:
+            if thread is not None and self._birthplace.is_here:
                 self._jobs.put(None)
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and self._birthplace.is_here:
             thread.join()
 
 
-def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
     # Knows the queue only: a worker that nobody has any more ends its thread.
+    work_beside_captures()
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except BaseException:
+            log.exception("a job of the thread %s failed; it goes on with the next one", name)
         del job  # a job holds tensors

@@ -15,6 +15,7 @@ import os
 import threading
 from typing import Protocol
 
+from fxoffload.runtime.capture_mode import work_beside_captures
 from fxoffload.runtime.host_limits import processes_on_this_machine
 
 MAX_THREADS = 16
@@ -73,6 +74,7 @@ class ChunkThreads:
         self.ready = self.target = self._claimed = 0
 
     def _work(self, owner: ChunkOwner) -> None:
+        work_beside_captures()
         while True:
             with self._changed:
                 chunk = self._claim()

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from fxoffload.runtime.capture_mode import outside_captures
+
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +44,10 @@ class HeapMemory:
 
 
 class CudaPinner:
-    """Registers memory with CUDA, so that copies to and from it run asynchronously at the speed of the link."""
+    """Registers memory with CUDA, so that copies to and from it run asynchronously at the speed of the link.
+
+    Also while a CUDA graph is captured: memory is given back by whichever thread drops the last reference to it.
+    """
 
     pinned = True
 
@@ -50,13 +55,13 @@ class CudaPinner:
         self.device = device
 
     def register(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), outside_captures():
             result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[attr-defined]
         if int(result) != 0:
             raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed: {result}")
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), outside_captures():
             result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
         if int(result) != 0:
             log.debug("cudaHostUnregister failed: %s", result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -121,4 +122,25 @@ def test_weights_on_device_and_residue() -> None:
         assert all(tensor.is_cuda for tensor in weights.values())
         assert any("parameter 'large' of Weights" in one.held_by for one in residue())
     assert weights.load_seconds > 0.0 and weights.offload_seconds > 0.0
+    manager.close()
+
+
+def test_the_time_that_the_consumer_stands_still_is_known() -> None:
+    manager = PhaseManager(Weights(8))
+    manager.offload("params")
+    copies: Any = manager.copies(torch.device("cuda", torch.cuda.current_device()))
+    copies.before_copy = lambda stream: torch.cuda._sleep(5 * CYCLES_PER_MS)
+    stream = stream_weights(manager, 40 * MIB)
+    for _ in stream:
+        pass
+    copies.before_copy = None
+    torch.cuda.synchronize()
+    assert stream.delivered_bytes == stream.nbytes
+    late = stream.exposed_seconds
+    assert late >= 0.004 * len(stream.plan.buckets)
+    busy = stream_weights(manager, 40 * MIB)
+    for _ in busy:
+        torch.cuda._sleep(10 * CYCLES_PER_MS)  # longer than a bucket's copies
+    torch.cuda.synchronize()
+    assert busy.exposed_seconds < late / 2
     manager.close()

@@ -62,9 +62,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 def make(tmp_path: Path) -> Callable[..., HostImage]:
     """An image with a ledger of its own and a limit of 64 MiB."""
 
-    def build(pinner: object = None, limit: int = 64 * MIB, *, pin: bool = True) -> HostImage:
-        ledger = Ledger(tmp_path / "ledger")
-        return HostImage(pinner or Driver(), lambda: limit, pin=pin, ledger=ledger)  # type: ignore[arg-type]
+    def build(pinner: object = None, limit: int = 64 * MIB, *, total: int | None = None, pin: bool = True) -> HostImage:
+        ledger, pinner = Ledger(tmp_path / "ledger"), pinner or Driver()
+        return HostImage(pinner, lambda: limit, total_limit_bytes=total, pin=pin, ledger=ledger)  # type: ignore[arg-type]
 
     return build
 
@@ -229,6 +229,69 @@ def test_a_machine_in_use_leaves_less(make: Callable[..., HostImage], machine: l
     machine[0] = Group("", 100 * MIB, 95 * MIB)
     with pytest.raises(HostMemoryError, match=r"of the machine, 0\.09 GiB are in use"):
         image.take(MIB)
+
+
+@pytest.mark.parametrize("limit", [0, 4 * MIB, 10 * MIB, 64 * MIB])
+@pytest.mark.parametrize("room", [0, 1, 1000])
+def test_pinned_and_pageable_together_stay_within_the_total(
+    make: Callable[..., HostImage], limit: int, room: int
+) -> None:
+    """Whatever is pinned of it: 10 MiB in all, to the byte, and an error for the next one."""
+    image = make(Driver(room), limit=limit, total=10 * MIB)
+    image.reserve(64 * MIB)
+    blocks = [image.take(MIB) for _ in range(10)]
+    assert image.reserved_bytes == 10 * MIB
+    with pytest.raises(HostMemoryError, match=r"the limit is 0\.01 GiB.* pinned and .* pageable, of which .* in use"):
+        image.take(1)
+    assert image.reserved_bytes == 10 * MIB
+    image.free(blocks.pop())
+    blocks.append(image.take(MIB))
+    for block in blocks:
+        image.free(block)
+    assert image.release() == 10 * MIB
+    image.take(8 * MIB)
+    assert image.reserved_bytes <= 10 * MIB
+
+
+def test_a_total_counts_what_is_being_pinned(make: Callable[..., HostImage]) -> None:
+    """Another thread asks for pageable memory while the rest is on its way."""
+    image = make(Driver(delay_s=0.2), limit=8 * MIB, total=10 * MIB)
+    image.reserve(8 * MIB)
+    assert image._rest.allocate(3 * MIB, 1 << 40) is None
+    assert "of pinned and pageable memory together" in image._rest.refusal
+    assert image._rest.allocate(2 * MIB, 1 << 40) is not None
+    until(lambda: image.reserved_bytes == 10 * MIB)
+
+
+def test_a_total_holds_for_many_threads(make: Callable[..., HostImage]) -> None:
+    image = make(Driver(3), limit=8 * MIB, total=12 * MIB)
+    most: list[int] = []
+    refused: list[HostMemoryError] = []
+
+    def work() -> None:
+        for _ in range(20):
+            image.reserve(12 * MIB)
+            try:
+                image.take(300_000)
+            except HostMemoryError as error:
+                refused.append(error)
+            most.append(image.reserved_bytes)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert max(most) <= 12 * MIB and refused
+    assert image.in_use_bytes > 11 * MIB
+
+
+def test_without_pinning_the_total_holds_too(make: Callable[..., HostImage]) -> None:
+    image = make(HeapMemory(), total=5 * MIB, pin=False)
+    image.reserve(64 * MIB)
+    image.take(5 * MIB)
+    with pytest.raises(HostMemoryError, match="pinned and pageable memory together"):
+        image.take(1)
 
 
 @pytest.mark.parametrize("pinner", [Driver(), HeapMemory()])

@@ -12,14 +12,25 @@ from pathlib import Path
 import psutil
 import pytest
 
+import fxoffload
 from fxoffload.runtime import host_ledger, host_limits, ledger_files
 from fxoffload.runtime.cgroups import Group
 from fxoffload.runtime.host_ledger import Booking, Ledger
 
 GIB = 1 << 30
+# The ledger needs neither the package's front door nor torch, which take seconds to import.
+LIGHT = f"""
+import sys, types
+package = types.ModuleType("fxoffload")
+package.__path__ = [{str(Path(fxoffload.__file__).parent)!r}]
+torch = types.ModuleType("torch")
+torch.distributed = types.ModuleType("torch.distributed")
+torch.distributed.is_available = lambda: False
+sys.modules |= {{"fxoffload": package, "torch": torch, "torch.distributed": torch.distributed}}
+"""
 # A process that books what it is told, line by line, against a machine of 100 GiB. It stays until its input ends.
-OTHER = """
-import sys
+OTHER = f"""
+{LIGHT}
 from pathlib import Path
 from fxoffload.runtime import host_ledger, host_limits
 from fxoffload.runtime.cgroups import Group
@@ -168,8 +179,8 @@ def test_each_group_counts_its_own_processes(ledger: Ledger, limits: list[Group]
 
 
 def test_a_process_that_ends_takes_its_file_along(ledger: Ledger) -> None:
-    code = """
-import sys
+    code = f"""
+{LIGHT}
 from pathlib import Path
 from fxoffload.runtime import host_ledger, ledger_files
 ledger_files.users_folder = lambda: Path(sys.argv[1])
