@@ -116,6 +116,7 @@ class Rollouts(TrainerCallback):
     def __init__(self, phases: PhaseCallback) -> None:
         self.phases = phases
         self.inside: list[int] = []
+        self.away: list[bool] = []
 
     def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         weights = bytes_of(model.parameters())
@@ -123,11 +124,14 @@ class Rollouts(TrainerCallback):
             self.inside.append(total(weights))
             with pytest.raises(OffloadedError):
                 model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        self.phases.manager.onload("params")  # waits for what returns in the background
         self.inside.append(total(weights))
+        away = self.phases.manager.where("optimizer") is Where.HOST
+        self.away.append(away)
         with self.phases.rollout("optimizer"):
             assert self.phases.manager.where("params") is not Where.HOST
         # What was away before stays away.
-        assert self.phases.manager.where("optimizer") is not Where.ARRIVING
+        assert (self.phases.manager.where("optimizer") is Where.HOST) == away
 
 
 def test_rollouts_inside_a_trainer(tmp_path: Path) -> None:
@@ -137,6 +141,7 @@ def test_rollouts_inside_a_trainer(tmp_path: Path) -> None:
     assert_same(ours, train(tmp_path))
     size = rollouts.inside[1]
     assert size > 0 and rollouts.inside == [0, size] * STEPS
+    assert rollouts.away == [False] + [True] * (STEPS - 1)  # also where it was still leaving when the rollout began
 
 
 def test_what_cannot_work_is_refused() -> None:
