@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -108,7 +109,7 @@ class Inventory:
                 with untouched():
                     for plain in plain_tensors(tensor):
                         storage = plain.untyped_storage()
-                        if plain.device.type in device_types and storage.nbytes() and not storage.resizable():
+                        if plain.device.type in device_types and storage.nbytes() and not can_be_emptied(storage):
                             found.setdefault(storage._cdata, (name, storage.nbytes()))
         return list(found.values())
 
@@ -169,6 +170,14 @@ class Inventory:
         for name, value in self._extra.items():
             found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, nn.Module))]
             yield from ((name if len(found) == 1 else f"{name}.{i}", leaf) for i, leaf in enumerate(found))
+
+
+def can_be_emptied(storage: torch.UntypedStorage) -> bool:
+    """Whether torch owns the memory of a storage, so that it may be freed and allocated again.
+
+    ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
+    """
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> dict[str, nn.Module]:

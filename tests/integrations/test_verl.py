@@ -224,7 +224,7 @@ def test_the_order_of_offloads_does_not_matter(first: str) -> None:
 
 
 def test_a_state_dict_from_before_our_first_call_is_readable() -> None:
-    model, optimizer = trained()
+    model, _ = trained()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     taken, inner = model.state_dict(), model[2].state_dict()  # type: ignore[index]
     storages = bytes_of(model.parameters())

@@ -112,8 +112,9 @@ def check_a_state_dict_from_before() -> None:
     """It is readable; and what FSDP holds for itself is not taken for one."""
     model, same = make_model(), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    expected = {name: value.full_tensor() for name, value in same.state_dict().items()}
-    taken = model.state_dict()
+    others: dict[str, Any] = same.state_dict()
+    expected = {name: value.full_tensor() for name, value in others.items()}
+    taken: dict[str, Any] = model.state_dict()
     verl.offload_fsdp_optimizer(optimizer)
     verl.offload_fsdp_model_to_cpu(model)
     assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in taken.items())

@@ -1,4 +1,4 @@
-"""Compiled functions around a model or an optimizer: they compute the same, and are not compiled again in every cycle."""
+"""Compiled functions around a model or an optimizer compute the same, and are not compiled again in every cycle."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_who_reaches_a_model() -> None:
     assert list(reached(direct, targets)) == [model]
     assert list(reached(nested, targets)) == [model]
     assert list(reached(trainer.loss, targets)) == [model]
-    assert list(reached(functools.partial(torch.add, model), targets)) == [model]
+    assert list(reached(functools.partial(print, model), targets)) == [model]
     assert list(reached(lambda x=model: x, targets)) == [model]
     assert list(reached(nn.Sequential(model).forward, targets)) == [model]
     assert list(reached(lambda: other, targets)) == []
