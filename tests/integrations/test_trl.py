@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,32 @@ def test_what_cannot_work_is_refused() -> None:
         )
     with pytest.raises(RuntimeError, match="without a model and an optimizer"):
         PhaseCallback().on_train_begin(None, None, None)  # type: ignore[arg-type]
+
+
+def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    phases = PhaseCallback(device_types=("cpu",))
+    nobody: Any = None
+    phases.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
+    manager = phases.manager
+    manager.onload()
+    manager.release_host_memory()
+    go, take = threading.Event(), manager.image.take
+
+    def slowly(nbytes: int) -> Any:
+        go.wait()
+        return take(nbytes)
+
+    manager.image.take = slowly  # type: ignore[method-assign]
+    phases.on_optimizer_step(nobody, nobody, nobody)
+    assert manager.where("optimizer") is Where.LEAVING
+    threading.Timer(0.2, go.set).start()
+    with phases.rollout():
+        assert manager.where("optimizer") is Where.HOST
+    assert manager.where("optimizer") is Where.HOST
+    manager.onload("params")
+    assert manager.where("optimizer") is Where.HOST
+    phases.on_train_end(nobody, nobody, nobody)
