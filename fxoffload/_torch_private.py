@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -365,3 +366,24 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
+
+
+# -- phases: functions that were compiled ------------------------------------------------------------------------------
+
+
+def num_graphs_compiled() -> int | None:
+    """Changes whenever Dynamo compiles something; None if it was never imported."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return None if dynamo is None else dynamo.FRAME_COUNTER
+
+
+def compiled_functions() -> list[tuple[Any, list[Any]]]:
+    """(the function itself, the hooks that Dynamo calls before each of its calls) of everything compiled and alive."""
+    found = []
+    for one in gc.get_objects():
+        if type(one) is types.FunctionType and "_torchdynamo_orig_callable" in one.__dict__:
+            cells = dict(zip(one.__code__.co_freevars, one.__closure__ or (), strict=True))
+            hooks = getattr(cells["self"].cell_contents, "enter_exit_hooks", None) if "self" in cells else None
+            if isinstance(hooks, list):
+                found.append((one.__dict__["_torchdynamo_orig_callable"], hooks))
+    return found

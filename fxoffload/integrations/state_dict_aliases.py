@@ -4,18 +4,21 @@ verl's weight sync does this: load, ``params = model.state_dict()``, offload, th
 gathered and sent. Where a model is moved by ``.cpu()``, those tensors keep the old memory, all of it, until they are
 dropped. Here they share the storage that is emptied. So those that are alive then get a class of their own, as the
 model's tensors do, but instead of an error each gets memory with the right values when it is read.
+
+A hook notices state dicts from our first call on. Those that were taken before are looked for once, among all tensors.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases import PhaseManager, Where, sharded
 from fxoffload.phases.sentinel import bring_back, is_away, send_away, untouched
 from fxoffload.phases.storages import Holding, plain_tensors
 
@@ -28,6 +31,7 @@ class Aliases:
         # Emptied storages that aliases still lie in, by address: our holding, and the manager's, which has the bytes.
         self._away: dict[int, tuple[Holding, Holding]] = {}
         self._manager: weakref.ref[PhaseManager] | None = None
+        self._searched = False
 
     def __deepcopy__(self, memo: Any) -> Aliases:
         return Aliases()
@@ -43,10 +47,11 @@ class Aliases:
     def leave(self, manager: PhaseManager) -> None:
         """Sends those away that lie in what the manager has just offloaded."""
         self._manager = weakref.ref(manager)
-        alive = [tensor for tensor in self._alive() if not is_away(tensor)]
-        if not alive:
-            return
         offloaded = {held.storage._cdata: held for held in _holdings(manager)}
+        if offloaded and not self._searched:
+            self._searched = True
+            self._seen += [weakref.ref(tensor) for tensor in _tensors_on(offloaded.keys(), manager)]
+        alive = [tensor for tensor in self._alive() if not is_away(tensor)]
         for alias in alive:
             for plain in _plain(alias):
                 key = plain.untyped_storage()._cdata
@@ -115,6 +120,18 @@ def aliases_of(model: nn.Module) -> Aliases:
 def _plain(tensor: Tensor) -> list[Tensor]:
     with untouched():
         return [plain for plain in plain_tensors(tensor) if plain.device.type != "meta"]
+
+
+def _tensors_on(storages: Collection[int], manager: PhaseManager) -> Iterator[Tensor]:
+    """Detached tensors at home that lie in these storages, but for what FSDP keeps for itself."""
+    kept = {id(t) for model in manager.models.values() for _, t in sharded.held_tensors(model, emptied=True)}
+    for thing in gc.get_objects():
+        # Not isinstance(): that asks proxies for their __class__, and they may raise.
+        if issubclass(type(thing), Tensor) and id(thing) not in kept and not is_away(thing):
+            with untouched():
+                fits = not thing.requires_grad and any(t.untyped_storage()._cdata in storages for t in _plain(thing))
+            if fits:
+                yield thing
 
 
 def _holdings(manager: PhaseManager) -> Iterator[Holding]:

@@ -63,7 +63,7 @@ class PhaseCallback(TrainerCallback):
         """
         manager = self.manager
         leaving = groups or GROUPS
-        resident = [group for group in leaving if manager.where(group) is not Where.HOST]
+        resident = [group for group in leaving if manager.where(group) in (Where.DEVICE, Where.ARRIVING)]
         manager.offload(*leaving)
         try:
             yield

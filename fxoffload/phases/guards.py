@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fxoffload import _torch_private as private
 from fxoffload.phases import sharded
-from fxoffload.phases.overrides import Overrides, is_ours
+from fxoffload.phases.compiled import CompiledFunctions
+from fxoffload.phases.optimizers import state_tensors
+from fxoffload.phases.overrides import Override, Overrides, is_ours
+from fxoffload.phases.phase import EXTRA, PARAMS
 from fxoffload.phases.sentinel import OffloadedError, touch
 from fxoffload.phases.state_dicts import HostReader
 
@@ -36,6 +40,8 @@ class Guards:
         self._reader = HostReader(manager)
         self._overrides = Overrides()
         self._hooks: list[Any] = []
+        self._steps: list[Override] | None = None  # the same ones each time: see [Note: Overrides]
+        self._compiled = CompiledFunctions()
 
     def install(self) -> None:
         """Puts the overrides in place. Nothing happens where they already are."""
@@ -44,16 +50,21 @@ class Guards:
             self._hooks = [hook for optimizer in self._manager.optimizers for hook in self._optimizer_hooks(optimizer)]
         if self._overrides:
             return
-        for prefix, model in self._manager.models.items():
+        modules = self._manager._inventory.modules
+        for prefix, model in modules.items():
+            group = PARAMS if prefix in self._manager.models else EXTRA
             for name, module in model.named_modules():
-                self._guard_module(module, ".".join(filter(None, (prefix, name))) or type(module).__name__)
-        for optimizer in self._manager.optimizers:
-            if hasattr(optimizer, "step"):
-                self._guard_step(optimizer)
+                self._guard_module(module, ".".join(filter(None, (prefix, name))) or type(module).__name__, group)
+        if self._steps is None:
+            self._steps = [self._step_of(one) for one in self._manager.optimizers if hasattr(one, "step")]
+        for step in self._steps:
+            self._overrides.put(step)
+        self._compiled.install(modules.values(), self._manager.optimizers)
 
     def remove(self) -> None:
         """Takes the overrides away."""
         self._overrides.remove()
+        self._compiled.remove()
 
     def close(self) -> None:
         """Takes everything away, for good."""
@@ -62,8 +73,10 @@ class Guards:
             hook.remove()
         self._hooks = []
 
-    def _guard_module(self, module: nn.Module, name: str) -> None:
-        put = self._overrides.put
+    def _guard_module(self, module: nn.Module, name: str, group: str) -> None:
+        def put(target: Any, name: str, call: Callable[..., Any]) -> None:
+            self._overrides.put(Override(target, name, call))
+
         for method, what in (
             ("load_state_dict", "load_state_dict()"),
             ("_load_from_state_dict", "load_state_dict()"),
@@ -71,10 +84,10 @@ class Guards:
         ):
             put(module, method, self._touching(lambda: tensors_under(module), f"{what} of {name}"))
         put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
-        put(module, "_save_to_state_dict", self._save(module, name))
+        put(module, "_save_to_state_dict", self._save(module, name, group))
         if sharded.is_fsdp2(module):
-            for group in private.fsdp2_groups(module):
-                put(group, "unshard", self._unshard(module, group, f"FSDP's all-gather of {name}"))
+            for gathered in private.fsdp2_groups(module):
+                put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
         elif sharded.is_fsdp1(module):
             what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
             put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
@@ -84,12 +97,17 @@ class Guards:
             if handle is not None:
                 put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
 
-    def _guard_step(self, optimizer: Any) -> None:
+    def _step_of(self, optimizer: Any) -> Override:
+        touch_its = torch.compiler.disable(
+            lambda: touch_all(tensors_of(optimizer), f"{type(optimizer).__name__}.step()")
+        )
+
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            touch_all(tensors_of(optimizer), f"{type(optimizer).__name__}.step()")
+            touch_its()
             return original(*args, **kwargs)
 
-        self._overrides.put(optimizer, "step", call)
+        # Called and not traced, but what it calls is compiled as ever.
+        return Override(optimizer, "step", torch.compiler.disable(call, recursive=False))
 
     def _touching(self, tensors: Callable[[], Iterable[Tensor]], what: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,14 +128,14 @@ class Guards:
 
         return call
 
-    def _save(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def _save(self, module: nn.Module, name: str, group: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any], destination: Any, prefix: str, keep_vars: bool) -> Any:
             own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
             with self._reader.answering_detach(own, destination):
                 original(destination, prefix, keep_vars)
-            self._reader.stand_ins(destination, [prefix + name for name in module._parameters])
+            self._reader.stand_ins(destination, [prefix + name for name in module._parameters], group)
 
         return call
 
@@ -164,7 +182,7 @@ class Guards:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(
             id(p) in own
-            for model in self._manager.models.values()
+            for model in self._manager._inventory.modules.values()
             for module, parameters in sharded.fsdp_groups(model)
             if sharded.is_fsdp1(module)
             for p in parameters
@@ -199,8 +217,7 @@ def tensors_of(optimizer: Any) -> Iterator[Tensor]:
             if parameter.grad is not None:
                 yield parameter
                 yield parameter.grad
-    state = getattr(optimizer, "state", None)
-    yield from tree_leaves(dict(state)) if isinstance(state, dict) else ()
+    yield from state_tensors(optimizer)
 
 
 def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fxoffload.phases import sharded
 from fxoffload.phases.optimizers import leaves, named_state
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
+from fxoffload.phases.sentinel import untouched
 from fxoffload.phases.storages import plain_tensors as plain_tensors
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class Inventory:
     """The models, optimizers and other tensors of a ``PhaseManager``.
+
+    Parameters of an optimizer that no model has are master copies, and belong to its state. Where there is no model at
+    all they are somebody else's, and left alone, as are their gradients.
 
     Attributes:
         models: by name; the name of a single model is "".
@@ -35,6 +44,18 @@ class Inventory:
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"expected extra as a mapping of names to tensors or modules, found {type(extra).__name__}")
         self._extra = dict(extra or {})
+        self._reported: set[int] = set()
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The models, and behind them the modules in ``extra``, by name. A module that is both is named once."""
+        found = dict(self.models)
+        known = {id(module) for model in self.models.values() for module in model.modules()}
+        for name, module in self._extra_modules():
+            if id(module) not in known:
+                known.add(id(module))
+                found[_free_name(name, found)] = module
+        return found
 
     def collect(self, group: str) -> list[tuple[str, Tensor]]:
         """(name, tensor) of a group; a tensor may be named twice, and may be without memory."""
@@ -61,11 +82,13 @@ class Inventory:
                     yield _join(prefix, name), parameter
 
     def gradient_owners(self) -> Iterator[tuple[str, Tensor]]:
-        """Whatever may have a ``.grad``: the models' parameters and what optimizers hold beside them."""
+        """Whatever may have a ``.grad``: the models' parameters and master copies."""
         seen = set()
         for name, parameter in self.parameters():
             seen.add(id(parameter))
             yield name, parameter
+        if not self.models:
+            return
         for i, optimizer in enumerate(self.optimizers):
             for group in getattr(optimizer, "param_groups", ()):
                 for parameter in group["params"]:
@@ -80,7 +103,38 @@ class Inventory:
 
     def kept_by_fsdp(self) -> set[int]:
         """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
-        return {id(p) for model in self.models.values() for p in sharded.cpu_offloaded_parameters(model)}
+        return {id(p) for module in self.modules.values() for p in sharded.cpu_offloaded_parameters(module)}
+
+    def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
+        """(name, bytes) of storages on these devices that cannot be emptied, because torch does not own their memory:
+        shared with another process, or made by another library."""
+        found: dict[int, tuple[str, int]] = {}
+        for group in self.order(GROUPS):
+            for name, tensor in self.collect(group):
+                with untouched():
+                    for plain in plain_tensors(tensor):
+                        storage = plain.untyped_storage()
+                        if plain.device.type in device_types and storage.nbytes() and not can_be_emptied(storage):
+                            found.setdefault(storage._cdata, (name, storage.nbytes()))
+        return list(found.values())
+
+    def warn_of_immovable(self, device_types: Collection[str]) -> None:
+        """Logs once, for each size that they come to, what stays on the device because it cannot be emptied."""
+        found = self.immovable(device_types)
+        nbytes = sum(size for _, size in found)
+        if not nbytes or nbytes in self._reported:
+            return
+        self._reported.add(nbytes)
+        names = [name for name, _ in found]
+        more = f" and {len(names) - 4} others" if len(names) > 4 else ""
+        log.warning(
+            "%s in %d storages stay on the device, expected storages that torch can empty, found memory that is shared "
+            "or belongs to another library: %s%s. Clone them to let them leave",
+            format_bytes(nbytes),
+            len(found),
+            ", ".join(names[:4]),
+            more,
+        )
 
     def _params(self) -> NamedTensors:
         kept = self.kept_by_fsdp()
@@ -101,16 +155,34 @@ class Inventory:
         names = {id(parameter): name for name, parameter in self.parameters()}
         kept = self.kept_by_fsdp()
         for optimizer in self.optimizers:
-            yield from named_state(optimizer, names, kept)
+            yield from named_state(optimizer, names, kept, masters=bool(self.models))
 
     def _extras(self) -> NamedTensors:
-        for name, value in self._extra.items():
-            if isinstance(value, nn.Module):
-                yield from ((_join(name, inner), t) for inner, t in value.named_parameters())
-                yield from ((_join(name, inner), t) for inner, t in value.named_buffers())
+        kept = self.kept_by_fsdp()
+        for name, leaf in self._extra_leaves():
+            if isinstance(leaf, Tensor):
+                yield name, leaf
             else:
-                found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-                yield from ((name if len(found) == 1 else f"{name}.{i}", t) for i, t in enumerate(found))
+                yield from ((_join(name, inner), p) for inner, p in leaf.named_parameters() if id(p) not in kept)
+                yield from ((_join(name, inner), t) for inner, t in leaf.named_buffers())
+
+    def _extra_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, leaf in self._extra_leaves():
+            if isinstance(leaf, nn.Module):
+                yield name, leaf
+
+    def _extra_leaves(self) -> Iterator[tuple[str, Tensor | nn.Module]]:
+        for name, value in self._extra.items():
+            found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, nn.Module))]
+            yield from ((name if len(found) == 1 else f"{name}.{i}", leaf) for i, leaf in enumerate(found))
+
+
+def can_be_emptied(storage: torch.UntypedStorage) -> bool:
+    """Whether torch owns the memory of a storage, so that it may be freed and allocated again.
+
+    ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
+    """
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -125,6 +197,12 @@ def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Modu
     if len(named) == 1:
         return {"": next(iter(named.values()))}
     return named
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    while name in taken:
+        name = f"extra.{name}"
+    return name
 
 
 def _join(prefix: str, name: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 # Attributes under which wrappers keep the optimizers they wrap: verl's and VeOmni's MultiOptimizer, Megatron's chained
 # optimizers, and the many that wrap one.
 _MANY = ("optimizers_dict", "chained_optimizers", "optimizers")
 _ONE = ("optimizer", "_optimizer", "inner_optimizer", "base_optimizer")
+
+_DEPTH = 4  # of objects within objects of an optimizer's state
 
 
 def leaves(optimizer: Any) -> list[Any]:
@@ -73,24 +76,34 @@ def _wrapped(optimizer: Any) -> Iterable[Any] | None:
     return None
 
 
-def named_state(optimizer: Any, names: Mapping[int, str], kept: Collection[int] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of an optimizer's state: state entries, tensors among the settings of a group (a learning rate), and
-    tensors in attributes of its own (master weights). Reads only: a defaultdict gets no new entry.
+def named_state(
+    optimizer: Any, names: Mapping[int, str], kept: Collection[int] = (), *, masters: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an optimizer's state: state entries, also within objects, tensors among the settings of a group
+    (a learning rate), and tensors in attributes of its own (master weights). Reads only: a defaultdict gets no new
+    entry.
 
     Args:
         optimizer: one of ``leaves``.
         names: names of parameters by id.
         kept: ids of parameters whose state is not to be found.
+        masters: whether parameters that have no name are master copies, and so state. Without the model nobody can
+            know: they are the model's.
     """
-    state: Any = getattr(optimizer, "state", None)
-    if isinstance(state, Mapping):
-        entries_by_key: list[tuple[Any, Any]] = list(state.items())
-        for key, entries in entries_by_key:
-            if id(key) in kept:
-                continue
-            name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
-            yield from _tensors(name, entries)
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
+    others = set() if masters else {id(parameter) for group in groups for parameter in group["params"]}
+    for name, tensor in _all_state(optimizer, groups, names, kept):
+        if id(tensor) not in others:
+            yield name, tensor
+
+
+def _all_state(
+    optimizer: Any, groups: list[dict[str, Any]], names: Mapping[int, str], kept: Collection[int]
+) -> Iterator[tuple[str, Tensor]]:
+    for key, entries in _entries(optimizer):
+        if id(key) not in kept:
+            name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
+            yield from _tensors(name, entries, _DEPTH, set())
     for i, group in enumerate(groups):
         yield from _tensors(f"group{i}", {k: v for k, v in group.items() if k != "params"})
         for j, parameter in enumerate(group["params"]):
@@ -102,8 +115,43 @@ def named_state(optimizer: Any, names: Mapping[int, str], kept: Collection[int] 
             yield from _tensors(key, value)
 
 
-def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors in the state entries of an optimizer."""
+    for _, entries in _entries(optimizer):
+        for _, tensor in _tensors("", entries, _DEPTH, set()):
+            yield tensor
+
+
+def _entries(optimizer: Any) -> list[tuple[Any, Any]]:
+    state: Any = getattr(optimizer, "state", None)
+    return list(state.items()) if isinstance(state, Mapping) else []
+
+
+def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Of a tree and, down to ``depth``, of the objects in it; ``seen`` are objects that were walked through."""
     leaves_with_path: Any = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves_with_path:
         if isinstance(leaf, Tensor):
             yield name + keystr(path), leaf
+        elif depth and seen is not None and id(leaf) not in seen and (inside := _attributes(leaf)):
+            seen.add(id(leaf))
+            for attribute, value in inside.items():
+                yield from _tensors(f"{name}{keystr(path)}.{attribute}", value, depth - 1, seen)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What an object keeps, if it may be a part of some state: torch's own objects (a DeviceMesh) are not."""
+    kind = type(thing)
+    if (
+        isinstance(thing, (type, nn.Module))
+        or callable(thing)
+        or kind.__module__.split(".")[0] in ("torch", "builtins")
+    ):
+        return {}
+    names = [*getattr(thing, "__dict__", ())]
+    if dataclasses.is_dataclass(thing):
+        names += [field.name for field in dataclasses.fields(thing)]
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return {name: getattr(thing, name) for name in dict.fromkeys(names) if hasattr(thing, name)}

@@ -117,12 +117,18 @@ def settle(model: nn.Module) -> None:
         module.reshard()
 
 
-def held_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All tensors with memory that FSDP itself holds, by module and attribute; most share a parameter's storage."""
+def held_tensors(model: nn.Module, *, emptied: bool = False) -> list[tuple[str, Tensor]]:
+    """All tensors that FSDP itself holds, by module and attribute; most share a parameter's storage.
+
+    Args:
+        emptied: also those that have no memory.
+    """
     found = []
     for name, module in fsdp_modules(model):
         for attribute, tensor in private.fsdp2_tensors(module) if is_fsdp2(module) else private.fsdp1_tensors(module):
-            if tensor is not None and any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
+            if tensor is None:
+                continue
+            if emptied or any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
                 found.append((f"{name}.{attribute}", tensor))
     return found
 

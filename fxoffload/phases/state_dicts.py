@@ -74,10 +74,10 @@ class HostReader:
         with untouched():
             return self._copy(tensor, memo)
 
-    def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str], group: str = PARAMS) -> None:
         """Shards without elements are never away. Beside others that are, they must refuse what those refuse: else one
         rank would wait in a collective that the others never enter."""
-        if self._manager.where(PARAMS) in (Where.HOST, Where.LEAVING):
+        if self._manager.where(group) in (Where.HOST, Where.LEAVING):
             for name in names:
                 if isinstance(destination.get(name), Tensor):
                     destination[name] = self._copy_or_keep(destination[name], {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Rollouts(TrainerCallback):
     def __init__(self, phases: PhaseCallback) -> None:
         self.phases = phases
         self.inside: list[int] = []
+        self.away: list[bool] = []
 
     def on_step_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         weights = bytes_of(model.parameters())
@@ -123,11 +125,14 @@ class Rollouts(TrainerCallback):
             self.inside.append(total(weights))
             with pytest.raises(OffloadedError):
                 model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        self.phases.manager.onload("params")  # waits for what returns in the background
         self.inside.append(total(weights))
+        away = self.phases.manager.where("optimizer") is Where.HOST
+        self.away.append(away)
         with self.phases.rollout("optimizer"):
             assert self.phases.manager.where("params") is not Where.HOST
         # What was away before stays away.
-        assert self.phases.manager.where("optimizer") is not Where.ARRIVING
+        assert (self.phases.manager.where("optimizer") is Where.HOST) == away
 
 
 def test_rollouts_inside_a_trainer(tmp_path: Path) -> None:
@@ -137,6 +142,7 @@ def test_rollouts_inside_a_trainer(tmp_path: Path) -> None:
     assert_same(ours, train(tmp_path))
     size = rollouts.inside[1]
     assert size > 0 and rollouts.inside == [0, size] * STEPS
+    assert rollouts.away == [False] + [True] * (STEPS - 1)  # also where it was still leaving when the rollout began
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -150,3 +156,32 @@ def test_what_cannot_work_is_refused() -> None:
         )
     with pytest.raises(RuntimeError, match="without a model and an optimizer"):
         PhaseCallback().on_train_begin(None, None, None)  # type: ignore[arg-type]
+
+
+def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    phases = PhaseCallback(device_types=("cpu",))
+    nobody: Any = None
+    phases.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
+    manager = phases.manager
+    manager.onload()
+    manager.release_host_memory()
+    go, take = threading.Event(), manager.image.take
+
+    def slowly(nbytes: int) -> Any:
+        go.wait()
+        return take(nbytes)
+
+    manager.image.take = slowly  # type: ignore[method-assign]
+    phases.on_optimizer_step(nobody, nobody, nobody)
+    assert manager.where("optimizer") is Where.LEAVING
+    threading.Timer(0.2, go.set).start()
+    with phases.rollout():
+        assert manager.where("optimizer") is Where.HOST
+    assert manager.where("optimizer") is Where.HOST
+    manager.onload("params")
+    assert manager.where("optimizer") is Where.HOST
+    phases.on_train_end(nobody, nobody, nobody)

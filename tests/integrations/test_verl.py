@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.integrations import verl
+from fxoffload.integrations.managers import manager_of_model, manager_of_optimizer
 from fxoffload.phases import OffloadedError
 from tests.integrations.phases_support import WIDTH, batch, bytes_of, log_probs, make_model, state_of, total, update
 
@@ -26,6 +27,11 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOFFLOAD_PHASES_DEVICE_TYPES", "cpu")
+
+
+def total_of_state(optimizer: Any) -> int:
+    """Bytes of what Adam adds to the parameters, its steps included; also while it is away."""
+    return sum(t.numel() * t.element_size() for t in state_of(optimizer))
 
 
 class MultiOptimizer:
@@ -162,6 +168,73 @@ def test_an_optimizer_without_state_is_left_alone() -> None:
         verl.offload_fsdp_optimizer(optimizer)
         verl.load_fsdp_optimizer(optimizer, 0)
         assert not optimizer.state
+
+
+def trained(step: int = 0) -> tuple[nn.Module, Any]:
+    model = make_model()
+    optimizer = adamw(model)
+    update(model, [optimizer], step)
+    return model, optimizer
+
+
+def test_an_optimizer_alone_leaves_its_model_where_it_is() -> None:
+    """Its manager knows no model, so every parameter looks like a master copy that no model has."""
+    (model, optimizer), (expected, expected_optimizer) = trained(), trained()
+    for one in (model, expected):
+        one(batch(1)).square().mean().backward()
+    weights, grads = bytes_of(model.parameters()), bytes_of(p.grad for p in model.parameters() if p.grad is not None)
+    state = bytes_of(state_of(optimizer))
+    sizes = total(weights), total(grads), total(state)
+    assert min(sizes) > 0
+    verl.offload_fsdp_optimizer(optimizer)
+    assert (total(weights), total(grads), total(state)) == (*sizes[:2], 0)
+    assert torch.equal(log_probs(model, 2), log_probs(expected, 2))
+    with pytest.raises(OffloadedError, match="of the optimizer"):
+        optimizer.step()
+    verl.load_fsdp_optimizer(optimizer, 0)
+    assert update(model, [optimizer], 3) == update(expected, [expected_optimizer], 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_the_host_holds_everything_once() -> None:
+    model, optimizer = trained()
+    size = total(bytes_of(model.parameters())) + total(bytes_of(model.buffers()))
+    both = [manager_of_model(model), manager_of_optimizer(optimizer)]
+    verl.offload_fsdp_optimizer(optimizer)
+    verl.offload_fsdp_model_to_cpu(model)
+    held = [sum(h.nbytes for h in manager._transit.ledger.held()) for manager in both]
+    assert held == [size, total_of_state(optimizer)]
+    verl.load_fsdp_optimizer(optimizer, 0)
+    verl.load_fsdp_model_to_gpu(model)
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_the_order_of_offloads_does_not_matter(first: str) -> None:
+    (model, optimizer), (expected, expected_optimizer) = trained(), trained()
+    for step in range(1, 3):
+        if first == "model":
+            verl.offload_fsdp_model_to_cpu(model)
+        verl.offload_fsdp_optimizer(optimizer)
+        if first == "optimizer":
+            verl.offload_fsdp_model_to_cpu(model)
+        verl.load_fsdp_model_to_gpu(model)
+        assert torch.equal(log_probs(model, step), log_probs(expected, step))
+        verl.load_fsdp_optimizer(optimizer, 0)
+        assert update(model, [optimizer], step) == update(expected, [expected_optimizer], step)
+
+
+def test_a_state_dict_from_before_our_first_call_is_readable() -> None:
+    model, _ = trained()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    taken, inner = model.state_dict(), model[2].state_dict()  # type: ignore[index]
+    storages = bytes_of(model.parameters())
+    verl.offload_fsdp_model_to_cpu(model)
+    assert total(storages) == 0
+    assert all(torch.equal(taken[name].clone(), value) for name, value in expected.items())
+    assert torch.equal(inner["weight"].clone(), expected["2.weight"])
+    del taken, inner
+    verl.load_fsdp_model_to_gpu(model)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_a_model_on_another_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

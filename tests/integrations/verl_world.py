@@ -108,6 +108,28 @@ def check_steps(kind: str) -> None:
     assert sum(storage.nbytes() for storage in storages) == held
 
 
+def check_a_state_dict_from_before() -> None:
+    """It is readable; and what FSDP holds for itself is not taken for one."""
+    model, same = make_model(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    others: dict[str, Any] = same.state_dict()
+    expected = {name: value.full_tensor() for name, value in others.items()}
+    taken: dict[str, Any] = model.state_dict()
+    verl.offload_fsdp_optimizer(optimizer)
+    verl.offload_fsdp_model_to_cpu(model)
+    assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in taken.items())
+    del taken
+    verl.load_fsdp_model_to_gpu(model)
+    verl.load_fsdp_optimizer(optimizer, 0)
+    for step in range(2):
+        assert torch.equal(model(batch(step)), same(batch(step)))
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), same.parameters(), strict=True):
+            parameter.add_(1)
+            other.add_(1)
+    assert torch.equal(model(batch(3)), same(batch(3))), "FSDP's shards are the parameters' memory no longer"
+
+
 def check_parameters_on_the_host() -> None:
     """A model that FSDP keeps on the CPU is left alone: here the devices are GPUs, and there are none."""
     os.environ["FXOFFLOAD_PHASES_DEVICE_TYPES"] = "cuda"
@@ -123,6 +145,7 @@ def main(rank: int, world: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     check_steps("fsdp")
     check_steps("veomni")
+    check_a_state_dict_from_before()
     check_parameters_on_the_host()
     dist.barrier()
     dist.destroy_process_group()

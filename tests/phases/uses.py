@@ -135,11 +135,12 @@ def backwards() -> list[Any]:
     try:
         loss.backward(retain_graph=True)
     except RuntimeError as error:
-        raised = str(error)
+        raised = type(error).__name__
+    added = x.grad is not None
     manager.onload()
     loss.backward()
     manager.close()
-    return [raised, x.grad.sum().item(), model.weight._version - version]  # type: ignore[union-attr]
+    return [raised, added, x.grad.sum().item(), model.weight._version - version]  # type: ignore[union-attr]
 
 
 def main(name: str) -> None:

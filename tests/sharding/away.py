@@ -445,6 +445,45 @@ def backward_between(rank: Rank) -> Found:
     return found
 
 
+def extra_module(rank: Rank) -> Found:
+    """A sharded copy of the model as ``extra``: its use raises while it is away, and is fenced while it arrives."""
+    found: Found = {}
+    for name, build in (("fsdp2", fsdp2), ("fsdp1", fsdp1)):
+        training, average = Training(build, rank), build(rank)
+        training.step()
+        x = training.input()
+        with torch.no_grad():
+            expected = average(x).clone()
+        copies = DelayedCopies()
+        manager = PhaseManager(
+            training.model,
+            training.optimizer,
+            extra={"ema": average},
+            device_types=("cpu",),
+            make_copies=lambda _, copies=copies: copies,
+        )
+        sharded_bytes = sum(local(p).untyped_storage().nbytes() for p in average.parameters())
+        with torch.no_grad():
+            average(x)
+        manager.offload()
+        with untouched():
+            hidden = [n for n, _ in sharded.hidden_tensors(average)]
+        found[name] = {
+            "bytes": sharded_bytes,
+            "hidden": hidden,
+            **tried({"forward": lambda average=average, x=x: torch.no_grad()(average)(x), "to": average.double}),
+        }
+        manager.onload(wait=False)
+        with torch.no_grad():
+            found[name]["same"] = torch.equal(average(x), expected)
+        copies.run_all()
+        manager.onload()
+        with torch.no_grad():
+            found[name]["same afterwards"] = torch.equal(average(x), expected)
+        manager.close()
+    return found
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

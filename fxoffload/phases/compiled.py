@@ -1,0 +1,134 @@
+"""Functions that were compiled around a model or an optimizer: what they use has arrived before Dynamo looks at it.
+
+[Note: Compiled functions]
+``torch.compile(model)`` has a gate. ``torch.compile(lambda x: loss(model(x)))`` and a compiled training step have none:
+their guards would see away classes and overrides, and they would be compiled once more for those. Dynamo calls the
+``enter_exit_hooks`` of such a function before it looks at the guards, so for as long as something is away there is one
+that fences what is arriving. It raises nothing for what is on the host: a function that can reach the model need not
+use it. A function that does is traced as far as the first away tensor, which raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxoffload import _torch_private as private
+from fxoffload.phases.optimizers import state_tensors
+from fxoffload.phases.sentinel import holdings_of, touch
+from fxoffload.phases.storages import Where
+
+_DEPTH = 6  # of references from a function to a model
+
+
+class CompiledFunctions:
+    """The fences of all functions that reach some modules or optimizers; see [Note: Compiled functions]."""
+
+    def __init__(self) -> None:
+        self._compiled_before: int | None = None
+        self._found: list[tuple[list[Any], Callable[[], Any]]] = []
+        self._installed = False
+
+    def install(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Puts the fences in place. Nothing happens where they already are."""
+        if self._installed:
+            return
+        self._installed = True
+        compiled = private.num_graphs_compiled()
+        if compiled is not None and compiled != self._compiled_before:
+            # Only when something was compiled since: looking for it takes a pass over all Python objects.
+            self._compiled_before = compiled
+            targets = {id(inner): inner for module in modules for inner in module.modules()}
+            targets |= {id(optimizer): optimizer for optimizer in optimizers}
+            self._found = []
+            for function, hooks in private.compiled_functions():
+                if used := list(reached(function, targets)):
+                    self._found.append((hooks, functools.partial(_fence, used)))
+        for hooks, fence in self._found:
+            hooks.append(fence)  # at the end: a fence may take itself away while Dynamo walks through the list
+
+    def remove(self) -> None:
+        """Takes the fences away."""
+        self._installed = False
+        for hooks, fence in self._found:
+            if fence in hooks:
+                hooks.remove(fence)
+
+
+def reached(function: Any, targets: dict[int, Any]) -> Iterator[Any]:
+    """Those of the targets (by id) that a function can reach: in its closure, globals that it names, its arguments'
+    defaults, the object it is bound to, and the attributes and items of all these."""
+    seen: set[int] = set()
+    level = [function]
+    for _ in range(_DEPTH):
+        following = []
+        for thing in level:
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            if id(thing) in targets:
+                yield thing
+            else:
+                following += _references(thing)
+        level = following
+
+
+def _references(thing: Any) -> list[Any]:
+    if isinstance(thing, types.FunctionType):
+        names = set(_names(thing.__code__))
+        found = [thing.__globals__[name] for name in names if name in thing.__globals__]
+        found += [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
+        return [*found, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *vars(thing).values()]
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return list(thing)
+    if isinstance(thing, dict):
+        return list(thing.values())
+    if isinstance(thing, (types.ModuleType, type, Tensor)) or type(thing).__module__.startswith("fxoffload."):
+        return []
+    return list(getattr(thing, "__dict__", {}).values())
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _fence(used: list[Any]) -> Callable[[], None]:
+    for thing in used:
+        for tensor in _tensors_of(thing):
+            if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
+                touch(tensor, "a compiled function")
+    return _nothing
+
+
+def _tensors_of(thing: Any) -> Iterator[Tensor]:
+    if isinstance(thing, nn.Module):
+        parameters = list(thing.parameters())
+        yield from thing.buffers()
+    else:
+        parameters = [p for group in getattr(thing, "param_groups", ()) for p in group["params"]]
+        yield from state_tensors(thing)
+    yield from parameters
+    yield from (p.grad for p in parameters if p.grad is not None)
+
+
+def _nothing() -> None:
+    pass
