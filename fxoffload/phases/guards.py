@@ -40,7 +40,10 @@ class Guards:
         self._reader = HostReader(manager)
         self._overrides = Overrides()
         self._hooks: list[Any] = []
-        self._steps: list[Override] | None = None  # the same ones each time: see [Note: Overrides]
+        # The same ones each time: see [Note: Overrides].
+        self._steps: list[Override] | None = None
+        self._of_modules: list[Override] = []
+        self._guarded: list[int] = []
         self._compiled = CompiledFunctions()
 
     def install(self) -> None:
@@ -51,14 +54,23 @@ class Guards:
         if self._overrides:
             return
         modules = self._manager._inventory.modules
-        for prefix, model in modules.items():
-            group = PARAMS if prefix in self._manager.models else EXTRA
-            for name, module in model.named_modules():
-                self._guard_module(module, ".".join(filter(None, (prefix, name))) or type(module).__name__, group)
+        members = [
+            (".".join(filter(None, (prefix, name))) or type(module).__name__, module, prefix in self._manager.models)
+            for prefix, model in modules.items()
+            for name, module in model.named_modules()
+        ]
+        guarded = [id(target) for _, module, _ in members for target in (module, *_gatherers(module))]
+        if guarded != self._guarded:
+            self._guarded = guarded
+            self._of_modules = [
+                override
+                for name, module, of_a_model in members
+                for override in self._overrides_of(module, name, PARAMS if of_a_model else EXTRA)
+            ]
         if self._steps is None:
             self._steps = [self._step_of(one) for one in self._manager.optimizers if hasattr(one, "step")]
-        for step in self._steps:
-            self._overrides.put(step)
+        for override in (*self._of_modules, *self._steps):
+            self._overrides.put(override)
         self._compiled.install(modules.values(), self._manager.optimizers)
 
     def remove(self) -> None:
@@ -73,9 +85,11 @@ class Guards:
             hook.remove()
         self._hooks = []
 
-    def _guard_module(self, module: nn.Module, name: str, group: str) -> None:
+    def _overrides_of(self, module: nn.Module, name: str, group: str) -> list[Override]:
+        found: list[Override] = []
+
         def put(target: Any, name: str, call: Callable[..., Any]) -> None:
-            self._overrides.put(Override(target, name, call))
+            found.append(Override(target, name, call))
 
         for method, what in (
             ("load_state_dict", "load_state_dict()"),
@@ -96,9 +110,10 @@ class Guards:
             handle = private.fsdp1_handle(module)
             if handle is not None:
                 put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
+        return found
 
     def _step_of(self, optimizer: Any) -> Override:
-        touch_its = torch.compiler.disable(
+        touch_its: Any = torch.compiler.disable(
             lambda: touch_all(tensors_of(optimizer), f"{type(optimizer).__name__}.step()")
         )
 
@@ -227,3 +242,12 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_hooks") and isinstance(value, dict):
             found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
     return found
+
+
+def _gatherers(module: nn.Module) -> list[Any]:
+    """What reads FSDP's shards for a module; made at the first forward, or when the model is settled."""
+    if sharded.is_fsdp2(module):
+        return list(private.fsdp2_groups(module))
+    if sharded.is_fsdp1(module):
+        return [private.fsdp1_handle(module)]
+    return []

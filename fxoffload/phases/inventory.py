@@ -96,11 +96,6 @@ class Inventory:
                         seen.add(id(parameter))
                         yield f"optimizer{i}", parameter
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """Every module whose tensors are ours, by name."""
-        return self.models
-
     def kept_by_fsdp(self) -> set[int]:
         """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
         return {id(p) for module in self.modules.values() for p in sharded.cpu_offloaded_parameters(module)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from fxoffload._torch_private import StorageWeakRef
-from fxoffload.phases.inventory import Inventory
+from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.phase import GROUPS
 from fxoffload.phases.sentinel import bring_back, holdings_of, send_away, untouched
 from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
@@ -47,6 +47,7 @@ class Ledger:
         self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
         self._ranks: dict[str, int] = {}
         self._foreign: list[tuple[str, str]] = []
+        self.has_immovable = False  # something was found that torch cannot empty
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """What is not just on the device, of these groups, in these states (all for none)."""
@@ -74,7 +75,7 @@ class Ledger:
         A storage that lies in several groups belongs to the first of params, buffers, grads, optimizer, extra.
         """
         found: dict[int, Holding] = {}
-        self._foreign = []
+        self._foreign, self.has_immovable = [], False
         for group in self._inventory.order(GROUPS):
             for name, tensor in self._inventory.collect(group):
                 with untouched():
@@ -159,7 +160,10 @@ class Ledger:
         key = storage._cdata
         holding = found.get(key) or self._held.get(key)
         if holding is None:
-            if storage.nbytes() == 0 or not storage.resizable():
+            if storage.nbytes() == 0:
+                return
+            if not can_be_emptied(storage):
+                self.has_immovable = True
                 return
             holding = Holding(storage, storage.nbytes(), plain.device, group, name, self._owner)
             self._take_block(key, holding)

@@ -47,7 +47,7 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
-_READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS)
+_READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS, EXTRA)
 _SETTLED = 32  # tensors that get their classes back at a time
 _GONE = (Where.HOST, Where.LEAVING)
 
@@ -89,6 +89,7 @@ class Transit:
         self._state = state
         self._gates = Gates(inventory.modules, self.fence)
         self._gradients = Gradients(inventory, grads, lambda: self._require_gradients("a backward"))
+        self._device_types = device_types
         self._fsdp = sharded.GatherStreams(inventory.modules.values())
         self.guards: Guards | None = None  # they need the manager, which needs us
         self._latest: dict[str, Transition] = {}  # by group: charged with the time that streams wait
@@ -137,7 +138,10 @@ class Transit:
         if {PARAMS, EXTRA}.intersection(groups):
             for module in self._inventory.modules.values():
                 sharded.settle(module)
-        return self.ledger.on_device(groups)
+        found = self.ledger.on_device(groups)
+        if self.ledger.has_immovable:
+            self._inventory.warn_of_immovable(self._device_types)
+        return found
 
     def _drop_dead_gradients(self) -> None:
         away = self.ledger.held(Where.HOST, groups=(GRADS,))

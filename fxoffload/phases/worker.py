@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -12,6 +13,8 @@ from fxoffload.phases.forks import Birthplace, ForkSafeRLock
 from fxoffload.runtime.capture_mode import work_beside_captures
 
 log = logging.getLogger(__name__)
+
+_ALL: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -49,6 +52,7 @@ class Worker:
                 )
                 weakref.finalize(self, self._jobs.put, None)
                 self._thread.start()
+                _ALL.add(self)
             self._jobs.put(job)
 
     def drain(self) -> None:
@@ -83,3 +87,10 @@ def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
         except BaseException:
             log.exception("a job of the thread %s failed; it goes on with the next one", name)
         del job  # a job holds tensors
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A daemon thread that the end of the interpreter meets inside torch may end the process with an error.
+    for worker in list(_ALL):
+        worker.stop()
