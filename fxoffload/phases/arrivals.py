@@ -18,7 +18,7 @@ from fxoffload.phases.mover import Mover
 from fxoffload.phases.storages import Holding, Where
 
 FIRST_BYTES = 128 << 20
-SLICE = 8  # storages
+SLICE = 4  # storages
 
 
 class Arrivals:
@@ -38,7 +38,7 @@ class Arrivals:
         """Starts as much as the first forward needs at once."""
         nbytes, count = 0, 0
         for holding in self._queue:
-            if nbytes >= FIRST_BYTES or count == 4 * SLICE:
+            if nbytes >= FIRST_BYTES or count == 8 * SLICE:
                 break
             nbytes, count = nbytes + holding.nbytes, count + 1
         return self.start(count)

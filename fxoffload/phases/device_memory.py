@@ -19,9 +19,9 @@ def free_bytes(holdings: Iterable[Holding]) -> int:
     return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
 
 
-def return_to_driver(holdings: Iterable[Holding]) -> None:
-    """Returns what the caching allocator holds without using it, if any of the holdings lives on a GPU."""
-    if any(held.device.type == "cuda" for held in holdings):
+def return_to_driver(device_types: Iterable[str]) -> None:
+    """Returns what the caching allocator holds without using it."""
+    if "cuda" in device_types and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

@@ -190,8 +190,9 @@ class PhaseManager:
 
         Args:
             groups: of "params", "grads", "optimizer", "buffers", "extra"; none means all.
-            wait: whether to return when the memory is free. Else the copies run behind what follows; the memory is free
-                for this process when the handle is done, and for others when it was waited for.
+            wait: whether to return when the memory is free, for other processes too. Else the copies run behind what
+                follows; the memory is free for this process when the handle is done, and for others after the next
+                ``offload`` that waits (as that of a rollout does).
 
         Raises:
             ValueError: an unknown group.

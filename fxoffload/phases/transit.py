@@ -120,7 +120,7 @@ class Transit:
             handle = Handle(
                 f"offload of {', '.join(groups)}",
                 transition,
-                lambda: self._give_back(holdings, transition, free_before),
+                lambda: self._give_back(holdings, transition, free_before, at_once),
             )
             self._handles.append(handle)
             returner = Returner(at_once and self._empty_cache)
@@ -190,10 +190,14 @@ class Transit:
             except Exception as error:
                 log.warning("an offload failed, and what had left cannot return (%s): it is on the host, whole", error)
 
-    def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int) -> None:
-        """In the thread that waits for an offload: returns its memory to the driver."""
-        if self._empty_cache:
-            return_to_driver(holdings)
+    def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int, at_once: bool) -> None:
+        """In the thread that waits for an offload: returns memory to the driver, what left before included.
+
+        Not after an offload behind other work: what leaves so returns soon, and memory that the allocator still has is
+        there at once, while mapping 13 GB again takes 0.1 s.
+        """
+        if self._empty_cache and at_once:
+            return_to_driver(self._device_types)
         gone = sum(held.nbytes for held in holdings if held.device.type != "cuda")
         transition.freed_bytes = max(free_bytes(holdings) - free_before, 0) + gone
 
@@ -297,10 +301,14 @@ class Transit:
                     return
                 try:
                     self._begun(self._arrivals.start())
-                    continue
+                    oom = False
                 except torch.OutOfMemoryError:
                     if retried:
                         raise
+                    oom = True
+            if not oom:
+                time.sleep(1e-4)  # else this thread has the lock again before one that waits for it wakes up
+                continue
             retried = True
             if not self._make_room():
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")

@@ -98,6 +98,10 @@ class Unit:
         )
 
 
+# Of a mesh and placements, within one call: asking a mesh takes 0.1 ms.
+_KnownCuts = dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]]
+
+
 def units_of(
     model: nn.Module, *, full: bool = True, dtype: torch.dtype | None = None, names: Collection[str] | None = None
 ) -> list[Unit]:
@@ -111,9 +115,10 @@ def units_of(
         raise ValueError(f"expected a floating dtype to cast weights to, found {dtype}")
     with untouched():
         units: list[Unit] = []
+        known: _KnownCuts = {}
         for names_of_one, found in _entries(model):
             if isinstance(found, Tensor):
-                units += _tensor_units(names_of_one, found, full, dtype)
+                units += _tensor_units(names_of_one, found, full, dtype, known)
             else:
                 units.append(_flat_unit(names_of_one[0], found, full, dtype))
     return units if names is None else _selected(units, names)
@@ -169,29 +174,34 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield attribute, tensor
 
 
-def _tensor_units(names: list[str], tensor: Tensor, full: bool, dtype: torch.dtype | None) -> Iterator[Unit]:
+def _tensor_units(
+    names: list[str], tensor: Tensor, full: bool, dtype: torch.dtype | None, known: _KnownCuts
+) -> Iterator[Unit]:
     if tensor.is_meta or is_lazy(tensor):
         raise UnsupportedError(f"{names[0]!r} has no values yet ({type(tensor).__name__} on {tensor.device})")
     if private.is_dtensor(tensor):
-        yield _dtensor_unit(names, tensor, full, dtype)
+        yield _dtensor_unit(names, tensor, full, dtype, known)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             inner = getattr(tensor, attribute)
             if isinstance(inner, Tensor):
-                yield from _tensor_units([f"{name}.{attribute}" for name in names], inner, full, None)
+                yield from _tensor_units([f"{name}.{attribute}" for name in names], inner, full, None, known)
     elif tensor.layout is not torch.strided:
         raise UnsupportedError(f"{names[0]!r} has the layout {tensor.layout}; only strided tensors can be streamed")
     else:
         yield _unit(names, tensor, (), tuple(tensor.shape), (), dtype)
 
 
-def _dtensor_unit(names: list[str], tensor: Any, full: bool, dtype: torch.dtype | None) -> Unit:
+def _dtensor_unit(names: list[str], tensor: Any, full: bool, dtype: torch.dtype | None, known: _KnownCuts) -> Unit:
     inner = list(plain_tensors(tensor))
     if len(inner) != 1:
         raise UnsupportedError(f"{names[0]!r} is a DTensor of {len(inner)} tensors; expected one plain local tensor")
     if not full:
         return _unit(names, inner[0], (tensor,), tuple(inner[0].shape), (), dtype)
-    cuts = cuts_of(names[0], tensor.device_mesh, tensor.placements)
+    key = (id(tensor.device_mesh), tuple(tensor.placements))
+    if key not in known:
+        known[key] = cuts_of(names[0], tensor.device_mesh, tensor.placements)
+    cuts = known[key]
     return _unit(names, inner[0], (tensor,), tuple(tensor.shape), cuts, dtype)
 
 

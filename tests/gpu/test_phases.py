@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,8 @@ def test_the_first_layer_runs_before_the_last_has_arrived() -> None:
     model, optimizer = make()
     train(model, optimizer, 0)
     x = fresh_input(0)
+    with torch.no_grad():
+        model(x)  # a kernel that runs for the first time is loaded, which waits for what runs
     # The freed memory stays with the allocator: cudaMalloc waits for kernels that run, and so would the caller.
     manager = manager_of(model, optimizer, empty_cache=False)
     manager.offload()
@@ -184,6 +187,8 @@ def test_no_room_on_the_device_loses_nothing() -> None:
     del before
     manager = manager_of(model, optimizer)
     manager.offload()
+    gc.collect()  # other tests' models
+    torch.cuda.empty_cache()
     torch.cuda.synchronize()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 24 * MIB) / total)
