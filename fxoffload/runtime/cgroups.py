@@ -32,12 +32,18 @@ class _Hierarchy:
     folder: str
     limit: str
     used: str
-    reclaimable: str
+    reclaimable: tuple[str, ...]
 
 
 _HIERARCHIES = (
-    _Hierarchy("", "", "memory.max", "memory.current", "inactive_file"),  # version 2
-    _Hierarchy("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    _Hierarchy("", "", "memory.max", "memory.current", ("inactive_file", "active_file")),  # version 2
+    _Hierarchy(
+        "memory",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 )
 
 
@@ -84,7 +90,8 @@ def _read(hierarchy: _Hierarchy, path: str) -> Group | None:
     if limit is None or limit >= 1 << 60:  # version 1 says "no limit" with a huge number
         return None
     used = _number(folder / hierarchy.used) or 0
-    return Group(path, limit, max(used - _statistic(folder / "memory.stat", hierarchy.reclaimable), 0))
+    given_back = sum(_statistic(folder / "memory.stat", name) for name in hierarchy.reclaimable)
+    return Group(path, limit, max(used - given_back, 0))
 
 
 def _number(path: Path) -> int | None:

@@ -26,7 +26,13 @@ def group(root: Path, path: str, **files: str) -> None:
 
 def test_the_least_limit_of_the_own_group_and_its_parents(root: Path) -> None:
     (root / "own").write_text("0::/jobs/mine\n")
-    group(root, "/jobs", memory__max=f"{20 * GIB}\n", memory__current=f"{9 * GIB}\n", memory__stat="inactive_file 7\n")
+    group(
+        root,
+        "/jobs",
+        memory__max=f"{20 * GIB}\n",
+        memory__current=f"{9 * GIB}\n",
+        memory__stat="inactive_file 4\nactive_file 3\n",
+    )
     group(root, "/jobs/mine", memory__max="max\n")
     group(root, "/jobs/other", memory__max=f"{GIB}\n")
     assert limited_groups() == ("/jobs/mine", [Group("/jobs", 20 * GIB, 9 * GIB - 7)])
@@ -39,7 +45,7 @@ def test_the_least_limit_of_the_own_group_and_its_parents(root: Path) -> None:
 
 def test_version_1_counts_the_group_and_those_below_it(root: Path) -> None:
     (root / "own").write_text("9:name=systemd:/s\n4:memory:/process/a\n1:cpu:/c\n0::/\n")
-    stat = "cache 900\ninactive_file 10\ntotal_inactive_file 300\n"
+    stat = "cache 900\ninactive_file 10\ntotal_inactive_file 200\ntotal_active_file 100\n"
     group(
         root,
         "/memory/process/a",
