@@ -39,6 +39,17 @@ QWEN = FAMILY["qwen3_moe"]
 LOCK, PARTIAL, OLD, TRASH = (f".target.fxoffload-{what}" for what in ("lock", "partial", "old", "trash"))
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    # A shell starts what runs in the background with SIGINT ignored, and its children inherit that.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make(tmp_path / "source")
