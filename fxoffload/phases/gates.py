@@ -36,11 +36,6 @@ class Gates:
         self._undo: list[Callable[[], None]] = []
         self._callers: list[nn.Module] | None = None
 
-    @property
-    def shut(self) -> bool:
-        """Whether there are gates now."""
-        return bool(self._undo)
-
     def install(self) -> None:
         """Puts a gate in front of every module that reads something. Nothing happens where they are already there."""
         if self._undo:

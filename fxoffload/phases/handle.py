@@ -40,7 +40,8 @@ class Handle:
         """Blocks until every byte has arrived, and for an offload until its memory was given back.
 
         Raises:
-            what went wrong on the way; everything is back where it was before.
+            what went wrong on the way. What an offload had moved is back on the device; of an onload, what had arrived
+                stays there and the rest is on the host.
             RuntimeError: it is under way in the process that this one was forked from.
         """
         if not self._event.is_set():

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fxoffload._torch_private import StorageWeakRef
 from fxoffload.phases.inventory import Inventory, can_be_emptied
-from fxoffload.phases.phase import GROUPS
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.sentinel import bring_back, holdings_of, send_away, untouched
 from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.runtime.host_arena import HostBlock
 from fxoffload.sizes import format_bytes
 
 # What a forward or a step needs first arrives first.
-_RETURN_ORDER = ("grads", "buffers", "params", "optimizer", "extra")
+_RETURN_ORDER = (GRADS, BUFFERS, PARAMS, OPTIMIZER, EXTRA)
 
 
 class Ledger:

@@ -65,6 +65,7 @@ class PhaseManager:
         empty_cache: whether an offload that is waited for returns the freed memory to the driver, where another process
             or allocator can have it.
         overlap: whether ``enter`` returns while copies are under way; everything is fenced.
+        make_copies: makes the copy streams of a device, in place of two CUDA streams: for tests.
 
     Raises:
         TypeError: something is not a module, an optimizer or a tensor.
@@ -210,7 +211,8 @@ class PhaseManager:
 
         Raises:
             ValueError: an unknown group.
-            torch.OutOfMemoryError: the device has no room; everything is on the host as before.
+            torch.OutOfMemoryError: the device has no room; everything is on the host as before. With ``wait=False`` the
+                handle, or the manager's next call, raises it, and what had arrived by then stays on the device.
         """
         return self._onload(groups, wait, "")
 

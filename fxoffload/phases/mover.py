@@ -90,8 +90,6 @@ class Mover:
                 started.append(holding)
                 self.start_arriving(holding)
         except BaseException:
-            for device in {holding.device for holding in started}:
-                self.copies(device).synchronize()
             for holding in started:
                 self.give_up(holding)
             raise
@@ -111,7 +109,8 @@ class Mover:
         holding.where = Where.ARRIVING
 
     def give_up(self, holding: Holding) -> None:
-        """Nothing is being copied to it: empties it again."""
+        """It could not be started, or all of it: empties it again, when nothing is being copied to it any more."""
+        self.copies(holding.device).synchronize()
         holding.storage.resize_(0)
         holding.event, holding.serial, holding.where = None, 0, Where.HOST
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +20,6 @@ from fxoffload.phases.sentinel import holdings_of
 
 from .delayed import DelayedCopies
 from .phase_support import Tied, batch, differences, make, rehearse, snapshot, train
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    # torch's own CPU optimizers differ in a last bit from run to run with several threads.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),

@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,6 @@ from fxoffload.phases import OffloadedError, Phase, PhaseManager, Where
 
 from .delayed import DelayedCopies
 from .phase_support import batch, differences, make, rehearse, snapshot, train
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Refuses:
