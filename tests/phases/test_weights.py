@@ -328,3 +328,13 @@ def test_wrapper_subclasses_are_handed_out_as_what_is_inside(away: bool) -> None
     assert torch.equal(found["weight.a"], first) and torch.equal(found["weight.b"], second)
     assert found["bias"].dtype == torch.bfloat16
     manager.close()
+
+
+def test_the_first_buckets_are_smaller() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.ones(256)) for _ in range(120))  # 1 KiB each
+    manager = PhaseManager(model, device_types=("cpu",))
+    sizes = [bucket.out_bytes for bucket in manager.stream_weights(16 << 10).plan.buckets]
+    whole = max(sizes)
+    assert len(sizes) > 5
+    assert [size * 8 <= whole * 2**i for i, size in enumerate(sizes[:4])] == [True] * 4
+    assert sizes[3] == sizes[4] == whole
