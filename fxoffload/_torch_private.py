@@ -222,6 +222,11 @@ def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
     return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
 
 
+def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it is still alive."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+
 def shift_version(tensor: torch.Tensor, by: int) -> None:
     """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing."""
     if not tensor.is_inference():

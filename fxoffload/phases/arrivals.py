@@ -1,24 +1,28 @@
 """What returns in the background, in the order in which it is needed.
 
 [Note: Slices]
-Allocating memory and starting a copy takes the host 0.1 to 0.2 ms a storage. So an onload that nobody waits for starts
-the first slice only; a background thread starts the others, and whoever needs something that was not started starts
-everything up to it. Memory is allocated on the stream of the caller, whichever thread does it, and the copy stream
-waits for that stream at every slice: a block that the allocator hands out may still be read by what was queued there.
+Allocating memory and starting a copy takes the host 0.05 to 0.2 ms a storage. So an onload that nobody waits for starts
+the first slice only; a background thread starts the others while the link is busy with that, and whoever needs
+something that was not started starts everything up to it. The thread begins late: until then whoever runs the first
+forward has the lock and the interpreter for itself. Then it hurries: a slice that starts late waits for the layers
+before it, which are queued by then. Memory is allocated on the stream of the caller, whichever thread does it, and the
+copy stream waits for that stream at every slice: a block that the allocator hands out may still be read by what was
+queued there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
-import torch
-
-from fxoffload.phases.mover import Mover
+from fxoffload.phases.mover import AT_ONCE, Mover
 from fxoffload.phases.storages import Holding, Where
 
-FIRST_BYTES = 128 << 20
-SLICE = 4  # storages
+FIRST_BYTES = 640 << 20
+SLICE = AT_ONCE  # storages
+# For so long the link is busy with a byte of the first slice: less than a link of today takes.
+HEAD_START_S_PER_BYTE = 1 / 120e9
 
 
 class Arrivals:
@@ -27,6 +31,7 @@ class Arrivals:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._queue: deque[Holding] = deque()
+        self.head_start_s = 0.0
 
     def add(self, holdings: Iterable[Holding]) -> None:
         """These arrive next, after what was added before."""
@@ -38,9 +43,10 @@ class Arrivals:
         """Starts as much as the first forward needs at once."""
         nbytes, count = 0, 0
         for holding in self._queue:
-            if nbytes >= FIRST_BYTES or count == 8 * SLICE:
+            if nbytes >= FIRST_BYTES or count == 4 * SLICE:
                 break
             nbytes, count = nbytes + holding.nbytes, count + 1
+        self.head_start_s = nbytes * HEAD_START_S_PER_BYTE
         return self.start(count)
 
     def start(self, count: int = SLICE) -> list[Holding]:
@@ -48,22 +54,22 @@ class Arrivals:
 
         A failure (the device has no room) leaves that one and all behind it on the host, and is raised.
         """
-        begun: list[Holding] = []
-        fresh: set[torch.device] = set()
+        begun = self.upcoming(count)
         try:
-            while self._queue and len(begun) < count:
-                holding = self._queue[0]
-                if holding.device not in fresh:
-                    self._mover.before_arriving(holding.device)
-                    fresh.add(holding.device)
-                self._mover.start_arriving(holding)
-                begun.append(self._queue.popleft())
+            self._mover.start_arriving(begun)
         except BaseException:
-            if self._queue:
-                self._mover.give_up(self._queue[0])
+            while self._queue[0].serial:
+                self._queue.popleft()
+            self._mover.give_up(self._queue[0])
             self.cancel(self._queue)
             raise
+        for _ in begun:
+            self._queue.popleft()
         return begun
+
+    def upcoming(self, count: int = SLICE) -> list[Holding]:
+        """The next ones."""
+        return list(itertools.islice(self._queue, count))
 
     def start_until(self, holding: Holding) -> list[Holding]:
         """Starts everything up to this one."""

@@ -4,10 +4,10 @@
 The reload stream copies and casts, the process groups' streams gather, the consumer's stream unpacks. When bucket i is
 asked for:
 1. the consumer's stream waits for what landed of i, and puts the tensors together in ``out``; what it did with bucket
-   i - 1 comes before that in its order, so that the tensors of i - 1 end here;
-2. the reload stream waits for that, then bucket i + 1 lands: the stage is cast into this rank's slots and the gathers
-   start, what is not gathered is copied from the host;
-3. the stage is free as soon as it was cast: the parts of bucket i + 2 are copied behind it, beside the gathers.
+   i - 1 comes before that in its order, so that the tensors of i - 1 end here. Bucket i + 1 lands meanwhile;
+2. the reload stream waits for that, then bucket i + 2 lands where i was: the stage is cast into this rank's slots and
+   the gathers start, what is not gathered is copied from the host;
+3. the stage is free as soon as it was cast: the parts of bucket i + 3 are copied behind it, beside the gathers.
 See [Note: Memory of a bucket] for the buffers.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.buckets import Lane, Piece, Plan
+from fxoffload.phases.buckets import LANDINGS, Lane, Piece, Plan
 from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_units import Unit
@@ -80,13 +81,12 @@ class BucketStream:
     ) -> None:
         self._plan, self._units, self._read, self._copies = plan, units, read, copies
         self._ledger, self._still = ledger, still
-        self._works: list[Any] = []
-        self._events: list[Any] = []
+        self._landed: deque[tuple[list[Any], list[Any]]] = deque()  # works and events, by bucket
         self._stage_filled: Any = None
         self._stage = ledger.take(plan.stage_bytes, device)
-        self._landing = ledger.take(plan.landing_bytes, device)
-        self._out = ledger.take(plan.out_bytes, device)
-        self._large = ledger.take(plan.large_bytes, device)
+        self._landings = [ledger.take(plan.landing_bytes, device) for _ in range(LANDINGS)]
+        # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
+        self._out = self._large = ledger.take(0, device)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
@@ -95,16 +95,19 @@ class BucketStream:
             self._copies.reload_waits_for_compute()
             with self._still.copying():
                 self._fill_stage(0)
-                self._land(0)
-                self._fill_stage(1)
+                for i in range(LANDINGS):
+                    self._land(i)
+                    self._fill_stage(i + 1)
+            self._out = self._ledger.take(self._plan.out_bytes, self._stage.device)
+            self._large = self._ledger.take(self._plan.large_bytes, self._stage.device)
         self._wait()
         for lane in self._plan.buckets[index].lanes:
             for piece in lane.pieces:
-                self._unpack(lane, piece)
+                self._unpack(lane, piece, self._landings[index % LANDINGS])
         self._copies.reload_waits_for_compute()
         with self._still.copying():
-            self._land(index + 1)
-            self._fill_stage(index + 2)
+            self._land(index + LANDINGS)
+            self._fill_stage(index + LANDINGS + 1)
 
     def whole(self, piece: Piece) -> Tensor:
         """The tensor that a piece belongs to, in its buffer."""
@@ -116,16 +119,16 @@ class BucketStream:
     def close(self) -> None:
         """Finishes what was started and gives the memory back. The consumer's stream waits for the copies."""
         try:
-            self._events.append(self._stage_filled)
-            self._wait()
+            self._landed.append(([], [self._stage_filled]))
+            while self._landed:
+                self._wait()
         finally:
-            buffers = self._stage, self._landing, self._out, self._large
-            self._ledger.give_back(*buffers)
-            del self._stage, self._landing, self._out, self._large
+            self._ledger.give_back(self._stage, *self._landings, self._out, self._large)
+            del self._stage, self._landings, self._out, self._large
 
     def _wait(self) -> None:
-        works, self._works = self._works, []
-        events, self._events = self._events, []
+        """For the next bucket that was begun."""
+        works, events = self._landed.popleft() if self._landed else ([], [])
         with self._still.waiting():
             for work in works:
                 work.wait()
@@ -146,19 +149,22 @@ class BucketStream:
     def _land(self, index: int) -> None:
         if index >= len(self._plan.buckets):
             return
-        lanes = self._plan.buckets[index].lanes
+        lanes, landing = self._plan.buckets[index].lanes, self._landings[index % LANDINGS]
+        works: list[Any] = []
+        events: list[Any] = []
+        self._landed.append((works, events))
         with self._copies.reloading():
             for lane in lanes:
                 if lane.key is not None:
-                    self._events.append(self._copies.reload(self._cast(lane)))
-                    self._gather(lane)
+                    events.append(self._copies.reload(self._cast(lane, landing)))
+                    works.append(self._gather(lane, landing))
             direct = [
-                self._from_source(p, self._landing[lane.base + p.landed :])
+                self._from_source(p, landing[lane.base + p.landed :])
                 for lane in lanes
                 if lane.key is None
                 for p in lane.pieces
             ]
-            self._events.append(self._copies.reload(itertools.chain.from_iterable(direct)))
+            events.append(self._copies.reload(itertools.chain.from_iterable(direct)))
 
     def _from_source(self, piece: Piece, target: Tensor) -> Copies:
         unit = self._units[piece.index]
@@ -166,14 +172,14 @@ class BucketStream:
         nbytes = max(stop - piece.start, 0) * unit.local.dtype.itemsize
         return self._read(unit, piece.start, stop, target[:nbytes])
 
-    def _cast(self, lane: Lane) -> Copies:
+    def _cast(self, lane: Lane, landing: Tensor) -> Copies:
         """From the stage into this rank's slot."""
         for piece in lane.pieces:
             unit = self._units[piece.index]
             count = min(piece.stop, math.prod(unit.own_shape)) - piece.start
             if count > 0:
                 source = self._stage[piece.staged :][: count * unit.local.dtype.itemsize].view(unit.local.dtype)
-                own = self._landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
+                own = landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
                 yield own[: count * unit.wire_dtype.itemsize].view(unit.wire_dtype), source
 
     @staticmethod
@@ -183,7 +189,7 @@ class BucketStream:
             slot = slot * cut.size + cut.rank
         return slot
 
-    def _gather(self, lane: Lane) -> None:
+    def _gather(self, lane: Lane, landing: Tensor) -> Any:
         """In place, the last cut first: each gather fills the slots that differ in one more coordinate."""
         cuts = self._units[lane.pieces[0].index].cuts
         work = None
@@ -195,15 +201,17 @@ class BucketStream:
                 before = before * cut.size + cut.rank
             part_bytes = lane.slot_bytes * math.prod(cut.size for cut in cuts[i + 1 :])
             base = lane.base + before * cuts[i].size * part_bytes
-            slots = self._landing[base : base + cuts[i].size * part_bytes]
+            slots = landing[base : base + cuts[i].size * part_bytes]
             own = slots[cuts[i].rank * part_bytes :][:part_bytes]
             work = private.all_gather(slots, own, cuts[i].group)
-        self._works.append(work)
+        return work
 
-    def _unpack(self, lane: Lane, piece: Piece) -> None:
+    def _unpack(self, lane: Lane, piece: Piece, landing: Tensor) -> None:
+        if piece.start == piece.stop:
+            return
         unit, whole = self._units[piece.index], self.whole(piece)
         load = unit.load()
-        slots = self._landing[lane.base : lane.base + lane.ranks * lane.slot_bytes].view(lane.ranks, lane.slot_bytes)
+        slots = landing[lane.base : lane.base + lane.ranks * lane.slot_bytes].view(lane.ranks, lane.slot_bytes)
         nbytes = (piece.stop - piece.start) * unit.landed_dtype.itemsize
         values = slots[:, piece.landed : piece.landed + nbytes].view(unit.landed_dtype)
         if piece.start == 0 and piece.stop == load.elements and is_even(unit.shape, unit.cuts):

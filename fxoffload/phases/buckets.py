@@ -1,15 +1,16 @@
 """Packs tensors into buckets that are copied, gathered and handed out one after the other.
 
 [Note: Memory of a bucket]
-Three buffers are kept on the device, each as large as the largest bucket needs:
+Four buffers are kept on the device, each as large as the largest bucket needs:
 
-stage       this rank's parts of gathered tensors, as they are copied from the host, of bucket i + 2
-landing     bucket i + 1: what needs no gathering is copied here, and gathers write here. One slot for each rank; this
-            rank's slot is written from the stage (and cast), the gather fills the others in place.
+stage       this rank's parts of gathered tensors, as they are copied from the host, of bucket i + 3
+landings    buckets i + 1 and i + 2: what needs no gathering is copied here, and gathers write here. One slot for each
+            rank; this rank's slot is written from the stage (and cast), the gather fills the others in place. Two, for
+            else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket.
 out         bucket i: whole tensors, which the consumer reads
 
 Together they are at most twice ``bucket_bytes``. A tensor that does not fit into ``out`` alone passes through several
-buckets of its own and is put together in a fourth buffer, as large as the largest such tensor.
+buckets of its own and is put together in another buffer, as large as the largest such tensor.
 
 A plan is made from sizes that are the same on all ranks, so that all ranks gather alike.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from fxoffload.sizes import format_bytes
 
 ALIGNMENT = 16  # bytes; kernels read 16 at once
+LANDINGS = 2
 _SMALLER_FIRST = 3  # buckets
 _LEAST_STAGE_SHARE = 0.05  # where little is gathered among much that is not
 
@@ -140,7 +142,7 @@ class _Packer:
         staged = sum(_stage_bytes(load, load.elements) for load in loads)
         self._stage_share = max(staged / out, _LEAST_STAGE_SHARE) if staged else 0.0
         self._landing_share = sum(_landing_bytes(load, load.elements) for load in loads) / out
-        self._shares = self._stage_share + self._landing_share + 1.0
+        self._shares = self._stage_share + LANDINGS * self._landing_share + 1.0
         self._max_out = int(2 * bucket_bytes / self._shares)
         self._max_stage = int(2 * bucket_bytes * self._stage_share / self._shares)
         self._max_landing = int(2 * bucket_bytes * self._landing_share / self._shares)

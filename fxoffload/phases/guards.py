@@ -39,6 +39,7 @@ class Guards:
         self._manager = manager
         self._reader = HostReader(manager)
         self._overrides = Overrides()
+        self._of_optimizers = Overrides()
         self._hooks: list[Any] = []
         # The same ones each time: see [Note: Overrides].
         self._steps: list[Override] | None = None
@@ -46,14 +47,26 @@ class Guards:
         self._guarded: list[int] = []
         self._compiled = CompiledFunctions()
 
-    def install(self) -> None:
-        """Puts the overrides in place. Nothing happens where they already are."""
+    def install(self, *, of_modules: bool = True) -> None:
+        """Puts the overrides in place. Nothing happens where they already are.
+
+        Args:
+            of_modules: whether something that modules have is away: not so where only the optimizer's state is.
+        """
         if not self._hooks:
             # They stay until ``close``: compiled code never walks through these lists.
             self._hooks = [hook for optimizer in self._manager.optimizers for hook in self._optimizer_hooks(optimizer)]
-        if self._overrides:
-            return
         modules = self._manager._inventory.modules
+        if not self._of_optimizers:
+            if self._steps is None:
+                self._steps = [self._step_of(one) for one in self._manager.optimizers if hasattr(one, "step")]
+            for override in self._steps:
+                self._of_optimizers.put(override)
+            self._compiled.install(modules.values(), self._manager.optimizers)
+        if of_modules and not self._overrides:
+            self._install_of_modules(modules)
+
+    def _install_of_modules(self, modules: dict[str, nn.Module]) -> None:
         members = [
             (".".join(filter(None, (prefix, name))) or type(module).__name__, module, prefix in self._manager.models)
             for prefix, model in modules.items()
@@ -67,15 +80,13 @@ class Guards:
                 for name, module, of_a_model in members
                 for override in self._overrides_of(module, name, PARAMS if of_a_model else EXTRA)
             ]
-        if self._steps is None:
-            self._steps = [self._step_of(one) for one in self._manager.optimizers if hasattr(one, "step")]
-        for override in (*self._of_modules, *self._steps):
+        for override in self._of_modules:
             self._overrides.put(override)
-        self._compiled.install(modules.values(), self._manager.optimizers)
 
     def remove(self) -> None:
         """Takes the overrides away."""
         self._overrides.remove()
+        self._of_optimizers.remove()
         self._compiled.remove()
 
     def close(self) -> None:

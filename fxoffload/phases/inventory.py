@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -49,63 +50,35 @@ class Inventory:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The models, and behind them the modules in ``extra``, by name. A module that is both is named once."""
-        found = dict(self.models)
-        known = {id(module) for model in self.models.values() for module in model.modules()}
-        for name, module in self._extra_modules():
-            if id(module) not in known:
-                known.add(id(module))
-                found[_free_name(name, found)] = module
-        return found
+        return self.walk().modules
+
+    def walk(self) -> Walk:
+        """A look at everything as it is now."""
+        return Walk(self.models, self.optimizers, self._extra)
 
     def collect(self, group: str) -> list[tuple[str, Tensor]]:
         """(name, tensor) of a group; a tensor may be named twice, and may be without memory."""
-        walks = {
-            PARAMS: self._params,
-            BUFFERS: self._buffers,
-            GRADS: self._grads,
-            OPTIMIZER: self._optimizer,
-            EXTRA: self._extras,
-        }
-        return list(walks[group]())
+        return self.walk().collect(group)
 
     def order(self, groups: Sequence[str]) -> list[str]:
         """The groups in the order in which a storage that lies in several is given to one of them."""
         return sorted(groups, key=(PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA).index)
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all models, tied ones once, in the models' order."""
-        seen = set()
-        for prefix, model in self.models.items():
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield _join(prefix, name), parameter
-
-    def gradient_owners(self) -> Iterator[tuple[str, Tensor]]:
+    def gradient_owners(self) -> list[tuple[str, Tensor]]:
         """Whatever may have a ``.grad``: the models' parameters and master copies."""
-        seen = set()
-        for name, parameter in self.parameters():
-            seen.add(id(parameter))
-            yield name, parameter
-        if not self.models:
-            return
-        for i, optimizer in enumerate(self.optimizers):
-            for group in getattr(optimizer, "param_groups", ()):
-                for parameter in group["params"]:
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield f"optimizer{i}", parameter
+        return list(self.walk().gradient_owners())
 
-    def kept_by_fsdp(self) -> set[int]:
+    def kept_by_fsdp(self) -> Collection[int]:
         """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
-        return {id(p) for module in self.modules.values() for p in sharded.cpu_offloaded_parameters(module)}
+        return self.walk().kept_by_fsdp
 
     def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
         """(name, bytes) of storages on these devices that cannot be emptied, because torch does not own their memory:
         shared with another process, or made by another library."""
         found: dict[int, tuple[str, int]] = {}
+        walk = self.walk()
         for group in self.order(GROUPS):
-            for name, tensor in self.collect(group):
+            for name, tensor in walk.collect(group):
                 with untouched():
                     for plain in plain_tensors(tensor):
                         storage = plain.untyped_storage()
@@ -131,45 +104,114 @@ class Inventory:
             more,
         )
 
+
+class Walk:
+    """One look at all tensors: what several groups need to know is asked of the modules once.
+
+    To be used at once and thrown away: modules and optimizers change.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], optimizers: Sequence[Any], extra: Mapping[str, Any]) -> None:
+        self._models, self._optimizers, self._extra = models, optimizers, extra
+
+    @functools.cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """See ``Inventory.modules``."""
+        found = dict(self._models)
+        extras = [(name, leaf) for name, leaf in self._extra_leaves if isinstance(leaf, nn.Module)]
+        known = {id(module) for model in self._models.values() for module in model.modules()} if extras else set()
+        for name, module in extras:
+            if id(module) not in known:
+                known.add(id(module))
+                found[_free_name(name, found)] = module
+        return found
+
+    @functools.cached_property
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters of all models, tied ones once, in the models' order."""
+        seen = set()
+        found = []
+        for prefix, model in self._models.items():
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.append((_join(prefix, name), parameter))
+        return found
+
+    @functools.cached_property
+    def kept_by_fsdp(self) -> frozenset[int]:
+        """See ``Inventory.kept_by_fsdp``."""
+        return frozenset(id(p) for _, module in self._fsdp for p in sharded.kept_on_cpu(module))
+
+    def collect(self, group: str) -> list[tuple[str, Tensor]]:
+        """See ``Inventory.collect``."""
+        walks = {
+            PARAMS: self._params,
+            BUFFERS: self._buffers,
+            GRADS: self._grads,
+            OPTIMIZER: self._optimizer,
+            EXTRA: self._extras,
+        }
+        return list(walks[group]())
+
+    def gradient_owners(self) -> NamedTensors:
+        """See ``Inventory.gradient_owners``."""
+        seen = set()
+        for name, parameter in self.parameters:
+            seen.add(id(parameter))
+            yield name, parameter
+        if not self._models:
+            return
+        for i, optimizer in enumerate(self._optimizers):
+            for group in getattr(optimizer, "param_groups", ()):
+                for parameter in group["params"]:
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        yield f"optimizer{i}", parameter
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        """Of parameters by id, also of shards that a gathered FSDP2 module does not show."""
+        shards = {id(p): f"{name}.{i}" for name, module in self._fsdp for i, p in enumerate(_shards(module))}
+        return shards | {id(parameter): name for name, parameter in self.parameters}
+
+    @functools.cached_property
+    def _fsdp(self) -> list[tuple[str, nn.Module]]:
+        return [found for module in self.modules.values() for found in sharded.fsdp_modules(module)]
+
     def _params(self) -> NamedTensors:
-        kept = self.kept_by_fsdp()
-        yield from ((name, parameter) for name, parameter in self.parameters() if id(parameter) not in kept)
+        yield from ((name, p) for name, p in self.parameters if id(p) not in self.kept_by_fsdp)
 
     def _buffers(self) -> NamedTensors:
-        for prefix, model in self.models.items():
+        for prefix, model in self._models.items():
             for name, buffer in model.named_buffers():
                 yield _join(prefix, name), buffer
 
     def _grads(self) -> NamedTensors:
-        kept = self.kept_by_fsdp()
         for name, parameter in self.gradient_owners():
-            if parameter.grad is not None and id(parameter) not in kept:
+            if parameter.grad is not None and id(parameter) not in self.kept_by_fsdp:
                 yield f"{name}.grad", parameter.grad
 
     def _optimizer(self) -> NamedTensors:
-        names = {id(parameter): name for name, parameter in self.parameters()}
-        kept = self.kept_by_fsdp()
-        for optimizer in self.optimizers:
-            yield from named_state(optimizer, names, kept, masters=bool(self.models))
+        for optimizer in self._optimizers:
+            yield from named_state(optimizer, self._names, self.kept_by_fsdp, masters=bool(self._models))
 
     def _extras(self) -> NamedTensors:
-        kept = self.kept_by_fsdp()
-        for name, leaf in self._extra_leaves():
+        kept = self.kept_by_fsdp
+        for name, leaf in self._extra_leaves:
             if isinstance(leaf, Tensor):
                 yield name, leaf
             else:
                 yield from ((_join(name, inner), p) for inner, p in leaf.named_parameters() if id(p) not in kept)
                 yield from ((_join(name, inner), t) for inner, t in leaf.named_buffers())
 
-    def _extra_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, leaf in self._extra_leaves():
-            if isinstance(leaf, nn.Module):
-                yield name, leaf
-
-    def _extra_leaves(self) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    @functools.cached_property
+    def _extra_leaves(self) -> list[tuple[str, Tensor | nn.Module]]:
+        leaves_of_all = []
         for name, value in self._extra.items():
             found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, nn.Module))]
-            yield from ((name if len(found) == 1 else f"{name}.{i}", leaf) for i, leaf in enumerate(found))
+            leaves_of_all += [(name if len(found) == 1 else f"{name}.{i}", leaf) for i, leaf in enumerate(found)]
+        return leaves_of_all
 
 
 def can_be_emptied(storage: torch.UntypedStorage) -> bool:
@@ -178,6 +220,10 @@ def can_be_emptied(storage: torch.UntypedStorage) -> bool:
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+def _shards(module: nn.Module) -> list[Tensor]:
+    return sharded.parameters_of(module) if sharded.is_fsdp2(module) else []
 
 
 def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> dict[str, nn.Module]:

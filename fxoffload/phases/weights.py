@@ -28,6 +28,7 @@ from fxoffload.phases.bucket_stream import BucketStream, Ledger
 from fxoffload.phases.buckets import Plan, plan_buckets
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.phase import BUFFERS, PARAMS
+from fxoffload.phases.sentinel import untouched
 from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.storages import Where
 from fxoffload.phases.weight_source import Stored, WeightSource
@@ -75,7 +76,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     ) -> None:
         self.plan = plan
         self.units = units
-        self.nbytes = sum(_own_bytes(unit) for unit in units)
+        with untouched():
+            self.nbytes = sum(_own_bytes(unit) for unit in units)
         self.delivered_bytes = 0
         self.ledger = Ledger(plan.limit_bytes)
         self._ended, self._still = ended, still
@@ -150,9 +152,10 @@ def stream_weights(
         UnsupportedError: a tensor that cannot be read in pieces.
     """
     limit = parse_bytes(bucket_bytes, "bucket_bytes")
-    units = units_of(_model(manager.models, model), full=full, dtype=dtype, names=names)
-    plan = plan_buckets([unit.load() for unit in units], limit)
-    where = _device(units, device)
+    with untouched():
+        units = units_of(_model(manager.models, model), full=full, dtype=dtype, names=names)
+        plan = plan_buckets([unit.load() for unit in units], limit)
+        where = _device(units, device)
     still = StandStill(where)
     read = WeightSource(manager, still).copies
 

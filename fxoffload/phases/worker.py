@@ -1,4 +1,10 @@
-"""The thread that waits for copies, so that the caller need not."""
+"""The thread that waits for copies, so that the caller need not.
+
+[Note: Threads and the interpreter]
+A thread that runs Python gives the interpreter to another one after 5 ms only, unless it sleeps or waits: whoever
+launches kernels meanwhile would stand still for as long, and so would the GPU. So these threads sleep for ``YIELD_S``
+after a few tenths of a millisecond of work.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,8 @@ from fxoffload.phases.forks import Birthplace, ForkSafeRLock
 from fxoffload.runtime.capture_mode import work_beside_captures
 
 log = logging.getLogger(__name__)
+
+YIELD_S = 5e-5
 
 _ALL: weakref.WeakSet[Worker] = weakref.WeakSet()
 

@@ -122,7 +122,8 @@ def test_what_is_away_raises_and_the_context_lives() -> None:
     manager.close()
 
 
-def test_the_first_layer_runs_before_the_last_has_arrived() -> None:
+def test_the_first_layer_runs_before_the_last_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # so that there are many slow copies
     model, optimizer = make()
     train(model, optimizer, 0)
     x = fresh_input(0)
@@ -200,4 +201,36 @@ def test_no_room_on_the_device_loses_nothing() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     manager.onload()
     assert all(torch.equal(a.cpu(), b) for a, b in zip(values(model, optimizer), before_host, strict=True))
+    manager.close()
+
+
+def test_gradients_are_right_while_optimizer_state_returns() -> None:
+    """Copies to the device start in a thread of their own, in memory that the backward has just freed."""
+    torch.manual_seed(0)
+    width = 2048
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(8))
+    )
+    model = model.to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(8192, width, device="cuda")
+
+    def gradients() -> list[Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    gradients()
+    optimizer.step()
+    expected = [gradient.clone() for gradient in gradients()]
+    manager = PhaseManager(model, optimizer)
+    for _ in range(20):
+        manager.offload("optimizer", wait=False)
+        gradients()
+        manager.drain()
+        handle = manager.onload("optimizer", wait=False)
+        found = gradients()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        handle.wait()
     manager.close()

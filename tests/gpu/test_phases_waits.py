@@ -3,7 +3,7 @@
 Taken out in ``fxoffload.phases``, by name in ``CopyStreams.left_out`` and, where the wait is not made there, by hand:
 SOURCE_READY   before a copy to the host, for the caller's stream (``Mover.before_leaving``)
 SOURCE_DONE    before a storage is emptied, for its copy; the host waits for it (``Mover.leave``)
-TARGET_FREE    before a copy to the device, for whoever had the memory (``Mover.before_arriving``)
+TARGET_FREE    before a copy to the device, for whoever had the memory (``Mover.before_writing``)
 TARGET_READY   before a reader, for its copy (``Transit._fence``, by ``Transition.let_wait``)
 HOST_READ      before a block is written, for the last copy out of it (``Mover._start_leaving``); ``before_leaving``
                waits for all copies to the device too, on behalf of weight streams
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.metrics import Transition
+from fxoffload.phases.mover import Mover
 from fxoffload.runtime.streams import CudaCopies, Wait
 
 from .gpu_support import MIB, sleep
@@ -198,3 +199,30 @@ def test_cycles_over_delayed_copies(scene: Scene, seed: int) -> None:
         del litter
         scene.manager.onload(wait=(seed + cycle) % 4 == 0)
     assert scene.values() == expected
+
+
+@both
+def test_memory_that_another_thread_frees_meanwhile_is_not_written_too_early(
+    scene: Scene, without: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait comes behind the allocation; taken out: it comes before."""
+    scene.away()
+    result = torch.zeros(NUMEL, device="cuda")
+    torch.cuda.synchronize()
+    allocate, held = Mover.allocate, iter([True])
+
+    def with_company(mover: Mover, holding: Any) -> None:
+        if next(held, False):
+            if without:
+                scene.copies.reload_waits_for_compute()
+                monkeypatch.setattr(Mover, "before_writing", lambda mover, device: None)
+            value = torch.full((NUMEL,), 7.0, device="cuda")
+            sleep(LONG_MS)
+            result.copy_(value)
+            del value  # the storage gets its memory
+        allocate(mover, holding)
+
+    monkeypatch.setattr(Mover, "allocate", with_company)
+    scene.manager.onload()
+    torch.cuda.synchronize()
+    assert (one_value(result) != 7.0) is without

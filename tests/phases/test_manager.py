@@ -400,7 +400,8 @@ class _Breaks(DelayedCopies):
 
 class TestFailures:
     @pytest.mark.parametrize("after", [0, 1, 5, 11])
-    def test_an_offload_that_breaks_puts_everything_back(self, after: int) -> None:
+    def test_an_offload_that_breaks_puts_everything_back(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)
         model, optimizer = make()
         train(model, optimizer, 0, zero=False)
         before = snapshot(model, optimizer)

@@ -29,7 +29,7 @@ MODELS = (
 )
 USED = ("fsdp2", "fsdp2_kept", "fsdp1", "fsdp1_flat", "ddp", "tensor_parallel")
 SAVED = ("fsdp2", "ddp", "tensor_parallel")
-OTHERS = ("settled", "cpu_offloaded", "backward_between")
+OTHERS = ("settled", "cpu_offloaded", "backward_between", "optimizer_alone")
 CASES = (
     *(f"away.noop_{name}" for name in MODELS),
     *(f"away.uses_{name}" for name in USED),
@@ -130,4 +130,15 @@ def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, mod
     for rank in ranks("backward_between"):
         found = rank[model]
         assert found["backward"][0] == "OffloadedError"
+        assert found["same"]
+
+
+@pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept", "fsdp1"])
+def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, model: str) -> None:
+    for rank in ranks("optimizer_alone"):
+        found = rank[model]
+        assert found["groups"] == ["optimizer"]
+        assert found["parameters"] == []
+        assert found["forward"] == ["nothing", ""]
+        assert found["step"][0] == "OffloadedError"
         assert found["same"]

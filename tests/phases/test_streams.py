@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases.mover import Mover
 from fxoffload.runtime.streams import Wait
 
 from .delayed import LateStreams
@@ -118,8 +120,9 @@ def test_a_block_is_written_after_it_was_read(without: bool) -> None:
     check(scene, EXPECTED, without)
 
 
-def test_streams_are_told_apart() -> None:
+def test_streams_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who touches it first waits; see the contract of ``PhaseManager`` for other streams."""
+    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)
     scene = Scene(None)
     scene.manager.offload()
     scene.streams.held_back = True
@@ -195,3 +198,27 @@ class TestTheDevice:
         memory.untyped_storage().resize_(0)
         streams.run_all()
         assert streams.num_lost == 2 and host.tolist() == [255] * 4
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_memory_is_allocated_before_the_copies_wait_for_who_had_it(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another thread may queue a kernel in between that still uses it: see [Note: Order of copies]."""
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    manager = rehearse(model, optimizer)
+    manager.offload()
+    done: list[tuple[str, Any]] = []
+    for name in ("allocate", "before_writing", "_start_copies"):
+        original = getattr(Mover, name)
+
+        def watched(mover: Mover, what: Any, name: str = name, original: Any = original) -> None:
+            done.append((name, what))
+            original(mover, what)
+
+        monkeypatch.setattr(Mover, name, watched)
+    manager.onload(wait=wait).wait()
+    copies = [(i, holding) for i, (name, part) in enumerate(done) if name == "_start_copies" for holding in part]
+    assert len(copies) > 10
+    for i, holding in copies:
+        allocated = done.index(("allocate", holding))
+        assert ("before_writing", holding.device) in done[allocated:i]

@@ -80,7 +80,7 @@ class TestFailuresInTheBackground:
         manager.enter("rollout")
         mover = manager._transit.mover
         many = len(manager._transit.ledger.held())
-        refuses = Refuses(mover, "start_arriving", torch.OutOfMemoryError("full"), after=many - 2)
+        refuses = Refuses(mover, "allocate", torch.OutOfMemoryError("full"), after=many - 2)
         handle = manager.onload(wait=False)
         with pytest.raises(torch.OutOfMemoryError):
             handle.wait()
@@ -98,7 +98,7 @@ class TestFailuresInTheBackground:
         before = snapshot(model, optimizer)
         manager = rehearse(model, optimizer, overlap=False)
         manager.enter("rollout")
-        refuses = Refuses(manager._transit.mover, "start_arriving", torch.OutOfMemoryError("full"), after=after)
+        refuses = Refuses(manager._transit.mover, "allocate", torch.OutOfMemoryError("full"), after=after)
         with pytest.raises(torch.OutOfMemoryError):
             manager.enter("train")
         assert manager.phase_now is Phase.ROLLOUT

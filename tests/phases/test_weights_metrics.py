@@ -80,7 +80,7 @@ def test_copies_that_the_thread_makes_are_exposed_and_the_consumer_is_not() -> N
     fast = manager.stream_weights(LAYER)
     for _ in fast:
         time.sleep(0.01)
-    assert 0.0 < fast.exposed_seconds < 0.06
+    assert 0.0 < fast.exposed_seconds < stream.exposed_seconds / 1.5
     manager.close()
 
 

@@ -445,6 +445,30 @@ def backward_between(rank: Rank) -> Found:
     return found
 
 
+def optimizer_alone(rank: Rank) -> Found:
+    """Its state leaves after a forward without gradients, which leaves FSDP2's root gathered: the shards stay."""
+    found: Found = {}
+    for name, build in (("fsdp2", fsdp2), ("fsdp2_kept", fsdp2_kept), ("fsdp1", fsdp1)):
+        reference = Training(build, rank)
+        expected = [reference.step() for _ in range(4)]
+        training = Training(build, rank)
+        steps = [training.step() for _ in range(2)]
+        manager = training.manager()
+        training.look()
+        manager.offload("optimizer")
+        groups = sorted({held.group for held in manager._transit.ledger.held()})
+        names = [held.name for held in manager._transit.ledger.held() if held.name.startswith("group")]
+        raised = tried({"forward": training.look, "step": training.optimizer.step})
+        manager.onload()
+        found[name] = {
+            **raised,
+            "groups": groups,
+            "parameters": names,
+            "same": same(expected, steps + [training.step() for _ in range(2)]),
+        }
+    return found
+
+
 def extra_module(rank: Rank) -> Found:
     """A sharded copy of the model as ``extra``: its use raises while it is away, and is fenced while it arrives."""
     found: Found = {}
