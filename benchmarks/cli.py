@@ -104,6 +104,26 @@ def plot(
     draw(found, picture)
 
 
+@app.command()
+def publish(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; a diff and exit status 1 if any differs.")
+    ] = False,
+) -> None:
+    """Write the published tables into README.md and the documents, from benchmarks/results."""
+    from benchmarks.publish import differences, write
+
+    try:
+        if check:
+            found = differences()
+            typer.echo(found, nl=False)
+            raise typer.Exit(1 if found else 0)
+        for path in write():
+            typer.echo(f"written: {path}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @app.command("list")
 def list_everything() -> None:
     """What can be run."""
