@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shlex
@@ -18,10 +17,11 @@ from tabulate import tabulate
 
 from benchmarks import moe_convert
 from benchmarks.derived import case_label, derive
+from benchmarks.load import load
 from benchmarks.machine import RECORDED_VARIABLES, ROOT
 from benchmarks.published import TABLES, Rows, Table
 from benchmarks.published_columns import COLUMNS, CONVERSION_COLUMNS, Measured
-from benchmarks.schema import Report, Scalar, from_json, write_atomically
+from benchmarks.schema import Report, Scalar, write_atomically
 
 RESULTS = Path("benchmarks", "results")
 INDEX = "index"
@@ -160,14 +160,7 @@ def _environment(file: str, root: Path) -> dict[str, Scalar]:
     return _load(root / RESULTS / file).environment
 
 
-@lru_cache(maxsize=64)
-def _load(path: Path) -> Report | moe_convert.MoeReport:
-    if not path.exists():
-        raise ValueError(f"expected the results that published.py names, found no {path}")
-    text = path.read_text()
-    if json.loads(text)["scenario"] == moe_convert.NAME:
-        return moe_convert.from_json(text)
-    return from_json(Report, text)
+_load = lru_cache(maxsize=64)(load)
 
 
 def _lines(table: Table, rows: Rows, root: Path) -> list[Line]:
