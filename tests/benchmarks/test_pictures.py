@@ -72,7 +72,7 @@ def test_files_without_a_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the plans of a run"):
         draw(path, tmp_path / "x.png")
     path.write_text("{}")
-    with pytest.raises(ValueError, match="expected plans with a simulated step .* found none"):
+    with pytest.raises(ValueError, match=r"expected plans with a simulated step .* found none"):
         draw(path, tmp_path / "x.png")
     done = CliRunner().invoke(app, ["plot", str(CONVERSIONS), str(tmp_path / "x.png")])
     assert done.exit_code == 2 and not (tmp_path / "x.png").exists()
