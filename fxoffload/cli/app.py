@@ -10,11 +10,13 @@ import typer
 
 from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
+from fxoffload.cli.bench import bench
 from fxoffload.cli.moe import app as moe
 from fxoffload.errors import FxOffloadError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")
+app.command()(bench)
 
 
 class InterruptedBySignal(BaseException):
