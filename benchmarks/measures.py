@@ -51,7 +51,11 @@ def rows(report: AnyReport) -> list[Row]:
     """All rows of a report, measured or not, in its order."""
     if isinstance(report, MoeReport):
         return [_row(None, row.variant, "ok" if row.seconds else "skipped", _conversion(row)) for row in report.rows]
-    return [_row(r.case, _label(r), r.status, _measures(r)) for r in report.records]
+    derived = {(row["case"], row["variant"]): row for row in report.derived}
+    return [
+        _row(r.case, _label(r), r.status, _measures(r, derived.get((case_label(r.case), r.variant.label), {})))
+        for r in report.records
+    ]
 
 
 def _row(case: Case | None, variant: str, status: str, found: Iterator[Measure]) -> Row:
@@ -63,7 +67,7 @@ def _label(record: Record) -> str:
     return record.variant.label.partition("@lengths")[0]
 
 
-def _measures(record: Record) -> Iterator[Measure]:
+def _measures(record: Record, derived: dict[str, Any]) -> Iterator[Measure]:
     result = record.result
     yield from _summary("step ms", result.step_ms)
     yield from _summary("forward ms", result.forward_ms)
@@ -77,6 +81,8 @@ def _measures(record: Record) -> Iterator[Measure]:
         yield from _once("reserved / allocated", result.long_run.reserved_vs_allocated)
     lengths = [probe.seq for probe in result.probes if probe.ran]
     yield from _once("longest that trained", max(lengths, default=None), more_is_better=True)
+    yield from _once("warm compile s", derived.get("warm_compile_s"))
+    yield from _once("host us", derived.get("host_us"))
     if result.rl is not None:
         yield from _phases(result.rl)
 

@@ -13,7 +13,8 @@ from benchmarks.load import load
 from benchmarks.machine import ROOT
 from benchmarks.measures import rows
 from benchmarks.rl.records import RlResult
-from benchmarks.schema import Case, Memory, Record, Report, Result, Summary, Variant, to_json
+from benchmarks.schema import Case, Memory, Protocol, Record, Report, Result, Summary, Variant, to_json
+from benchmarks.tables import render as render_table
 
 RESULTS = ROOT / "benchmarks" / "results"
 REPORTS = sorted(
@@ -119,6 +120,22 @@ def test_rows_of_pinning_are_told_apart() -> None:
         "gib 1.0, huge True, threads 4, chunk_mib 4, touch own: all_gbs",
     ]
     assert all(measure.more_is_better for measure in measures.values())
+
+
+def test_columns_of_some_scenarios_and_claims_are_shown_where_there_are_any() -> None:
+    made = report(record("a", 100.0), record("b", 100.0))
+    made.protocol = Protocol()
+    assert "warm compile s" not in render_table(made) and "gradients" not in render_table(made)
+    base = {"case": "stack 16x16384", "variant": "b"}
+    made.derived = [{**base, "warm_compile_s": 4.5, "host_us": 812.0, "gradients_agree": False}]
+    made.claims = [{"case": "stack 16x16384", "claim": "gradients agree", "held": False, "figures": {"disagree": "b"}}]
+    text = render_table(made)
+    header, _, a, b = (line.split("|") for line in text.splitlines() if line.startswith("|"))
+    shown = {name.strip(): (one.strip(), two.strip()) for name, one, two in zip(header, a, b, strict=True)}
+    assert shown["warm compile s"] == ("-", "4.50") and shown["host us"] == ("-", "812.0")
+    assert shown["gradients"] == ("-", "DIFFER") and "us/copy" not in shown
+    assert "- NOT held: gradients agree (disagree b)" in text
+    assert {"warm compile s", "host us"} < set(rows(made)[1].measures)
 
 
 def test_the_command_and_its_exit_status(tmp_path: Path) -> None:
