@@ -39,7 +39,7 @@ def _steps(report: Report) -> str:
         {
             "variant": row.name,
             "step ms": _spread(row.steps.step_ms if row.steps else None, 1),
-            "time": _change(row.steps, plain),
+            "time": "" if report.rehearsal else _change(row.steps, plain),
             "peak GiB": _peak(row.steps),
             "memory": _part(row.steps, plain),
             "first step s": f"{row.steps.first_step_s:.1f}" if row.steps else "-",

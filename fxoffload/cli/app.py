@@ -43,7 +43,8 @@ def main() -> None:
         print(f"fxoffload: {error}", file=sys.stderr)
         sys.exit(1)
     except InterruptedBySignal as error:
-        print(f"fxoffload: interrupted ({error}); the destination is as it was, or whole", file=sys.stderr)
+        left = "; the destination is as it was, or whole" if sys.argv[1:2] == ["moe"] else ""
+        print(f"fxoffload: interrupted ({error}){left}", file=sys.stderr)
         sys.exit(error.status)
 
 
