@@ -1,6 +1,5 @@
-"""The command line: ``run``, ``show`` and ``list``."""
+"""The command line: ``run``, ``list``, and what becomes of results: ``report``, ``compare``, ``plot``, ``publish``."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +17,16 @@ from benchmarks.arguments import (
     parse_variants,
     split_settings,
 )
+from benchmarks.compare import compare as compare_reports
+from benchmarks.compare import parse_percent
+from benchmarks.compare import render as render_comparison
+from benchmarks.load import load
+from benchmarks.load import render as render_any
 from benchmarks.rl.variants import KINDS as PHASE_KINDS
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.runner import run as run_all
 from benchmarks.scenarios import SCENARIOS, find_scenario
-from benchmarks.schema import Report, from_json
 from benchmarks.tables import render
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -64,9 +67,9 @@ def run(
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    report = run_all(chosen, cases, asked, protocol, out, deadline_s, resume)
-    typer.echo(render(report))
-    if all(record.status != "ok" for record in report.records):
+    measured = run_all(chosen, cases, asked, protocol, out, deadline_s, resume)
+    typer.echo(render(measured))
+    if all(record.status != "ok" for record in measured.records):
         raise typer.Exit(1)
 
 
@@ -74,34 +77,91 @@ def run_conversions(settings: list[str], variants: str | None, out: Path) -> Non
     """The scenario that runs no model has variants and settings of its own."""
     try:
         asked = variants.split("+") if variants else list(moe_convert.WORK)
-        report = moe_convert.run(moe_convert.parse_protocol(settings), asked, out)
+        measured = moe_convert.run(moe_convert.parse_protocol(settings), asked, out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(moe_convert.render(report))
+    typer.echo(moe_convert.render(measured))
 
 
 @app.command()
-def show(report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")]) -> None:
-    """Print the table of an earlier run."""
-    text = report.read_text()
-    if json.loads(text)["scenario"] == moe_convert.NAME:
-        typer.echo(moe_convert.render(moe_convert.from_json(text)))
-    else:
-        typer.echo(render(from_json(Report, text)))
+def report(
+    results: Annotated[list[Path], typer.Argument(help="JSON files that run wrote.")],
+    plots: Annotated[Path | None, typer.Option(help="Also draw what can be drawn, into this folder.")] = None,
+) -> None:
+    """Print the tables, claims and failures of earlier runs, as one Markdown document."""
+    parts = []
+    try:
+        for path in results:
+            text = render_any(load(path))
+            if len(results) > 1:
+                text = f"## {path.name}\n\n{text}"
+            parts.append(text)
+            if plots is not None:
+                from benchmarks.pictures import draw_all
+
+                plots.mkdir(parents=True, exist_ok=True)
+                parts += [f"![{picture.stem}]({picture})" for picture in draw_all(path, plots)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo("\n\n".join(parts))
+
+
+app.command("show", hidden=True)(report)  # its name before there was more than one file
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A JSON file that run wrote.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another, of the same cases and variants.")],
+    fail_above: Annotated[
+        str | None, typer.Option(help="Such as 3%: exit status 1 if a median got worse by more, or a row was lost.")
+    ] = None,
+) -> None:
+    """Print two runs side by side: medians, their ratio, and whether they differ by more than their quartiles."""
+    try:
+        limit = parse_percent(fail_above) if fail_above is not None else None
+        found = compare_reports(load(before), load(after))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"A: {before}\nB: {after}\n\n{render_comparison(found)}")
+    worse = found.worse(limit) if limit is not None else []
+    if worse:
+        typer.echo(f"\nworse by more than {fail_above}:\n" + "\n".join(f"- {line}" for line in worse))
+        raise typer.Exit(1)
 
 
 @app.command()
 def plot(
-    report: Annotated[Path, typer.Argument(help="A JSON file that run wrote.")],
+    results: Annotated[Path, typer.Argument(help="A JSON file that run wrote, or the -plans.json beside it.")],
     picture: Annotated[Path, typer.Argument(help="The picture to write (.png, .svg, .pdf); needs matplotlib.")],
 ) -> None:
-    """Draw peak memory against step time, a panel for each case; of phases and rl-step, seconds by variant."""
-    found = from_json(Report, report.read_text())
-    if found.scenario in PHASE_SCENARIOS:
-        from benchmarks.rl.plot import draw
-    else:
-        from benchmarks.plot import draw
-    draw(found, picture)
+    """Draw peak memory against step time; of phases and rl-step, seconds by variant; of plans, memory over a step."""
+    from benchmarks.pictures import draw
+
+    try:
+        draw(results, picture)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def publish(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; a diff and exit status 1 if any differs.")
+    ] = False,
+) -> None:
+    """Write the published tables into README.md and the documents, from benchmarks/results."""
+    from benchmarks.publish import differences, write
+
+    try:
+        if check:
+            found = differences()
+            typer.echo(found, nl=False)
+            raise typer.Exit(1 if found else 0)
+        for path in write():
+            typer.echo(f"written: {path}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @app.command("list")

@@ -11,6 +11,7 @@ from benchmarks.schema import Record, Report
 GIB = 1 << 30
 CURVES = {"auto": ("fxoffload, plans", "C0", "o"), "torch_budget": ("torch activation_memory_budget", "C1", "s")}
 PANEL_INCHES = (6.4, 4.8)
+MARKERS = "Dv^P*Xph"
 
 
 def draw(report: Report, path: Path) -> None:
@@ -46,7 +47,8 @@ def _panel(panel: Any, records: list[Record]) -> None:
         if points:
             panel.plot(*zip(*points, strict=True), color=color, marker=marker, label=label)
     for index, record in enumerate(r for r in records if r.variant.kind not in CURVES):
-        panel.plot(*_point(record), color=f"C{index + 2}", marker="D", linestyle="", label=record.variant.label)
+        marker = MARKERS[index // len(MARKERS) % len(MARKERS)]  # colors repeat after ten
+        panel.plot(*_point(record), color=f"C{index + 2}", marker=marker, linestyle="", label=record.variant.label)
     plans = [r for r in records if r.result.plan is not None]
     predicted = [(p.predicted["peak_bytes"] / GIB, p.predicted["step_ms"]) for r in plans if (p := r.result.plan)]
     if predicted:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from benchmarks.claims import check_claims
 from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.machine import describe_run
+from benchmarks.progress import RunProgress, describe
 from benchmarks.rl.claims import check_phase_claims
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.scenarios import Scenario
@@ -39,6 +36,7 @@ from benchmarks.schema import (
 Kept = dict[tuple[Case, str], Record]
 
 LEAST_TIME_S = 20.0
+LINK_TIMEOUT_S = 120.0
 
 
 def run(
@@ -63,23 +61,23 @@ def run(
     asked = [(case, variant) for case in cases for variant in variants]
     kept = _keep(earlier, report, asked)
     wanted = [(case, variant) for case, variant in asked if (case, variant.label) not in kept]
-    console = Console(stderr=True, soft_wrap=True)
-    with _progress(console) as progress, _caches(protocol) as caches:
-        task = progress.add_task("link", total=len(wanted) + 1)
+    with RunProgress(len(wanted) + 1) as progress, _caches(protocol) as caches:
+        progress.begin("link", min(LINK_TIMEOUT_S, end - time.monotonic()))
         if earlier is not None and earlier.link is not None:
             report.link = earlier.link
         else:
             report.link, report.environment["link_failure"] = _measure_link(cases[0], protocol, end - time.monotonic())
         _write(report, out)
-        progress.advance(task)
-        for record in _records(scenario, wanted, protocol, end, caches, kept):
-            label = f"{case_label(record.case)} {record.variant.label}"
-            progress.update(task, description=label)
+        progress.end(f"link: {report.environment.get('link_failure') or 'ok'}")
+        records = _records(scenario, wanted, protocol, end, caches, kept)
+        for case, variant in wanted:
+            limit_s = min(protocol.timeout_s, end - time.monotonic())
+            progress.begin(f"{case_label(case)} {variant.label}", limit_s)
+            record = next(records)
             report.records.append(record)
             _take_texts(record, texts)
             _write(report, out, texts)
-            progress.advance(task)
-            console.print(f"{label}: {record.status} in {record.wall_s:.0f} s {record.reason}", markup=False)
+            progress.end(describe(record))
     return report
 
 
@@ -141,13 +139,8 @@ def _take_texts(record: Record, texts: dict[str, dict[str, str]]) -> None:
             plan.texts = {}
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-
-
 def _measure_link(case: Case, protocol: Protocol, time_left_s: float) -> tuple[dict[str, float] | None, str | None]:
-    request = Request("link", case, Variant("link", "link"), replace(protocol, ranks=1, timeout_s=120.0))
+    request = Request("link", case, Variant("link", "link"), replace(protocol, ranks=1, timeout_s=LINK_TIMEOUT_S))
     record = run_variant(request, time_left_s)
     return record.result.link, record.reason or None
 

@@ -8,9 +8,10 @@ from benchmarks.derived import case_label
 from benchmarks.rl.tables import render_phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.schema import Record, Report, Summary
-from benchmarks.tables_plan import render_longest, render_plan
+from benchmarks.tables_plan import render_claim, render_longest, render_plan
 
 GIB = 1 << 30
+OF_SOME_SCENARIOS = ("warm compile s", "host us", "us/segment", "us/copy", "gradients")
 
 
 def render(report: Report) -> str:
@@ -22,9 +23,11 @@ def render(report: Report) -> str:
         return "\n\n".join([f"### {report.scenario}", _header(report), render_phases(report)])
     derived = {(row["case"], row["variant"]): row for row in report.derived}
     rows = [_row(record, derived.get((case_label(record.case), record.variant.label), {})) for record in report.records]
-    parts = [f"### {report.scenario}", _header(report), tabulate(rows, headers="keys", tablefmt="github")]
+    table = tabulate(_without_empty(rows), headers="keys", tablefmt="github", disable_numparse=True)
+    parts = [f"### {report.scenario}", _header(report), table]
     if report.scenario == "compile-time":
         parts.append(tabulate([_shares(record) for record in report.records], headers="keys", tablefmt="github"))
+    parts.append("\n".join(render_claim(claim) for claim in report.claims))
     details = [_details(row) for row in report.derived]
     parts.append("\n".join(line for line in details if line))
     failures = [_failure(record) for record in report.records if record.reason]
@@ -73,8 +76,19 @@ def _row(record: Record, derived: dict[str, Any]) -> dict[str, str]:
         "first step s": _number(result.first_step_ms / 1e3 if result.first_step_ms else None, 2),
         "compile s": _number(result.compile_s, 2),
         "grad diff": _scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
+        "warm compile s": _number(derived.get("warm_compile_s"), 2),
+        "host us": _number(derived.get("host_us")),
+        "us/segment": _number(derived.get("host_us_over_inductor_per_segment")),
+        "us/copy": _number(derived.get("host_us_over_keep_all_per_copy")),
+        "gradients": {True: "agree", False: "DIFFER", None: "-"}[derived.get("gradients_agree")],
         "status": record.status,
     }
+
+
+def _without_empty(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Columns that only some scenarios measure are left out where no row has them."""
+    empty = {name for name in OF_SOME_SCENARIOS if all(row[name] == "-" for row in rows)}
+    return [{name: text for name, text in row.items() if name not in empty} for row in rows]
 
 
 def _details(row: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def render_plan(report: Report) -> str:
         notes = [_note(record) for record in records]
         parts.append("\n".join(note for note in notes if note))
         claims = [claim for claim in report.claims if claim["case"] == case_label(case)]
-        parts.append("\n".join(_claim(claim) for claim in claims))
+        parts.append("\n".join(render_claim(claim) for claim in claims))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -90,7 +90,8 @@ def _note(record: Record) -> str:
     return f"- {record.variant.label}: {plan.summary}; peak in {where}{floors}"
 
 
-def _claim(claim: dict[str, Any]) -> str:
+def render_claim(claim: dict[str, Any]) -> str:
+    """One line: held, not held or open, with its figures."""
     mark = {True: "held", False: "NOT held", None: "open"}[claim["held"]]
     figures = {k: v for k, v in claim["figures"].items() if k != "noise" and not isinstance(v, dict)}
     words = ", ".join(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl.records import RlResult
-from benchmarks.schema import Report
+from benchmarks.schema import Record, Report
 
 PANEL_INCHES = (7.0, 4.2)
 Bars = dict[str, dict[str, float]]
@@ -39,7 +39,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _panels(report: Report) -> list[tuple[str, Bars]]:
-    results = {record.variant.label: record.result.rl or RlResult() for record in report.records}
+    results = {_label(record): record.result.rl or RlResult() for record in report.records}
     if report.scenario == "rl-step":
         return [("switching in an RL step", {label: _step_bars(rl) for label, rl in results.items() if _step_bars(rl)})]
     if report.scenario != "phases":
@@ -47,6 +47,10 @@ def _panels(report: Report) -> list[tuple[str, Bars]]:
     first = {label: _first_bars(rl) for label, rl in results.items() if _first_bars(rl)}
     steady = {label: _steady_bars(rl) for label, rl in results.items() if _steady_bars(rl)}
     return [("first cycle", first), ("later cycles", steady)]
+
+
+def _label(record: Record) -> str:
+    return record.variant.label if record.status == "ok" else f"{record.variant.label}\n({record.status})"
 
 
 def _first_bars(rl: RlResult) -> dict[str, float]:
@@ -78,8 +82,9 @@ def _panel(axis: Any, bars: Bars) -> None:
     names = list(dict.fromkeys(name for row in bars.values() for name in row))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        places = [position + index * width for position in range(len(bars))]
-        drawn = axis.bar(places, [row.get(name, 0.0) for row in bars.values()], width, label=name)
+        # What was not measured has no bar: one of no height would say that it took no time.
+        heights = {position + index * width: row[name] for position, row in enumerate(bars.values()) if name in row}
+        drawn = axis.bar(list(heights), list(heights.values()), width, label=name)
         axis.bar_label(drawn, fmt="%.2f", fontsize="x-small")
     axis.set_xticks([position + 0.4 - width / 2 for position in range(len(bars))], list(bars))
     axis.set_ylabel("seconds")

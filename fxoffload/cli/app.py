@@ -10,11 +10,13 @@ import typer
 
 from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
+from fxoffload.cli.bench import bench
 from fxoffload.cli.moe import app as moe
 from fxoffload.errors import FxOffloadError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")
+app.command()(bench)
 
 
 class InterruptedBySignal(BaseException):
@@ -41,7 +43,8 @@ def main() -> None:
         print(f"fxoffload: {error}", file=sys.stderr)
         sys.exit(1)
     except InterruptedBySignal as error:
-        print(f"fxoffload: interrupted ({error}); the destination is as it was, or whole", file=sys.stderr)
+        left = "; the destination is as it was, or whole" if sys.argv[1:2] == ["moe"] else ""
+        print(f"fxoffload: interrupted ({error}){left}", file=sys.stderr)
         sys.exit(error.status)
 
 

@@ -1,0 +1,360 @@
+"""The published tables, as data: which rows of which result file, and which columns. ``publish`` writes them.
+
+To publish a newer run, put its file into ``results/`` and change its name here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
+README_PHASES = "2026-11-22-h200-phases.json"
+README_FSDP = "2026-11-22-2xh200-fsdp-reserve.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one file. ``names``: the variant's label in the file to what the table calls it, in the table's order;
+    empty: all, by their labels. ``case``: where the file has several. ``of``: what tells these rows from others of the
+    table. ``where_there``: labels that the file lacks are left out, otherwise they are an error."""
+
+    file: str
+    names: dict[str, str] = field(default_factory=dict)
+    case: str = ""
+    of: str = ""
+    where_there: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """``of``: heading of the column with each ``Rows.of``; "": none. ``across``: variants are columns."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[Rows, ...]
+    of: str = ""
+    across: bool = False
+
+
+BASELINES = {"inductor": "inductor", "checkpoint": "checkpoint"}
+DEFAULT = {"auto": "auto (2 %)"}
+POLICIES = {"keep_all": "keep_all", "offload_all": "offload_all"}
+
+
+def _budgets(*sizes: str) -> dict[str, str]:
+    return {f"auto@activation_budget={size}GiB": f"auto, {size} GiB" for size in sizes}
+
+
+def _torch(*budgets: str) -> dict[str, str]:
+    return {f"torch_budget@{b}": f"torch `activation_memory_budget` {b}" for b in budgets}
+
+
+def _of_peak(part: str, peer: str, gib: str = "") -> dict[str, str]:
+    size = f" ({gib} GiB)" if gib else ""
+    return {f"auto@activation_budget={part}*{peer}": f"auto, {part}x {peer}'s peak{size}"}
+
+
+AT_CHECKPOINT = _of_peak("1.02", "checkpoint")
+PLAN = ("step ms", "against inductor", "peak GiB", "first step", "error of peak", "of time", "of time, cal.")
+PLAN_LONG = (*PLAN, "reserved / allocated", "limited to budget + 10 %")
+ACTIVATIONS = ("step ms", "fwd ms", "bwd ms", "peak GiB", "without gradients", "compile s")
+STACK_CASE, LM_CASE = "stack 16x16384", "causal_lm 8x8192"
+PHASES = (
+    "first offload, s",
+    "first onload, s",
+    "steady offload, s",
+    "steady onload, s",
+    "optimizer around log-probs: exposed of serial, s",
+    "first forward after onload, of loading everything",
+    "not free in the rollout, MiB: first cycle, at the end",
+    "host bytes / device bytes",
+    "`stream_weights`, of the link",
+    "bits",
+)
+STRATEGIES = {
+    "fxoffload": "fxoffload",
+    "verl": "verl's strategy",
+    "packed": "packed",
+    "pageable": "pageable",
+    "module_to": "`Module.to`",
+    "torch_memory_saver": "torch_memory_saver",
+}
+CONVERSIONS = ("seconds [quartiles]", "GB/s", "of its baseline's rate", "peak RSS GiB", "above imports MiB")
+
+TABLES = (
+    Table(
+        "readme-activations",
+        ("budget GiB", "step ms [quartiles]", "against inductor", "peak GiB"),
+        (
+            Rows(
+                README_STACK,
+                {
+                    "inductor": "Inductor",
+                    "checkpoint": "Inductor + full checkpointing",
+                    **_torch("0.2", "0.5", "0.75"),
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=1.02*checkpoint": "fxoffload, budget of 1.02x checkpointing's peak",
+                    "auto@activation_budget=8GiB": "fxoffload, budget below it",
+                    "auto@activation_budget=16GiB": "fxoffload, a larger budget",
+                    "offload_all": 'fxoffload, `policy="offload_all"`',
+                },
+            ),
+        ),
+    ),
+    Table("readme-phases", PHASES, (Rows(README_PHASES, STRATEGIES, where_there=True),), across=True),
+    Table(
+        "readme-fsdp",
+        ("budget GiB", "step ms [quartiles]", "against inductor", "peak GiB"),
+        (
+            Rows(
+                README_FSDP,
+                {
+                    "inductor": "Inductor",
+                    "checkpoint": "Inductor + full checkpointing",
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=6.35GiB": "fxoffload, with a budget",
+                },
+            ),
+        ),
+    ),
+    Table(
+        "plan-stack-sweep",
+        (*PLAN_LONG, "plan s"),
+        (
+            Rows(
+                "2026-11-21-h200-plan-stack-sweep.json",
+                BASELINES
+                | DEFAULT
+                | _budgets("8")
+                | _of_peak("1.02", "checkpoint", "9.13")
+                | _budgets("10.5", "13", "16", "20", "25", "30")
+                | _torch("0.2", "0.5", "0.75")
+                | POLICIES,
+            ),
+        ),
+    ),
+    Table(
+        "plan-moe24-chains",
+        PLAN,
+        (
+            Rows(
+                "2026-11-22-h200-plan-moe24-chains.json",
+                BASELINES | DEFAULT | _of_peak("0.4", "inductor", "10.99") | _budgets("3", "2.4"),
+            ),
+        ),
+    ),
+    Table(
+        "plan-moe24-default-later",
+        PLAN,
+        (Rows("2026-11-22-h200-plan-moe24-default-later.json", BASELINES | DEFAULT | _budgets("2.4")),),
+    ),
+    Table(
+        "plan-moe24-calibrated",
+        PLAN,
+        (
+            Rows(
+                "2026-11-22-h200-plan-moe24-default.json",
+                {"inductor": "inductor"} | DEFAULT | _budgets("3"),
+                of="first",
+            ),
+            Rows(
+                "2026-11-22-h200-plan-moe24-budgets.json",
+                BASELINES | _of_peak("0.4", "inductor", "10.99") | _budgets("2.4"),
+                of="second",
+            ),
+        ),
+        of="call",
+    ),
+    Table(
+        "plan-moe24-per-layer",
+        PLAN[:-1],
+        (
+            Rows(
+                "2026-11-21-h200-plan-moe24-per-layer.json",
+                BASELINES | DEFAULT | _of_peak("0.4", "inductor", "10.99") | _budgets("3", "2.4"),
+            ),
+        ),
+    ),
+    Table(
+        "plan-moe24-first-calibrated",
+        ("step ms", "peak GiB", "first step", "predicted ms", "calibrated ms"),
+        (Rows("2026-11-21-h200-plan-moe24-calibrated.json", {"inductor": "inductor"} | _budgets("3")),),
+    ),
+    Table(
+        "plan-stack-later",
+        PLAN_LONG,
+        (
+            Rows(
+                "2026-11-21-h200-plan-stack-later.json",
+                BASELINES | DEFAULT | _of_peak("1.02", "checkpoint", "9.13") | _budgets("16"),
+            ),
+        ),
+    ),
+    Table(
+        "plan-stack65k",
+        PLAN,
+        (Rows("2026-11-22-h200-plan-stack65k.json", BASELINES | _of_peak("0.25", "inductor", "21.39")),),
+    ),
+    Table(
+        "plan-stack65k-parts",
+        PLAN,
+        (Rows("2026-11-22-h200-plan-stack65k-parts.json", BASELINES | _of_peak("0.25", "inductor", "21.39")),),
+    ),
+    Table(
+        "plan-stack65k-first",
+        PLAN,
+        (Rows("2026-11-21-h200-plan-stack65k.json", {"inductor": "inductor"} | _of_peak("0.25", "inductor", "21.39")),),
+    ),
+    Table(
+        "longest",
+        ("longest that trained", "peak of the process GiB", "first step s", "next length"),
+        (
+            Rows("2026-11-21-h200-longest-inductor.json", {"inductor@lengths=16384+18432+20480": "inductor"}),
+            Rows("2026-11-21-h200-longest-checkpoint.json", {"checkpoint@lengths=147456+163840": "checkpoint"}),
+            Rows(
+                "2026-11-22-h200-longest-checkpoint-155648.json",
+                {"checkpoint@lengths=155648": "checkpoint, third probe"},
+            ),
+            Rows(
+                "2026-11-21-h200-longest-fxoffload.json",
+                {"auto@activation_budget=0.94*free@host_budget=98GiB@lengths=262144+294912": "fxoffload"},
+            ),
+            Rows(
+                "2026-11-21-h200-longest-fxoffload-278528.json",
+                {"auto@activation_budget=0.94*free@host_budget=98GiB@lengths=278528": "fxoffload, third probe"},
+            ),
+        ),
+    ),
+    Table(
+        "plan-stack",
+        (*PLAN[:5], "of peak, cal.", *PLAN[5:], "compile s"),
+        (
+            Rows(
+                "2026-11-21-h200-plan-stack.json",
+                BASELINES
+                | DEFAULT
+                | _budgets("8")
+                | _of_peak("1.02", "checkpoint", "9.13")
+                | _budgets("10.5", "13", "16", "20", "25", "30")
+                | _torch("0.3", "0.6", "0.8")
+                | POLICIES,
+            ),
+        ),
+    ),
+    Table(
+        "plan-other-cases",
+        ("step ms", "against inductor", "peak GiB", "without gradients", *PLAN[4:]),
+        (
+            Rows(
+                "2026-11-21-h200-plan-stack65k-before.json",
+                {"inductor": "inductor"} | _of_peak("0.25", "inductor", "21.39") | DEFAULT,
+                of="10 layers x 65,536",
+            ),
+            Rows(
+                "2026-11-21-h200-plan-causal-lm.json",
+                BASELINES | DEFAULT | AT_CHECKPOINT | {"keep_all": "keep_all"},
+                of="causal_lm 8 x 8,192",
+            ),
+            Rows("2026-11-21-h200-plan-moe8.json", BASELINES | DEFAULT, of="MoE, 8 layers x 8,192"),
+        ),
+        of="case",
+    ),
+    Table(
+        "plan-causal-lm-9gib",
+        ("step ms", "against inductor", "peak GiB", "of time", "limited to budget + 10 %"),
+        (Rows("2026-11-21-h200-plan-causal-lm-9gib.json", BASELINES | _budgets("9")),),
+    ),
+    Table(
+        "activations",
+        ACTIVATIONS,
+        tuple(
+            Rows("2026-11-21-h200-activations.json", BASELINES | POLICIES, case=case, of=of)
+            for case, of in ((STACK_CASE, "stack 16 x 16,384"), (LM_CASE, "causal_lm 8 x 8,192"))
+        ),
+        of="case",
+    ),
+    Table(
+        "activations-bounds",
+        ("GB down", "GB up", "forward / bound", "backward / bound", "backward / bound of all bytes"),
+        tuple(
+            Rows("2026-11-21-h200-activations.json", {"offload_all": "offload_all"}, case=case, of=of)
+            for case, of in ((STACK_CASE, "stack"), (LM_CASE, "causal_lm"))
+        ),
+        of="case",
+    ),
+    Table(
+        "activations-recompute",
+        ("step ms", "against inductor", "peak GiB", "without gradients"),
+        tuple(
+            Rows(
+                "2026-11-21-h200-activations-recompute.json",
+                BASELINES
+                | {"keep_all@recompute=cheap": "keep_all, cheap", "offload_all@recompute=cheap": "offload_all, cheap"},
+                case=case,
+                of=of,
+            )
+            for case, of in ((STACK_CASE, "stack 16 x 16,384"), (LM_CASE, "causal_lm 8 x 8,192"))
+        ),
+        of="case",
+    ),
+    Table(
+        "compile-time",
+        ("compile s", "compile, of inductor's"),
+        tuple(
+            Rows(
+                "2026-11-21-h200-compile-time.json",
+                {"inductor": "inductor", "keep_all": "keep_all"},
+                case=f"stack {layers}x2048",
+                of=layers,
+            )
+            for layers in ("16", "36")
+        ),
+        of="layers (2,048 tokens)",
+    ),
+    Table(
+        "fsdp-plans",
+        (*PLAN[:5], "of peak, cal.", "of time, cal.", "exposed ms"),
+        (
+            Rows("2026-11-22-2xh200-fsdp-before.json", BASELINES | DEFAULT, of="`-before` (423d60a)"),
+            Rows(
+                "2026-11-22-2xh200-fsdp-watched.json", BASELINES | DEFAULT | _budgets("6.6"), of="`-watched` (929712b)"
+            ),
+            Rows("2026-11-22-2xh200-fsdp-cut.json", BASELINES | DEFAULT | _budgets("6.6"), of="`-cut` (1378781)"),
+            Rows(
+                "2026-11-22-2xh200-fsdp-measured-second-step.json",
+                {"inductor": "inductor"} | DEFAULT | _budgets("6.6"),
+                of="`-measured-second-step`",
+            ),
+            Rows(
+                "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
+            ),
+        ),
+        of="run",
+    ),
+    Table(
+        "fsdp",
+        ACTIVATIONS[:4],
+        (
+            Rows(
+                "2026-11-21-2xh200-fsdp.json",
+                BASELINES
+                | POLICIES
+                | {"offload_all@disable=cross_graph_prefetch": "offload_all without prefetch across graphs"},
+            ),
+        ),
+    ),
+    Table(
+        "phases",
+        PHASES,
+        (
+            Rows(
+                "2026-11-22-h200-phases.json", {k: STRATEGIES[k] for k in ("fxoffload", "verl", "packed", "pageable")}
+            ),
+            Rows("2026-11-22-h200-phases-slices.json", {"fxoffload": "fxoffload, slices, expandable segments"}),
+        ),
+        across=True,
+    ),
+    Table("moe-convert", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert.json"),)),
+    Table("moe-convert-cached", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert-cached.json"),)),
+    Table("moe-convert-cached-later", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert-cached-later.json"),)),
+)

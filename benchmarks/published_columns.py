@@ -1,0 +1,255 @@
+"""What a column of a published table shows of a record, as text; empty where it was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.moe_convert import Row
+from benchmarks.rl.records import Switching, Way
+from benchmarks.schema import Memory, Probe, Record
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A record, with what is derived from it and its baselines."""
+
+    record: Record
+    derived: dict[str, Any]
+
+
+Column = Callable[[Measured], str]
+
+
+def _step(m: Measured) -> str:
+    return _number(m.record.result.step_ms.median if m.record.result.step_ms else None)
+
+
+def _step_with_quartiles(m: Measured) -> str:
+    found = m.record.result.step_ms
+    return f"{found.median:.1f} [{found.q1:.1f}, {found.q3:.1f}]" if found else ""
+
+
+def _forward(m: Measured) -> str:
+    return _number(m.record.result.forward_ms.median if m.record.result.forward_ms else None)
+
+
+def _backward(m: Measured) -> str:
+    return _number(m.record.result.backward_ms.median if m.record.result.backward_ms else None)
+
+
+def _peak(memory: Memory | None) -> str:
+    return _gib(memory.peak_bytes if memory else None)
+
+
+def _without_gradients(m: Measured) -> str:
+    traced = m.record.result.traced_peak
+    return _gib(traced.peak_without_returned_gradients_bytes if traced else None)
+
+
+def _reserved(m: Measured) -> str:
+    run = m.record.result.long_run
+    return _number(run.reserved_vs_allocated if run else None, 3)
+
+
+def _limited(m: Measured) -> str:
+    run = m.record.result.limited_run
+    return "" if run is None else "completes" if run.completed else "does not complete"
+
+
+def _budget(m: Measured) -> str:
+    return _gib(m.record.result.budget_bytes)
+
+
+def _exposed(m: Measured) -> str:
+    return _number((m.record.result.stats_per_step or {}).get("exposed_copy_ms"))
+
+
+def _planned_step(m: Measured, which: str) -> str:
+    plan = m.record.result.plan
+    said = getattr(plan, which) if plan is not None else None
+    return _number(said["step_ms"] if said else None)
+
+
+def _moved(m: Measured, which: str) -> str:
+    moved = (m.record.result.stats_per_step or {}).get(which)
+    return _number(moved / 1e9 if moved is not None else None)
+
+
+# -- longest -----------------------------------------------------------------------------------------------------------
+
+
+def _ran(m: Measured) -> Probe | None:
+    return max((p for p in m.record.result.probes if p.ran), key=lambda p: p.seq, default=None)
+
+
+def _longest(m: Measured) -> str:
+    probe = _ran(m)
+    return "none" if probe is None else f"{probe.seq:,}"
+
+
+def _probe_peak(m: Measured) -> str:
+    probe = _ran(m)
+    return _gib(max(probe.phase_peak_bytes.values(), default=None) if probe else None)
+
+
+def _probe_first_step(m: Measured) -> str:
+    probe = _ran(m)
+    return _number(probe.first_step_ms / 1e3 if probe and probe.first_step_ms else None, 0)
+
+
+def _next_length(m: Measured) -> str:
+    """The shortest that was tried and did not run. A probe that the deadline cut off has no reason of its own."""
+    ran = _ran(m)
+    beyond = [p for p in m.record.result.probes if not p.ran and p.seq > (ran.seq if ran else 0)]
+    if not beyond:
+        return "not finished in the time given" if m.record.status == "timeout" else ""
+    probe = min(beyond, key=lambda p: p.seq)
+    why = f"out of memory in the {probe.failed_in}" if probe.failed_in else "not finished in the time given"
+    return f"{probe.seq:,}: {why}"
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+
+def _switching(m: Measured) -> Switching:
+    rl = m.record.result.rl
+    return (rl.switching if rl is not None else None) or Switching()
+
+
+def _first(seconds: float | None, rate: float | None) -> str:
+    return "" if seconds is None or rate is None else f"{seconds:.2f} ({rate:.1f} GB/s)"
+
+
+def _way(way: Way | None) -> str:
+    if way is None:
+        return ""
+    link = "" if way.of_link is None else f" ({way.of_link:.3f} of the link)"
+    return f"{way.seconds.median:.3f}{link}"
+
+
+def _around_log_probs(m: Measured) -> str:
+    found = _switching(m).exposed
+    return "" if found is None else f"{found.exposed_s:.3f} of {found.serial_s:.3f}"
+
+
+def _first_forward(m: Measured) -> str:
+    found = _switching(m).first_forward
+    return _number(found.fraction if found else None, 2)
+
+
+def _not_free(m: Measured) -> str:
+    found = _switching(m)
+    known = [size for size in (found.residue_bytes, found.residue_later_bytes) if size is not None]
+    return ", ".join(f"{size / MIB:.0f}" for size in known)
+
+
+def _streamed(m: Measured) -> str:
+    found = _switching(m).stream
+    return _number(found.of_link if found else None, 3)
+
+
+def _bits(m: Measured) -> str:
+    equal = _switching(m).bit_equal
+    return "" if equal is None else "equal" if equal else "DIFFER"
+
+
+COLUMNS: dict[str, Column] = {
+    "step ms": _step,
+    "step ms [quartiles]": _step_with_quartiles,
+    "fwd ms": _forward,
+    "bwd ms": _backward,
+    "against inductor": lambda m: _change(m.derived.get("step_vs_inductor")),
+    "against checkpoint": lambda m: _change(m.derived.get("step_vs_checkpoint")),
+    "budget GiB": _budget,
+    "peak GiB": lambda m: _peak(m.record.result.memory),
+    "without gradients": _without_gradients,
+    "first step": lambda m: _peak(m.record.result.first_step_memory),
+    "error of peak": lambda m: _percent(m.derived.get("predicted_peak_error")),
+    "of peak, cal.": lambda m: _percent(m.derived.get("calibrated_peak_error")),
+    "of time": lambda m: _percent(m.derived.get("predicted_step_error")),
+    "of time, cal.": lambda m: _percent(m.derived.get("calibrated_step_error")),
+    "reserved / allocated": _reserved,
+    "limited to budget + 10 %": _limited,
+    "exposed ms": _exposed,
+    "predicted ms": lambda m: _planned_step(m, "predicted"),
+    "calibrated ms": lambda m: _planned_step(m, "calibrated"),
+    "plan s": lambda m: _number(m.record.result.plan.planning_s if m.record.result.plan else None),
+    "compile s": lambda m: _number(m.record.result.compile_s),
+    "compile, of inductor's": lambda m: _number(m.derived.get("compile_vs_inductor"), 2),
+    "GB down": lambda m: _moved(m, "bytes_offloaded"),
+    "GB up": lambda m: _moved(m, "bytes_reloaded"),
+    "forward / bound": lambda m: _number(m.derived.get("forward_vs_bound"), 3),
+    "backward / bound": lambda m: _number(m.derived.get("backward_vs_bound"), 3),
+    "backward / bound of all bytes": lambda m: _number(m.derived.get("backward_vs_bound_of_all_bytes"), 3),
+    "longest that trained": _longest,
+    "peak of the process GiB": _probe_peak,
+    "first step s": _probe_first_step,
+    "next length": _next_length,
+    "first offload, s": lambda m: _first(_switching(m).first_offload_s, _switching(m).first_offload_gb_per_s),
+    "first onload, s": lambda m: _first(_switching(m).first_onload_s, _switching(m).first_onload_gb_per_s),
+    "steady offload, s": lambda m: _way(_switching(m).offload),
+    "steady onload, s": lambda m: _way(_switching(m).onload),
+    "optimizer around log-probs: exposed of serial, s": _around_log_probs,
+    "first forward after onload, of loading everything": _first_forward,
+    "not free in the rollout, MiB: first cycle, at the end": _not_free,
+    "host bytes / device bytes": lambda m: _number(_switching(m).host_vs_device, 3),
+    "`stream_weights`, of the link": _streamed,
+    "bits": _bits,
+}
+
+
+def _seconds(row: Row) -> str:
+    found = row.seconds
+    return f"{found.median:.2f} [{found.q1:.2f}, {found.q3:.2f}]" if found else row.reason
+
+
+def _baseline(row: Row) -> str:
+    return "" if row.share_of_baseline is None else f"{row.share_of_baseline:.0%} of {row.baseline}".replace("%", " %")
+
+
+def _is_copy(row: Row) -> bool:
+    """``cp`` is a child of the process whose memory was measured."""
+    return row.variant.startswith("cp") or row.peak_rss_bytes is None
+
+
+def _rss(row: Row) -> str:
+    return "" if _is_copy(row) else _gib(row.peak_rss_bytes)
+
+
+def _rss_above_imports(row: Row) -> str:
+    if _is_copy(row) or row.peak_rss_bytes is None:
+        return ""
+    return f"{(row.peak_rss_bytes - row.samples[0].rss_before_bytes) / MIB:,.0f}"
+
+
+CONVERSION_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "seconds [quartiles]": _seconds,
+    "GB/s": lambda row: _number(row.gb_per_s, 2),
+    "of its baseline's rate": _baseline,
+    "peak RSS GiB": _rss,
+    "above imports MiB": _rss_above_imports,
+}
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _gib(value: int | None) -> str:
+    return "" if value is None else f"{value / GIB:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    """Signed, with one digit; what rounds to nothing has no sign."""
+    if value is None:
+        return ""
+    text = f"{100 * value:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
+
+
+def _change(ratio: float | None) -> str:
+    return "" if ratio is None else _percent(ratio - 1)

@@ -1,0 +1,89 @@
+"""The variants in turn, each in a process of its own, and the report that they make."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import replace
+
+from fxoffload.bench import processes
+from fxoffload.bench.records import Kind, Machine, Report, Request, Row, Work, steps_from, switches_from
+from fxoffload.bench.sizing import BenchError, choose, rehearsal
+
+BUDGET_OF_CHECKPOINT = 1.02
+REHEARSED_BUDGET = 0.85  # of plain Inductor's predicted peak: a CPU has no measured peak to take
+PROBE_LIMIT_S = 120.0
+
+Tell = Callable[[str], None]
+
+
+def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = None) -> Report:
+    """Measure all variants; one that fails or takes more than ``limit_s`` seconds is a row that says so.
+
+    ``tell`` hears the name of each variant before it begins. ``work``: instead of what fits the GPU.
+
+    Raises:
+        BenchError: nothing can be measured here.
+    """
+    tell("looking at the machine")
+    machine = _probe(min(limit_s, PROBE_LIMIT_S))
+    if work is None:
+        work = rehearsal() if machine.free_bytes is None else choose(machine.free_bytes)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    report = Report(now, _version(), machine, work, rehearsal=work.device == "cpu")
+    plain_name = "Inductor" if work.inner == "inductor" else work.inner
+
+    def add(name: str, kind: Kind, budget: int | None = None) -> Row:
+        tell(name)
+        row = _measure(name, Request(kind, work, budget), limit_s)
+        report.rows.append(row)
+        return row
+
+    add(plain_name, "plain")
+    checkpoint = add(f"{plain_name} + checkpointing", "checkpoint")
+    default = add("fxoffload, default", "fxoffload")
+    name = "fxoffload, at checkpointing's peak" if not report.rehearsal else "fxoffload, with a budget"
+    budget, why = _budget(checkpoint, default)
+    if budget is None:
+        report.rows.append(Row(name, "skipped", why, 0.0))
+    else:
+        add(name, "fxoffload", budget)
+    add("phases", "phases")
+    return report
+
+
+def _budget(checkpoint: Row, default: Row) -> tuple[int | None, str]:
+    """Bytes for the second plan, or why there are none."""
+    if checkpoint.steps is not None and checkpoint.steps.peak_bytes is not None:
+        return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes), ""
+    planned = default.steps
+    if planned is not None and planned.planned_baseline_peak_bytes and planned.smallest_budget_bytes:
+        least = int(1.2 * planned.smallest_budget_bytes)
+        return max(least, int(REHEARSED_BUDGET * planned.planned_baseline_peak_bytes)), ""
+    return None, "needs checkpointing's peak, which was not measured"
+
+
+def _measure(name: str, request: Request, limit_s: float) -> Row:
+    ended = processes.run(request, limit_s)
+    row = Row(name, ended.status, ended.reason, ended.wall_s, request.activation_budget)
+    if ended.answer is None:
+        return row
+    if request.kind == "phases":
+        return replace(row, switches=switches_from(ended.answer))
+    return replace(row, steps=steps_from(ended.answer))
+
+
+def _probe(limit_s: float) -> Machine:
+    """In a process of its own: a context would take memory that the variants are measured in."""
+    ended = processes.run(Request("probe"), limit_s)
+    if ended.answer is None:
+        raise BenchError(f"expected torch to start and say which GPU there is, found: {ended.reason}")
+    return Machine(**ended.answer)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxoffload")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
