@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.gradients_agree import compare_gradients
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.schema import Case, Record
 from benchmarks.truth import plan_row
@@ -28,6 +29,7 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
         peer = peers.get(kind)
         if peer is not None and peer is not record:
             row.update(_ratios(record, peer, kind))
+    row.update(compare_gradients(record, peers))
     row.update(plan_row(record.result))
     inductor = peers.get("inductor")
     if inductor is not None and inductor is not record and inductor.result.losses and record.result.losses:

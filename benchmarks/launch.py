@@ -113,6 +113,8 @@ def _tail(path: Path) -> str:
 
 def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
     """Partial: the steps were measured, something after them was not."""
+    if results[0].not_available:
+        return "skipped", results[0].not_available
     measured = results[0].was_measured
     failures = [f"{_of_rank(r)}{p}: {why}" for r, result in enumerate(results) for p, why in result.failures.items()]
     if failures:

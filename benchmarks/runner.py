@@ -165,7 +165,7 @@ def _write(report: Report, out: Path, texts: dict[str, dict[str, str]] | None = 
     if report.scenario in PHASE_SCENARIOS:
         report.claims = check_phase_claims(report)
     else:
-        report.claims = check_claims(report) if report.scenario == "plan" else []
+        report.claims = check_claims(report)
     write_atomically(out / f"{report.scenario}.json", to_json(report))
     if texts:
         write_atomically(out / f"{report.scenario}-plans.json", json.dumps(texts, indent=1))

@@ -292,6 +292,7 @@ class Result:
 
     finished: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    not_available: str = ""
     software: dict[str, Scalar] = field(default_factory=dict)
     parameter_bytes: int = 0
     gradient_buffer_bytes: int = 0

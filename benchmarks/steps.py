@@ -1,9 +1,11 @@
 """Runs and times steps of a job. A step is forward and backward; gradients are zeroed in place before it, untimed."""
 
+import contextlib
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.clock import StepTime, new_clock, synchronize
 from benchmarks.quartiles import summarize
@@ -12,12 +14,22 @@ from benchmarks.workloads import Job
 
 
 class Stepper:
-    """One compiled callable with its job. Every step starts and ends with an idle device."""
+    """One compiled callable with its job. Every step starts and ends with an idle device.
 
-    def __init__(self, job: Job, callable_module: nn.Module, device: torch.device) -> None:
+    ``around`` gives the context of one step, forward and backward (saved-tensor hooks of a peer).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        callable_module: Callable[..., torch.Tensor],
+        device: torch.device,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.job = job
         self.device = device
         self._module = callable_module
+        self._around = around
 
     def step(self) -> StepTime:
         self.job.zero_gradients()
@@ -25,9 +37,10 @@ class Stepper:
         clock = new_clock(self.device)
         start = time.perf_counter()
         clock.mark()
-        loss = self._module(*self.job.inputs)
-        clock.mark()
-        loss.backward()
+        with self._around():
+            loss = self._module(*self.job.inputs)
+            clock.mark()
+            loss.backward()
         clock.mark()
         forward_ms, backward_ms = clock.gaps_ms()
         host_wall_ms = (time.perf_counter() - start) * 1e3
