@@ -5,10 +5,12 @@ missing. What the comparison leaves open (``noise``) is the largest of
 
 - what either of the two differs by when it repeats its own step (kernels with atomics),
 - where both run eagerly: nothing more, as they run the same kernels;
-- else what another fusion of the same arithmetic changes: the difference of ``eager`` and ``inductor`` in this run, or
-  one unit of rounding (eps) of the case's dtype where one of them is missing.
+- else what another fusion of the same arithmetic changes: the difference of ``eager`` and ``inductor`` in this run, or,
+  where one of them is missing, eps of the case's dtype times (1 + layers). Runs on an H200 in bfloat16 had 0.04 with 4
+  layers, 0.07 to 0.12 with 16 and 0.2 with 36 between compiled variants, the worst of all parameters.
 
-Gradients agree when they differ by at most ``ALLOWED`` times the noise: it is one sample of a random quantity.
+Gradients agree when they differ by at most ``ALLOWED`` times the noise: it is one sample of a random quantity. That
+finds what is wrong, not what is slightly off: only eager peers are held to the same bits (where nothing is atomic).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from benchmarks.activations.kinds import runs_eagerly
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.schema import Record
 
-ALLOWED = 4.0
+ALLOWED = 3.0
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 # Sums of the same bits may be added up in another order by the digest itself (float64).
 DIGEST_NOISE = 1e-12
@@ -56,7 +58,7 @@ def compare_gradients(record: Record, references: Mapping[str, Record]) -> dict[
 def _rounding(record: Record, kind: str, found: Mapping[str, Record]) -> float:
     if runs_eagerly(record.variant.kind) and kind == "eager":
         return 0.0
-    eps = EPS.get(record.case.dtype, 0.0)
+    eps = EPS.get(record.case.dtype, 0.0) * (1 + record.case.layers)
     if record.variant.kind not in found and len(found) == 2:
         return max_relative_difference(found["inductor"].result.gradients, found["eager"].result.gradients)
     return eps

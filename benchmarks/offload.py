@@ -53,6 +53,14 @@ def peer_settings(variant: Variant) -> contextlib.AbstractContextManager[Any]:
     return config.patch(**variant.options)
 
 
+def count_segment_calls() -> int:
+    """Segments that a forward and a backward of everything that fxoffload compiled in this process call."""
+    import fxoffload
+
+    outer = [half for graph in fxoffload.graphs() for half in (graph.forward, graph.backward) if half is not None]
+    return sum(node.op == "call_module" for half in outer for node in half.graph.nodes)
+
+
 def read_stats(variant: Variant) -> dict[str, float] | None:
     """``fxoffload.stats()`` as numbers; counts by reason become ``name.reason``. It may wait for the device."""
     if not uses_fxoffload(variant):

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,16 @@ from benchmarks.clock import StepTime, new_clock, synchronize
 from benchmarks.quartiles import summarize
 from benchmarks.schema import Memory, Protocol, Result
 from benchmarks.workloads import Job
+
+
+class HostTime(NamedTuple):
+    """A step on the host's clock, in seconds: until ``backward`` returned (``host_s``, the forward's part of it), the
+    processor time of all threads till then, and the wait for the device after it."""
+
+    host_s: float
+    forward_s: float
+    cpu_s: float
+    tail_s: float
 
 
 class Stepper:
@@ -45,6 +55,19 @@ class Stepper:
         forward_ms, backward_ms = clock.gaps_ms()
         host_wall_ms = (time.perf_counter() - start) * 1e3
         return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item())
+
+    def host_step(self) -> HostTime:
+        """A step as the host sees it: it is not stopped between forward and backward, nor before the clock is read."""
+        self.job.zero_gradients()
+        synchronize(self.device)
+        cpu, start = time.process_time(), time.perf_counter()
+        with self._around():
+            loss = self._module(*self.job.inputs)
+            forward_end = time.perf_counter()
+            loss.backward()
+        end, cpu_end = time.perf_counter(), time.process_time()
+        synchronize(self.device)
+        return HostTime(end - start, forward_end - start, cpu_end - cpu, time.perf_counter() - end)
 
 
 def measure_first_step(stepper: Stepper, result: Result) -> None:

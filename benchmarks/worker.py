@@ -42,10 +42,12 @@ def _measure_single(request: Request, device: torch.device, result: Result, phas
     # Imported here because transformers takes seconds that the link's process need not spend.
     from benchmarks import sharded
     from benchmarks.measure import Measurement
+    from benchmarks.overhead import OverheadMeasurement
     from benchmarks.single import build_stepper
 
+    measurement = OverheadMeasurement if request.scenario == "overhead" else Measurement
     try:
-        Measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
+        measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
     finally:
         sharded.close()
 
