@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.activations.kinds import is_sharded
+from benchmarks.activations.kinds import PEERS, is_sharded
 from benchmarks.allocator_trace import trace_step
 from benchmarks.collective_trace import trace_collectives
 from benchmarks.compile_profile import count_graphs, read_compile_times
@@ -60,7 +60,8 @@ class Measurement:
         plain = protocol.ranks == 1 and not is_sharded(self.request.variant.kind)
         if protocol.allocator_trace and on_gpu and plain:
             phases.optional("allocator trace", self.trace_allocator)
-        if protocol.copy_trace and on_gpu and uses_fxoffload(self.request.variant):
+        variant = self.request.variant
+        if protocol.copy_trace and on_gpu and (uses_fxoffload(variant) or variant.kind in PEERS):
             phases.optional("copy trace", self.trace_copies)
         if protocol.copy_trace and on_gpu and protocol.ranks > 1:
             phases.optional("collective trace", self.trace_collectives)

@@ -98,7 +98,8 @@ SCENARIOS = {
         Scenario(
             name="overhead",
             answers="host microseconds that the executor adds, per segment and per copy, in a step of tiny segments",
-            variants="inductor,keep_all,offload_all@min_bytes=0",
+            # A graph in which nothing has min_bytes is left to plain Inductor, uncut.
+            variants="inductor,keep_all@min_bytes=0,offload_all@min_bytes=0",
             case_defaults=TINY_LAYERS,
             protocol_defaults={"steps": 30, "warmup": 5, "allocator_trace": False, "copy_trace": False},
         ),

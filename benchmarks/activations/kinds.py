@@ -80,7 +80,7 @@ PEERS: dict[str, Peer] = {
     "titan": Peer(
         "torchtitan's graph_trainer: forward and backward in one make_fx graph, its offload passes, then Inductor",
         compiled=True,
-        options=("cpu_budget_gb", PATH),
+        options=("cpu_budget_gb", "inductor", PATH),
         checkout="titan",
         alone=True,
     ),

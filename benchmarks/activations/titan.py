@@ -2,8 +2,12 @@
 
 Its own tracer and passes run, from a checkout: ``minimal_fx_tracer``, dead code and canonical form,
 ``tag_all_offloadable_activations`` (all layers but the last, largest first within ``cpu_budget_gb``),
-``apply_cpu_offload_pass`` with its prefetch, ``full_inductor_compilation_pass``. Its trainer, models, sharding and CUDA
-graphs do not. The loss, the model and the attention are those of every other variant.
+``apply_cpu_offload_pass`` with its prefetch, ``full_inductor_compilation_pass`` (``inductor=false`` leaves that out,
+and eager kernels run). Its trainer, models, sharding and CUDA graphs do not. The loss, the model and the attention are
+those of every other variant.
+
+Tried with torchtitan of August 2026 and torch 2.13 on a CPU: tracing and its passes run; Inductor refuses the graph
+(``ao::wait_tensor`` returns an alias of its input: torchtitan asks for a nightly torch); the ops want an accelerator.
 
 The graph holds forward and backward: a step's time falls on ``forward_ms``, and ``backward_ms`` is next to nothing.
 """
@@ -31,6 +35,8 @@ PACKAGE = "torchtitan.experiments.graph_trainer"
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """The case, whose first step traces and compiles."""
+    if device.type == "cpu":
+        raise NotAvailable("torchtitan's offload ops need an accelerator's streams; the case is on the CPU")
     options = dict(request.variant.options)
     load = _Loader(str(options.pop("path", "")))
     job = build_job(request.case, device)
@@ -38,11 +44,12 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
 
 
 class TracedStep:
-    """Called with the inputs, it runs the whole step, adds the gradients up, and returns a loss of which nothing hangs."""
+    """Called with the inputs, it runs the whole step, adds the gradients up, and returns a loss without a graph."""
 
     def __init__(self, job: Job, load: _Loader, options: dict[str, Any]) -> None:
         self._job = job
         self._load = load
+        self._inductor = options.pop("inductor", True)
         self._options = options
         self._run: Any = None
 
@@ -77,7 +84,9 @@ class TracedStep:
         offload = load("cpu_offload")
         graph = offload.tag_all_offloadable_activations(graph, examples, **self._options)
         graph = offload.apply_cpu_offload_pass(graph, examples)
-        traced.gm = load("inductor_passes").full_inductor_compilation_pass(graph, examples)
+        if self._inductor:
+            graph = load("inductor_passes").full_inductor_compilation_pass(graph, examples)
+        traced.gm = graph
         return tracer.run_traced(traced, module=module)
 
 
@@ -91,7 +100,7 @@ class _Loader:
     def __init__(self, path: str) -> None:
         if importlib.util.find_spec(OPS) is None:
             raise NotAvailable(
-                f"torchtitan's graph_trainer needs {OPS}, which torch {torch.__version__} lacks: use torch 2.13 or newer"
+                f"torchtitan's graph_trainer needs {OPS}, which torch {torch.__version__} lacks; torch 2.13 has it"
             )
         if path:
             folder = Path(path).expanduser()

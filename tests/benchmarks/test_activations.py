@@ -17,11 +17,12 @@ from benchmarks.arguments import expand_set, parse_cases, parse_variants, split_
 from benchmarks.budgets import with_budget_in_bytes
 from benchmarks.claims import check_claims
 from benchmarks.cli import app
+from benchmarks.copy_trace import sum_copies
 from benchmarks.derived import derive
 from benchmarks.gradients_agree import ALLOWED, EPS, claim_gradients_agree, compare_gradients
 from benchmarks.hf_models import HF_MODELS
 from benchmarks.schema import Case, Digest, Protocol, Record, Report, Request, Result, Variant, from_json
-from benchmarks.single import apply
+from benchmarks.single import apply, build_stepper
 from benchmarks.steps import Stepper
 from benchmarks.workloads import build_job, causal_attention, decoder_layers
 from tests.benchmarks.peer_checkouts import write_trl, write_verl
@@ -116,6 +117,22 @@ def test_trl_of_a_checkout_wraps_the_step_as_its_trainers_do(tmp_path: Path) -> 
         around_step(variant, job, CPU)
 
 
+def test_what_a_peer_copied_is_read_from_the_trace() -> None:
+    names = [("Memcpy DtoH (Device -> Pinned)", 5), ("Memcpy HtoD (Pinned -> Device)", 7), ("Memcpy DtoD", 100)]
+    events = [{"cat": "gpu_memcpy", "name": name, "args": {"bytes": size}} for name, size in names]
+    events += [events[0], {"cat": "kernel", "name": "Memcpy DtoH", "args": {"bytes": 1}}, {"name": "process_name"}]
+    assert sum_copies({"traceEvents": events}) == {"bytes_offloaded": 10.0, "bytes_reloaded": 7.0}
+
+
+def test_titan_says_what_it_lacks(tmp_path: Path) -> None:
+    variant = Variant("titan", "titan", {"path": str(tmp_path)})
+    request = Request("activations", TINY, variant, Protocol())
+    with pytest.raises(NotAvailable, match="on the CPU"):
+        build_stepper(request, CPU)
+    with pytest.raises(NotAvailable, match=r"expected a checkout of torchtitan|offload_ops, which torch .* lacks"):
+        build_stepper(request, torch.device("cuda", 0))
+
+
 def test_a_peer_that_is_nowhere_says_what_to_give() -> None:
     with pytest.raises(NotAvailable, match="--set no_such_peer=PATH"):
         load_module("no_such_peer", "module", "")
@@ -149,6 +166,7 @@ def test_torchs_offloading_is_asked_for_everything_large() -> None:
 @pytest.mark.inductor
 def test_torchs_offloading_moves_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch._activation_offloading import activation_offloading as builtin
+    from torch._inductor.utils import fresh_cache
 
     from benchmarks.activations.torch_offload import offload_everything
 
@@ -170,7 +188,8 @@ def test_torchs_offloading_moves_what_is_saved(monkeypatch: pytest.MonkeyPatch) 
     work(x).backward()
     expected = weight.grad
     weight.grad = None
-    with offload_everything(Variant("torch_offload", "torch_offload", {"min_bytes": "1KiB"})):
+    # A cached graph was partitioned before, and is not again.
+    with fresh_cache(), offload_everything(Variant("torch_offload", "torch_offload", {"min_bytes": "1KiB"})):
         torch.compile(work)(x).backward()
     assert chosen, "nothing that is saved was offloaded"
     assert torch.allclose(weight.grad, expected, rtol=1e-4)  # type: ignore[arg-type]

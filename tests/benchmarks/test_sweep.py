@@ -270,3 +270,14 @@ def test_a_report_of_probes_shows_again(tmp_path: Path) -> None:
         report = Report(name, {"gpu_name": None}, Protocol(), None, [])
         assert name in render(from_json(Report, to_json(report)))
     assert find_scenario("longest").name == "max-seq"
+
+
+def test_a_sweep_of_budgets_compares_gradients_and_claims_budgets(tmp_path: Path) -> None:
+    variants = "eager,save_on_cpu,auto@activation_budget=64MiB"
+    report, table = run(tmp_path, "budget-sweep", ["layers=2"], variants)
+    assert [record.status for record in report.records] == ["ok"] * 3, table
+    rows = {row["variant"]: row for row in report.derived}
+    assert rows["save_on_cpu"]["gradient_difference"] == 0.0 and rows["save_on_cpu"]["gradients_agree"]
+    claims = {claim["claim"]: claim["held"] for claim in report.claims}
+    assert claims["gradients agree within 3x the noise"] is True
+    assert "1 budgets: every measured peak within its budget" in claims
