@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.activations.kinds import CHECKOUTS, PATH, PEERS
 from benchmarks.budgets import check_budget
+from benchmarks.hf_models import HF_MODELS
 from benchmarks.schema import Case, Protocol, Variant
 
-KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget")
+KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget", *PEERS)
 FXOFFLOAD_KINDS = ("keep_all", "offload_all", "auto")
 TUPLE_OPTIONS = ("device_types", "disable")
 # Options that `--set` may give to every fxoffload variant at once. After `@`, any option goes: the backend validates.
@@ -45,6 +47,7 @@ CASES = {
     # 3.2e9 parameters: 6.4 GB, and 12.9 GB of AdamW's state in bfloat16.
     "rl": Case(name="causal_lm", layers=16, seq=4096, vocab=16_384, compile="no", parallel="fsdp2", micro_batches=2),
     "qwen3_8b": Case(name="causal_lm", layers=36, seq=8192, vocab=VOCABULARY),
+    **{name: model.case for name, model in HF_MODELS.items()},
 }
 MEMORY_FRACTIONS = ("no", "steps", "whole")
 CASE_FIELDS = {item.name: item for item in dataclasses.fields(Case)}
@@ -75,7 +78,7 @@ def split_settings(settings: Iterable[str]) -> dict[str, list[str]]:
         if not separator or not name or not text:
             raise ValueError(f"expected name=value, found {setting!r}")
         values[name] = text.split(",")
-    known = ["case", *CASE_FIELDS, *PROTOCOL_FIELDS, *SHARED_OPTIONS]
+    known = ["case", *CASE_FIELDS, *PROTOCOL_FIELDS, *SHARED_OPTIONS, *CHECKOUTS]
     unknown = sorted(set(values) - set(known) | ({"name"} & set(values)))
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(n for n in known if n != 'name')}")
@@ -119,10 +122,11 @@ def parse_protocol(values: dict[str, list[str]], defaults: dict[str, Any]) -> Pr
 def parse_variants(text: str, values: dict[str, list[str]]) -> list[Variant]:
     """``offload_all@in_flight_budget=1GiB@disable=a+b`` and friends, separated by commas."""
     shared = {name: parse_option(name, ",".join(values[name])) for name in SHARED_OPTIONS if name in values}
-    return [_variant(label.strip(), shared) for label in text.split(",") if label.strip()]
+    checkouts = {name: ",".join(values[name]) for name in CHECKOUTS if name in values}
+    return [_variant(label.strip(), shared, checkouts) for label in text.split(",") if label.strip()]
 
 
-def _variant(label: str, shared: dict[str, Any]) -> Variant:
+def _variant(label: str, shared: dict[str, Any], checkouts: dict[str, str]) -> Variant:
     kind, *words = label.split("@")
     if kind not in KINDS:
         raise ValueError(f"unknown variant {kind!r}; known: {', '.join(KINDS)}")
@@ -131,18 +135,37 @@ def _variant(label: str, shared: dict[str, Any]) -> Variant:
     found = _lengths(lengths[0].removeprefix("lengths=").split("+")) if lengths else []
     if kind == "torch_budget":
         return Variant(label, kind, {"activation_memory_budget": _torch_budget(label, words)}, found)
+    if kind in PEERS:
+        return Variant(label, kind, _peer_options(label, kind, words, checkouts), found)
     if kind not in FXOFFLOAD_KINDS:
         if words:
-            raise ValueError(f"{label!r}: only {', '.join(FXOFFLOAD_KINDS)} and torch_budget take options")
+            raise ValueError(f"{label!r}: only fxoffload's variants, torch_budget and peers take options, not {kind}")
         return Variant(label, kind, {}, found)
-    options: dict[str, Any] = {"policy": kind, **shared}
+    options: dict[str, Any] = {"policy": kind, **shared, **_options(label, words)}
+    check_budget(options.get("activation_budget"))
+    return Variant(label, kind, options, found)
+
+
+def _options(label: str, words: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
             raise ValueError(f"{label!r}: expected option=value after @, found {word!r}")
-        options[name] = parse_option(name, value)
-    check_budget(options.get("activation_budget"))
-    return Variant(label, kind, options, found)
+        options[name] = value if name == PATH else parse_option(name, value)
+    return options
+
+
+def _peer_options(label: str, kind: str, words: list[str], checkouts: dict[str, str]) -> dict[str, Any]:
+    """A peer's own options, and the checkout that ``--set`` gives to all variants of that peer."""
+    peer = PEERS[kind]
+    options = {PATH: checkouts[peer.checkout]} if peer.checkout in checkouts else {}
+    options |= _options(label, words)
+    unknown = sorted(set(options) - set(peer.options))
+    if unknown:
+        known = ", ".join(peer.options) or "none"
+        raise ValueError(f"{label!r}: unknown option {', '.join(unknown)} of {kind}; known: {known}")
+    return options
 
 
 def _torch_budget(label: str, words: list[str]) -> float:

@@ -8,7 +8,10 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+from benchmarks.schema import Variant
 
 _OF = re.compile(r"(\d+(?:\.\d+)?)\*([a-z_]+)")
 _BETWEEN = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -39,6 +42,16 @@ def resolve_budget(budget: Any, peaks: Mapping[str, int]) -> Any:
         low, high = (_peak(name, peaks) for name in _ENDS)
         return int(low + float(found[1]) / 100 * (high - low))
     return budget
+
+
+def with_budget_in_bytes(variant: Variant, peaks: Mapping[str, int]) -> Variant:
+    """The variant with a relative ``activation_budget`` in bytes; as it is where a peak is missing or nothing is
+    relative (the measuring process then says what it got)."""
+    try:
+        budget = resolve_budget(variant.options.get("activation_budget"), peaks)
+    except LookupError:
+        return variant
+    return variant if budget is None else replace(variant, options={**variant.options, "activation_budget": budget})
 
 
 def _peak(name: str, peaks: Mapping[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""What the issue asks of the planner, answered from the rows: held or not, with the figures.
+"""What a scenario promises, answered from the rows: held or not, with the figures.
 
 Every claim is {case, claim, held, figures}; ``held`` is None where rows that it needs are missing, and the figures say
 which. Thresholds are those of the issue. Times within ``NOISE`` of each other are not told apart.
@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.claims_curve import NOISE, Point, below, monotone
 from benchmarks.derived import case_label
+from benchmarks.gradients_agree import claim_gradients_agree
 from benchmarks.schema import Case, Record, Report
 from benchmarks.truth import plan_row
 
@@ -27,12 +28,19 @@ LONG_SEQ = 65_536
 
 
 def check_claims(report: Report) -> list[Claim]:
-    """All claims of all cases of the report."""
+    """All claims of all cases of the report: those of its scenario, or none."""
     claims: list[Claim] = []
     for case in dict.fromkeys(record.case for record in report.records):
         rows = [record for record in report.records if record.case == case]
-        for claim in _Claims(case, rows).all():
-            claims.append({"case": case_label(case), **claim})
+        derived = [row for row in report.derived if row["case"] == case_label(case)]
+        found: list[Claim] = []
+        if report.scenario == "plan":
+            found = _Claims(case, rows).all()
+        elif report.scenario == "budget-sweep":
+            found = [*_Claims(case, rows).of_a_sweep(), claim_gradients_agree(derived)]
+        elif report.scenario in ("activations", "fsdp"):
+            found = [claim_gradients_agree(derived)]
+        claims += [{"case": case_label(case), **claim} for claim in found]
     return claims
 
 
@@ -63,6 +71,15 @@ class _Claims:
             self.curve_is_monotone(),
             self.below_torch(),
             self.below_policies(),
+        ]
+
+    def of_a_sweep(self) -> list[Claim]:
+        """Of a few budgets: as many as were asked for must be met."""
+        return [
+            self.budgets_met(len(self.budgets)),
+            self.first_steps_meet_budgets(),
+            self.curve_is_monotone(),
+            self.below_torch(),
         ]
 
     # -- points --------------------------------------------------------------------------------------------------------
@@ -109,14 +126,14 @@ class _Claims:
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
-    def budgets_met(self) -> Claim:
-        name = f"{NUM_BUDGETS} budgets: every measured peak within its budget"
+    def budgets_met(self, least: int = NUM_BUDGETS) -> Claim:
+        name = f"{least} budgets: every measured peak within its budget"
         ratios = {
             r.variant.label: _ratio(memory.peak_bytes, r.result.budget_bytes) if (memory := r.result.memory) else None
             for r in self.budgets
         }
         claim = _all_within(name, ratios, 1.0, "peak_vs_budget")
-        if claim["held"] and len(ratios) < NUM_BUDGETS:
+        if claim["held"] and len(ratios) < least:
             claim["held"] = None
             claim["figures"]["missing"] = f"only {len(ratios)} budgets"
         return claim

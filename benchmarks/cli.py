@@ -61,9 +61,9 @@ def run(
         asked = parse_phase_variants(scenario, words) if of_phases else parse_variants(words, values)
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
-        if scenario == "longest" and not (protocol.lengths or all(v.lengths for v in asked)):
+        if chosen.name == "max-seq" and not (protocol.lengths or all(v.lengths for v in asked)):
             raise ValueError(
-                "longest needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"
+                "max-seq needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from benchmarks.gradients_agree import compare_gradients
 from benchmarks.gradients_compare import max_relative_difference
+from benchmarks.overhead_rows import overhead_row
 from benchmarks.schema import Case, Record
 from benchmarks.truth import plan_row
 
@@ -17,7 +19,7 @@ def derive(records: list[Record], link: dict[str, float] | None) -> list[dict[st
             continue
         same_case = [r for r in records if r.case == record.case]
         peers = {r.variant.kind: r for r in same_case if r.variant.label == r.variant.kind}
-        rows.append(_row(record, peers, link))
+        rows.append(_row(record, peers, link) | overhead_row(record, same_case))
     return rows
 
 
@@ -28,7 +30,11 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
         peer = peers.get(kind)
         if peer is not None and peer is not record:
             row.update(_ratios(record, peer, kind))
+    row.update(compare_gradients(record, peers))
     row.update(plan_row(record.result))
+    if record.result.warm is not None and record.result.warm.compile_s is not None:
+        row["warm_compile_s"] = record.result.warm.compile_s
+        row["warm_vs_cold_compile"] = _part(record.result.warm.compile_s, record.result.compile_s)
     inductor = peers.get("inductor")
     if inductor is not None and inductor is not record and inductor.result.losses and record.result.losses:
         theirs = inductor.result.losses[0]
@@ -59,6 +65,8 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
                 row[f"{name}_lower_quartile_vs_inductor"] = collective.lower_quartile_ms / other.lower_quartile_ms
     if mine.compile_s is not None and theirs.compile_s:
         row[f"compile_vs_{kind}"] = mine.compile_s / theirs.compile_s
+    if mine.warm is not None and theirs.warm is not None and mine.warm.compile_s and theirs.warm.compile_s:
+        row[f"warm_compile_vs_{kind}"] = mine.warm.compile_s / theirs.warm.compile_s
     if kind in ("inductor", "keep_all") and mine.gradients and theirs.gradients:
         row[f"max_relative_gradient_difference_vs_{kind}"] = max_relative_difference(mine.gradients, theirs.gradients)
         row[f"repeated_gradient_difference_of_{kind}"] = theirs.gradient_repeat_difference
@@ -102,6 +110,10 @@ def _bounds(record: Record, inductor: Record, link: dict[str, float] | None) -> 
         row["d2h_vs_link"] = result.copies.d2h_gb_per_s / link["d2h_gb_per_s"]
         row["h2d_vs_link"] = result.copies.h2d_gb_per_s / link["h2d_gb_per_s"]
     return row
+
+
+def _part(value: float, of: float | None) -> float | None:
+    return value / of if of else None
 
 
 def case_label(case: Case) -> str:

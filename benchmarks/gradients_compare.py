@@ -1,5 +1,6 @@
 """Compares digested gradients across processes; needs no torch."""
 
+import math
 from collections.abc import Iterable
 
 from benchmarks.schema import Digest
@@ -21,4 +22,6 @@ def _differences(mine: dict[str, Digest], reference: dict[str, Digest]) -> Itera
     for name, theirs in reference.items():
         ours = mine[name]
         scale = max(theirs.norm, 1e-30)
-        yield max(abs(ours.norm - theirs.norm), abs(ours.probe - theirs.probe)) / scale
+        worst = max(abs(ours.norm - theirs.norm), abs(ours.probe - theirs.probe)) / scale
+        # NaN compares with nothing: it would get lost in a maximum.
+        yield worst if math.isfinite(ours.norm + ours.probe + worst) else math.inf

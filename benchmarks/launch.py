@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.machine import ROOT
-from benchmarks.schema import Record, Request, Result, Status, from_json, to_json
+from benchmarks.schema import Record, Request, Result, Status, WarmStart, from_json, to_json
 
 LOG_TAIL_CHARACTERS = 3000
 GRACE_S = 20.0
@@ -24,32 +24,65 @@ class _Exit:
 
 
 def run_variant(request: Request, time_left_s: float) -> Record:
-    """Measure one variant in fresh processes, one per rank, with fresh compile caches each."""
+    """Measure one variant in fresh processes, one per rank, with fresh compile caches each.
+
+    Where the protocol says ``warm``, a variant that ended ok is started once more with the caches that it filled.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fxoffload-benchmark-") as name:
+        folder = Path(name)
+        record = _run_once(request, time_left_s, folder, "cold")
+        if request.protocol.warm and record.status == "ok":
+            left_s = time_left_s - (time.monotonic() - start)
+            record.result.warm = _as_warm(_run_once(request, left_s, folder, "warm"))
+            if record.result.warm.status != "ok":
+                record.status, record.reason = "partial", f"warm start: {record.result.warm.reason}"
+    record.wall_s = time.monotonic() - start
+    return record
+
+
+def _run_once(request: Request, time_left_s: float, folder: Path, name: str) -> Record:
+    """One start of all ranks. Requests, answers and logs lie in ``folder``/``name``, compile caches in ``folder``."""
     start = time.monotonic()
     timeout_s = min(request.protocol.timeout_s, time_left_s)
     request = replace(request, protocol=replace(request.protocol, timeout_s=timeout_s))
-    with tempfile.TemporaryDirectory(prefix="fxoffload-benchmark-") as name:
-        folder = Path(name)
-        request = replace(request, rendezvous=str(folder / "store"))
-        processes = [_start(replace(request, rank=rank), folder, rank) for rank in _ranks(request)]
-        ended = _wait(processes, timeout_s)
-        results = [read_result(folder / f"result{r}.json") for r in _ranks(request)]
-        logs = [_tail(folder / f"log{r}.txt") for r in _ranks(request)]
+    (folder / name).mkdir()
+    request = replace(request, rendezvous=str(folder / name / "store"))
+    processes = [_start(replace(request, rank=rank), folder, name) for rank in _ranks(request)]
+    ended = _wait(processes, timeout_s)
+    results = [read_result(folder / name / f"result{r}.json") for r in _ranks(request)]
+    logs = [_tail(folder / name / f"log{r}.txt") for r in _ranks(request)]
     status, reason = _judge(ended, results, logs, timeout_s)
     log_tail = "" if status == "ok" else "\n".join(logs)[-2 * LOG_TAIL_CHARACTERS :]
     wall_s = time.monotonic() - start
     return Record(request.scenario, request.case, request.variant, status, reason, wall_s, results[0], log_tail)
 
 
+def _as_warm(record: Record) -> WarmStart:
+    result = record.result
+    return WarmStart(
+        status=record.status,
+        reason=record.reason,
+        wall_s=record.wall_s,
+        first_step_ms=result.first_step_ms,
+        second_step_ms=result.second_step_ms,
+        compile_s=result.compile_s,
+        compile_times_s=result.compile_times_s,
+        compile_shares=result.compile_shares,
+        dynamo_counters=result.dynamo_counters,
+    )
+
+
 def _ranks(request: Request) -> range:
     return range(request.protocol.ranks)
 
 
-def _start(request: Request, folder: Path, rank: int) -> subprocess.Popen[bytes]:
-    asked, answer = folder / f"request{rank}.json", folder / f"result{rank}.json"
+def _start(request: Request, folder: Path, name: str) -> subprocess.Popen[bytes]:
+    rank = request.rank
+    asked, answer = folder / name / f"request{rank}.json", folder / name / f"result{rank}.json"
     asked.write_text(to_json(request))
     words = ["_worker", str(asked), str(answer)]
-    return start_process(words, folder / f"log{rank}.txt", folder / f"caches{rank}", request.protocol.ranks)
+    return start_process(words, folder / name / f"log{rank}.txt", folder / f"caches{rank}", request.protocol.ranks)
 
 
 def start_process(words: list[str], log_path: Path, caches: Path, ranks: int = 1) -> subprocess.Popen[bytes]:
@@ -113,6 +146,8 @@ def _tail(path: Path) -> str:
 
 def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
     """Partial: the steps were measured, something after them was not."""
+    if results[0].not_available:
+        return "skipped", results[0].not_available
     measured = results[0].was_measured
     failures = [f"{_of_rank(r)}{p}: {why}" for r, result in enumerate(results) for p, why in result.failures.items()]
     if failures:

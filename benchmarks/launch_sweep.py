@@ -89,6 +89,8 @@ class _SweepProcess:
         reason = "; ".join(f"{phase}: {why}" for phase, why in result.failures.items())
         measured = result.step_ms is not None or any(probe.ran for probe in result.probes)
         status: Status = "ok" if not reason else "partial" if measured else "failed"
+        if result.not_available:
+            status, reason = "skipped", result.not_available
         return self._record(folder, index, status, reason, wall_s, result)
 
     def _lost(self, process: subprocess.Popen[bytes], folder: Path, index: int, wall_s: float) -> Record:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from benchmarks.activations.around import Around, around_step
+from benchmarks.activations.kinds import PEERS, is_checkpointed
 from benchmarks.clock import new_clock, synchronize
 from benchmarks.limits import empty_cache
 from benchmarks.measure_plan import resolve
@@ -41,6 +43,10 @@ class LengthSearch:
         self._optimizer = _optimizer_with_states(job.module)
 
     def run(self, phases: Phases) -> None:
+        kind = self.request.variant.kind
+        if kind in PEERS and PEERS[kind].alone:
+            self.result.failures["variant"] = f"{kind} changes the model for good: it runs in scenario activations only"
+            return
         lengths = self.request.variant.lengths or self.request.protocol.lengths
         for seq in bisect(lengths, self.request.protocol.probes, self._ran):
             self.result.probes.append(Probe(seq))
@@ -63,18 +69,18 @@ class LengthSearch:
         with _note_failure(probe, self.device):
             options = resolve(self.request, self.result, {}, self.device)
             variant = dataclasses.replace(self.request.variant, options=options)
-            set_checkpointing(job.module, variant.kind == "checkpoint")
+            set_checkpointing(job.module, is_checkpointed(variant.kind))
             module = compile_module(job.module, variant)
             reset_stats(variant)
-            self._steps(probe, job, module, watch)
+            step = _Step(probe, job, module, self._optimizer, self.device, around_step(variant, job, self.device))
+            self._steps(probe, step, watch)
             probe.stats = read_stats(variant)
             probe.ran = True
         if watch is not None and probe.plan is None:
             probe.plan = watch.freeze(0)
         gc.collect()
 
-    def _steps(self, probe: Probe, job: Job, module: nn.Module, watch: PlanWatch | None) -> None:
-        step = _Step(probe, job, module, self._optimizer, self.device)
+    def _steps(self, probe: Probe, step: _Step, watch: PlanWatch | None) -> None:
         with watch.timing() if watch is not None else contextlib.nullcontext():
             first = step.run()
             # The forward compiles; the rest is as in any other step.
@@ -93,13 +99,20 @@ class _Step:
     """A training step; notes where it is, and the peak of each phase over all steps."""
 
     def __init__(
-        self, probe: Probe, job: Job, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+        self,
+        probe: Probe,
+        job: Job,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        around: Around,
     ) -> None:
         self._probe = probe
         self._job = job
         self._module = module
         self._optimizer = optimizer
         self._device = device
+        self._around = around
         self._retries_before = self._num_retries()
         if device.type == "cuda":
             probe.allocated_before_bytes = torch.cuda.memory_allocated(device)
@@ -114,12 +127,13 @@ class _Step:
         synchronize(self._device)
         clock = new_clock(self._device)
         clock.mark()
-        with self._phase("forward"):
-            loss = self._module(*self._job.inputs)
-            clock.mark()
-        with self._phase("backward"):
-            loss.backward()
-            clock.mark()
+        with self._around():
+            with self._phase("forward"):
+                loss = self._module(*self._job.inputs)
+                clock.mark()
+            with self._phase("backward"):
+                loss.backward()
+                clock.mark()
         with self._phase("optimizer"):
             self._optimizer.step()
             clock.mark()

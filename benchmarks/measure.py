@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.activations.kinds import PEERS, is_sharded
 from benchmarks.allocator_trace import trace_step
 from benchmarks.collective_trace import trace_collectives
 from benchmarks.compile_profile import count_graphs, read_compile_times
@@ -55,9 +56,12 @@ class Measurement:
         phases.required("timed steps", self.timed_steps)
         if protocol.gradients:
             phases.optional("gradients", self.gradients)
-        if protocol.allocator_trace and on_gpu and protocol.ranks == 1:
+        # FSDP writes gradients itself: none arrives where the trace looks for it.
+        plain = protocol.ranks == 1 and not is_sharded(self.request.variant.kind)
+        if protocol.allocator_trace and on_gpu and plain:
             phases.optional("allocator trace", self.trace_allocator)
-        if protocol.copy_trace and on_gpu and uses_fxoffload(self.request.variant):
+        variant = self.request.variant
+        if protocol.copy_trace and on_gpu and (uses_fxoffload(variant) or variant.kind in PEERS):
             phases.optional("copy trace", self.trace_copies)
         if protocol.copy_trace and on_gpu and protocol.ranks > 1:
             phases.optional("collective trace", self.trace_collectives)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.activations.kinds import runs_eagerly
 from benchmarks.arguments import FXOFFLOAD_KINDS, TUPLE_OPTIONS
 from benchmarks.schema import Variant
 
@@ -18,7 +19,7 @@ def uses_fxoffload(variant: Variant) -> bool:
 
 def compile_arguments(variant: Variant) -> dict[str, Any] | None:
     """Keyword arguments of ``torch.compile`` or ``Module.compile``; None for a variant that is not compiled."""
-    if variant.kind == "eager":
+    if runs_eagerly(variant.kind):
         return None
     if not uses_fxoffload(variant):
         return {}
@@ -41,11 +42,23 @@ def compile_module(module: nn.Module, variant: Variant) -> nn.Module:
 
 def peer_settings(variant: Variant) -> contextlib.AbstractContextManager[Any]:
     """Around everything that a peer compiles and runs: settings that are the process's, not ``torch.compile``'s."""
+    if variant.kind in ("torch_offload", "torch_offload_streams"):
+        from benchmarks.activations.torch_offload import offload_everything
+
+        return offload_everything(variant)
     if variant.kind != "torch_budget":
         return contextlib.nullcontext()
     from torch._functorch import config
 
     return config.patch(**variant.options)
+
+
+def count_segment_calls() -> int:
+    """Segments that a forward and a backward of everything that fxoffload compiled in this process call."""
+    import fxoffload
+
+    outer = [half for graph in fxoffload.graphs() for half in (graph.forward, graph.backward) if half is not None]
+    return sum(node.op == "call_module" for half in outer for node in half.graph.nodes)
 
 
 def read_stats(variant: Variant) -> dict[str, float] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.activations.available import NotAvailable
 from benchmarks.schema import Host, Result, to_json, write_atomically
 
 
@@ -34,6 +35,8 @@ class Phases:
         except Exception as error:  # any failure of a variant is a finding about that variant, not about the run
             traceback.print_exc()
             self._result.failures[name] = _reason(error)
+            if isinstance(error, NotAvailable):
+                self._result.not_available = str(error)
             gc.collect()
         else:
             self._result.finished.append(name)
@@ -42,7 +45,10 @@ class Phases:
 
 
 def _reason(error: Exception) -> str:
-    first = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    first = lines[0]
+    if first.endswith(":") and len(lines) > 1:  # Dynamo's "backend='inductor' raised:"
+        first = f"{first} {lines[1]}"
     return f"{type(error).__name__}: {first[:400]}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.budgets import with_budget_in_bytes
 from benchmarks.claims import check_claims
 from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
@@ -91,8 +92,12 @@ def _records(
 ) -> Iterator[Record]:
     """One process for all variants of a case, or one for each variant."""
     if not scenario.sweeps:
+        measured = list(kept.values())
         for case, variant in wanted:
-            yield _measure(Request(scenario.name, case, variant, protocol), end)
+            found = {r.variant.label: m.peak_bytes for r in measured if r.case == case and (m := r.result.memory)}
+            record = _measure(Request(scenario.name, case, with_budget_in_bytes(variant, found), protocol), end)
+            measured.append(record)
+            yield record
         return
     for case in dict.fromkeys(case for case, _ in wanted):
         variants = [variant for of, variant in wanted if of == case]
@@ -158,7 +163,7 @@ def _write(report: Report, out: Path, texts: dict[str, dict[str, str]] | None = 
     if report.scenario in PHASE_SCENARIOS:
         report.claims = check_phase_claims(report)
     else:
-        report.claims = check_claims(report) if report.scenario == "plan" else []
+        report.claims = check_claims(report)
     write_atomically(out / f"{report.scenario}.json", to_json(report))
     if texts:
         write_atomically(out / f"{report.scenario}-plans.json", json.dumps(texts, indent=1))

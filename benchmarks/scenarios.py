@@ -29,20 +29,51 @@ PLAN_VARIANTS = ",".join(
     ]
 )
 
+# Every way to have fewer saved activations, and ours at a few budgets; TRL, verl and torchtitan want a path (--set).
+ACTIVATION_VARIANTS = ",".join(
+    [
+        *("eager", "inductor", "checkpoint", "eager_checkpoint", "save_on_cpu"),
+        *(f"torch_budget@{budget}" for budget in ("0.2", "0.5", "0.75")),
+        *("torch_offload", "torch_offload_streams"),
+        *("trl", "trl_checkpoint", "eager_fsdp", "verl", "verl_checkpoint", "titan"),
+        *("keep_all", "offload_all", "auto"),
+        *(f"auto@activation_budget={budget}" for budget in ("1.02*checkpoint", "20%", "50%")),
+    ]
+)
+SWEEP_VARIANTS = ",".join(
+    [
+        *("inductor", "checkpoint"),
+        *(f"auto@activation_budget={budget}" for budget in ("1.02*checkpoint", "10%", "30%", "60%")),
+        *(f"torch_budget@{budget}" for budget in ("0.1", "0.25", "0.5", "0.75")),
+    ]
+)
+# Kernels of a few microseconds: the host is what a step waits for.
+TINY_LAYERS = {
+    "layers": ["8", "32"],
+    "seq": ["64"],
+    "hidden": ["64"],
+    "ffn": ["128"],
+    "heads": ["4"],
+    "kv_heads": ["2"],
+    "head_dim": ["16"],
+}
+# Names that reports of earlier versions carry.
+RENAMED = {"longest": "max-seq"}
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
         Scenario(
             name="activations",
-            answers="step time and peak memory of a whole-model compile, kept, checkpointed or offloaded",
-            variants="inductor,checkpoint,keep_all,offload_all",
+            answers="step time and peak memory, kept, checkpointed, offloaded; beside torch's own ways, TRL and verl",
+            variants=ACTIVATION_VARIANTS,
         ),
         Scenario(
             name="compile-time",
-            answers="cold compile seconds by depth, and where they go",
+            answers="compile seconds by depth, with empty caches and with full ones, and where they go",
             variants="inductor,keep_all",
             case_defaults={"layers": ["16", "36"], "seq": ["2048"]},
-            protocol_defaults={"warmup": 1, "steps": 5, "allocator_trace": False, "copy_trace": False},
+            protocol_defaults={"warmup": 1, "steps": 5, "allocator_trace": False, "copy_trace": False, "warm": True},
         ),
         Scenario(
             name="fsdp",
@@ -58,7 +89,22 @@ SCENARIOS = {
             sweeps=True,
         ),
         Scenario(
-            name="longest",
+            name="budget-sweep",
+            answers="step time at a few budgets, fxoffload's and torch's own, in one process",
+            variants=SWEEP_VARIANTS,
+            protocol_defaults={"warmup": 1, "steps": 5, "calibration_steps": 8, "copy_trace": False},
+            sweeps=True,
+        ),
+        Scenario(
+            name="overhead",
+            answers="host microseconds that the executor adds, per segment and per copy, in a step of tiny segments",
+            # A graph in which nothing has min_bytes is left to plain Inductor, uncut.
+            variants="inductor,keep_all@min_bytes=0,offload_all@min_bytes=0",
+            case_defaults=TINY_LAYERS,
+            protocol_defaults={"steps": 30, "warmup": 5, "allocator_trace": False, "copy_trace": False},
+        ),
+        Scenario(
+            name="max-seq",
             answers="the longest sequence that trains with AdamW, and what limits it",
             variants="inductor,checkpoint,auto@activation_budget=0.92*free",
             case_defaults={"case": ["qwen3_8b"]},
@@ -96,7 +142,18 @@ SCENARIOS = {
 }
 
 
+def current_name(name: str) -> str:
+    """The scenario's name today; another one where it was renamed."""
+    return RENAMED.get(name, name)
+
+
 def find_scenario(name: str) -> Scenario:
+    """The scenario of that name, or of the name it had before.
+
+    Raises:
+        ValueError: there is none; the text lists what there is.
+    """
+    name = current_name(name)
     if name not in SCENARIOS:
         raise ValueError(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
     return SCENARIOS[name]

@@ -49,7 +49,7 @@ class Case:
 @dataclass(frozen=True)
 class Variant:
     """One way to run the case. ``options`` go to the fxoffload backend as they are, but for a budget that is relative
-    to a peak of the same run (see budgets.py). ``lengths`` are what ``longest`` tries with this variant."""
+    to a peak of the same run (see budgets.py). ``lengths`` are what ``max-seq`` tries with this variant."""
 
     label: str
     kind: str
@@ -63,8 +63,9 @@ class Protocol:
 
     Of sweeps only: ``calibration_steps`` (at most so many steps more until a plan is calibrated), ``long_steps`` (for
     reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
-    of compile caches that outlives the run; "": a fresh one). Of ``longest``: ``lengths`` in ascending order,
-    ``probes`` of them at most, ``probe_steps`` timed steps each.
+    of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
+    ``probes`` of them at most, ``probe_steps`` timed steps each. ``warm``: each variant once more in a second process
+    with the compile caches of the first.
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
@@ -81,6 +82,7 @@ class Protocol:
     copy_trace: bool = True
     link_mib: int = 256
     link_copies: int = 20
+    warm: bool = False
     calibration_steps: int = 0
     long_steps: int = 0
     memory_fraction: str = "no"
@@ -287,11 +289,39 @@ class Probe:
 
 
 @dataclass
+class WarmStart:
+    """The same variant in a second process whose compile caches the first one filled; as the fields of ``Result``."""
+
+    status: Status
+    reason: str
+    wall_s: float
+    first_step_ms: float | None = None
+    second_step_ms: float | None = None
+    compile_s: float | None = None
+    compile_times_s: dict[str, float] = field(default_factory=dict)
+    compile_shares: dict[str, float] = field(default_factory=dict)
+    dynamo_counters: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Overhead:
+    """A step on the host's clock (see overhead.py), in microseconds, and how many segments and copies it has."""
+
+    host_us: Summary
+    forward_us: Summary
+    cpu_us: Summary
+    tail_us: Summary
+    num_segment_calls: int
+    num_copies: float
+
+
+@dataclass
 class Result:
     """What a measuring process writes, field by field as its phases finish."""
 
     finished: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    not_available: str = ""
     software: dict[str, Scalar] = field(default_factory=dict)
     parameter_bytes: int = 0
     gradient_buffer_bytes: int = 0
@@ -329,6 +359,8 @@ class Result:
     limited_run: LimitedRun | None = None
     leaked_bytes: int | None = None
     probes: list[Probe] = field(default_factory=list)
+    warm: WarmStart | None = None
+    overhead: Overhead | None = None
     rl: RlResult | None = None
 
     @property

@@ -53,7 +53,13 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
 def leave() -> None:
     """Together: a rank that goes early would make the others' last collective fail."""
     dist.barrier()
-    dist.destroy_process_group()
+    close()
+
+
+def close() -> None:
+    """End the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def gather_ranks(request: Request, result: Result) -> None:

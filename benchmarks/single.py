@@ -1,35 +1,59 @@
-"""One process, one device: the model compiled whole (scenarios ``activations`` and ``compile-time``, and sweeps)."""
+"""One process, one device: the model compiled whole or eager (``activations``, ``compile-time``, and sweeps)."""
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from benchmarks.activations.around import around_step
+from benchmarks.activations.kinds import PEERS, is_checkpointed, is_sharded
 from benchmarks.offload import compile_arguments, compile_module, peer_settings
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
-from benchmarks.workloads import Job, Workload, build_job
+from benchmarks.workloads import Job, Workload, build_job, decoder_layers
+
+# A process that measures one variant keeps that variant's settings until it ends.
+_FOR_GOOD = contextlib.ExitStack()
 
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """Weights and inputs from the case's seed, the variant applied to the whole model."""
-    peer_settings(request.variant).__enter__()  # for the rest of this process, which measures nothing else
-    return apply(request, request.variant, build_job(request.case, device), device)
+    _FOR_GOOD.enter_context(peer_settings(request.variant))
+    if is_sharded(request.variant.kind):
+        from benchmarks.activations import verl
+
+        return verl.build_stepper(request, device)
+    if request.variant.kind == "titan":
+        from benchmarks.activations import titan
+
+        return titan.build_stepper(request, device)
+    return _apply(request, request.variant, build_job(request.case, device), device)
 
 
 def apply(request: Request, variant: Variant, job: Job, device: torch.device) -> Stepper:
-    """The variant applied to a model, which it may have been applied to in another form before.
+    """The variant applied to a model, which others may have been applied to before (sweeps).
 
-    With layers compiled on their own, ``checkpoint`` is around the compiled layer, as Hugging Face does it.
+    Raises:
+        ValueError: the variant cannot be taken back from a model.
     """
-    set_checkpointing(job.module, variant.kind == "checkpoint")
+    if variant.kind in PEERS and PEERS[variant.kind].alone:
+        raise ValueError(f"{variant.kind} changes the model for good: it runs in scenario activations only")
+    return _apply(request, variant, job, device)
+
+
+def _apply(request: Request, variant: Variant, job: Job, device: torch.device) -> Stepper:
+    """With layers compiled on their own, ``checkpoint`` is around the compiled layer, as Hugging Face does it."""
+    set_checkpointing(job.module, is_checkpointed(variant.kind))
     arguments = compile_arguments(variant)
+    around = around_step(variant, job, device)
     if request.case.compile == "whole":
-        return Stepper(job, compile_module(job.module, variant), device)
-    for layer in job.module.decoder.get_submodule("layers").children():
+        return Stepper(job, compile_module(job.module, variant), device, around)
+    for layer in decoder_layers(job.module):
         layer._compiled_call_impl = None  # what ``Module.compile`` sets
         if arguments is not None:
             layer.compile(**arguments)
-    return Stepper(job, job.module, device)
+    return Stepper(job, job.module, device, around)
 
 
 def set_checkpointing(module: Workload, on: bool) -> None:

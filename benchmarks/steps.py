@@ -1,9 +1,11 @@
 """Runs and times steps of a job. A step is forward and backward; gradients are zeroed in place before it, untimed."""
 
+import contextlib
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from benchmarks.clock import StepTime, new_clock, synchronize
 from benchmarks.quartiles import summarize
@@ -11,13 +13,33 @@ from benchmarks.schema import Memory, Protocol, Result
 from benchmarks.workloads import Job
 
 
-class Stepper:
-    """One compiled callable with its job. Every step starts and ends with an idle device."""
+class HostTime(NamedTuple):
+    """A step on the host's clock, in seconds: until ``backward`` returned (``host_s``, the forward's part of it), the
+    processor time of all threads till then, and the wait for the device after it."""
 
-    def __init__(self, job: Job, callable_module: nn.Module, device: torch.device) -> None:
+    host_s: float
+    forward_s: float
+    cpu_s: float
+    tail_s: float
+
+
+class Stepper:
+    """One compiled callable with its job. Every step starts and ends with an idle device.
+
+    ``around`` gives the context of one step, forward and backward (saved-tensor hooks of a peer).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        callable_module: Callable[..., torch.Tensor],
+        device: torch.device,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.job = job
         self.device = device
         self._module = callable_module
+        self._around = around
 
     def step(self) -> StepTime:
         self.job.zero_gradients()
@@ -25,13 +47,27 @@ class Stepper:
         clock = new_clock(self.device)
         start = time.perf_counter()
         clock.mark()
-        loss = self._module(*self.job.inputs)
-        clock.mark()
-        loss.backward()
+        with self._around():
+            loss = self._module(*self.job.inputs)
+            clock.mark()
+            loss.backward()
         clock.mark()
         forward_ms, backward_ms = clock.gaps_ms()
         host_wall_ms = (time.perf_counter() - start) * 1e3
         return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item())
+
+    def host_step(self) -> HostTime:
+        """A step as the host sees it: it is not stopped between forward and backward, nor before the clock is read."""
+        self.job.zero_gradients()
+        synchronize(self.device)
+        cpu, start = time.process_time(), time.perf_counter()
+        with self._around():
+            loss = self._module(*self.job.inputs)
+            forward_end = time.perf_counter()
+            loss.backward()
+        end, cpu_end = time.perf_counter(), time.process_time()
+        synchronize(self.device)
+        return HostTime(end - start, forward_end - start, cpu_end - cpu, time.perf_counter() - end)
 
 
 def measure_first_step(stepper: Stepper, result: Result) -> None:

@@ -53,7 +53,7 @@ class Sweep:
         torch.manual_seed(request.case.seed)
         print("[benchmark] build the model", flush=True)
         self.job = build_job(request.case, self.device)
-        if request.scenario != "longest":
+        if request.scenario != "max-seq":
             self.job.allocate_gradients()
         warm_up_device(self.device)
         self._software = describe_process()
@@ -81,7 +81,7 @@ class Sweep:
         request = Request(self.request.scenario, self.request.case, variant, self.request.protocol)
         before = self._allocated_bytes()
         with peer_settings(variant):
-            if request.scenario == "longest":
+            if request.scenario == "max-seq":
                 LengthSearch(request, result, self.device, self.job).run(phases)
             else:
                 self._measure_steps(request, result, phases)

@@ -7,6 +7,7 @@ from tabulate import tabulate
 from benchmarks.derived import case_label
 from benchmarks.rl.tables import render_phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
+from benchmarks.scenarios import current_name
 from benchmarks.schema import Record, Report, Summary
 from benchmarks.tables_plan import render_claim, render_longest, render_plan
 
@@ -16,8 +17,8 @@ OF_SOME_SCENARIOS = ("warm compile s", "host us", "us/segment", "us/copy", "grad
 
 def render(report: Report) -> str:
     """Link rates, one row per record, then the derived rows that have something to say."""
-    if report.scenario in ("plan", "longest"):
-        body = render_plan(report) if report.scenario == "plan" else render_longest(report)
+    if current_name(report.scenario) in ("plan", "budget-sweep", "max-seq"):
+        body = render_longest(report) if current_name(report.scenario) == "max-seq" else render_plan(report)
         return "\n\n".join([f"### {report.scenario}", _header(report), body])
     if report.scenario in PHASE_SCENARIOS:
         return "\n\n".join([f"### {report.scenario}", _header(report), render_phases(report)])
@@ -48,7 +49,7 @@ def _failure(record: Record) -> str:
 def _header(report: Report) -> str:
     environment = report.environment
     words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
-    if report.scenario not in ("longest", *PHASE_SCENARIOS):
+    if current_name(report.scenario) not in ("max-seq", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
         words.append(f"{report.protocol.steps} timed steps after {others} others, medians [quartiles]")
     if report.link:

@@ -40,10 +40,16 @@ def serve(asked: Path, answer: Path) -> bool:
 
 def _measure_single(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
     # Imported here because transformers takes seconds that the link's process need not spend.
+    from benchmarks import sharded
     from benchmarks.measure import Measurement
+    from benchmarks.overhead import OverheadMeasurement
     from benchmarks.single import build_stepper
 
-    Measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
+    measurement = OverheadMeasurement if request.scenario == "overhead" else Measurement
+    try:
+        measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
+    finally:
+        sharded.close()
 
 
 def _measure_sharded(request: Request, device: torch.device, result: Result, phases: Phases) -> None:

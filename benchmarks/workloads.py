@@ -1,4 +1,4 @@
-"""The models under test: Hugging Face Qwen3 with seeded weights, reduced to ``module(*inputs) -> scalar loss``."""
+"""The models under test: Hugging Face's with seeded weights, reduced to ``module(*inputs) -> scalar loss``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import (
     AttentionInterface,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -17,6 +19,7 @@ from transformers import (
     Qwen3MoeModel,
 )
 
+from benchmarks.hf_models import HF_MODELS, HFModel, has_head
 from benchmarks.schema import Case
 
 ATTENTION = "fxoffload_benchmark_causal"
@@ -32,6 +35,7 @@ def causal_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
+    sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal SDPA without a mask or repeated K/V; Hugging Face's own builds a 4-D mask under compile.
@@ -41,6 +45,8 @@ def causal_attention(
     """
     if attention_mask is not None:
         raise RuntimeError(f"expected no attention mask, found one of shape {tuple(attention_mask.shape)}")
+    if sliding_window is not None:
+        raise RuntimeError(f"expected full causal attention, found a sliding window of {sliding_window} tokens")
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2), None
 
@@ -71,7 +77,7 @@ class Stack(nn.Module):
 class CausalLM(nn.Module):
     """The whole language model with its built-in cross-entropy; the logits are not returned."""
 
-    def __init__(self, decoder: Qwen3ForCausalLM) -> None:
+    def __init__(self, decoder: PreTrainedModel) -> None:
         super().__init__()
         self.decoder = decoder
 
@@ -80,6 +86,18 @@ class CausalLM(nn.Module):
 
 
 Workload = Stack | CausalLM
+
+
+def decoder_layers(module: Workload) -> nn.ModuleList:
+    """The decoder layers, wherever the model keeps them."""
+    for path in ("layers", "model.layers"):
+        try:
+            found = module.decoder.get_submodule(path)
+        except AttributeError:
+            continue
+        if isinstance(found, nn.ModuleList):
+            return found
+    raise AssertionError(f"expected decoder layers in {type(module.decoder).__name__}, found none")
 
 
 @dataclass
@@ -140,6 +158,8 @@ def with_length(job: Job, case: Case, device: torch.device) -> Job:
 
 
 def _module(case: Case) -> Workload:
+    if case.name in HF_MODELS:
+        return CausalLM(_language_model(HF_MODELS[case.name], case))
     if case.experts:
         return Stack(Qwen3MoeModel(_moe_config(case)))
     config = Qwen3Config(**_sizes(case))
@@ -147,14 +167,26 @@ def _module(case: Case) -> Workload:
     return CausalLM(Qwen3ForCausalLM(config)) if case.name == "causal_lm" else Stack(Qwen3Model(config))
 
 
+def _language_model(model: HFModel, case: Case) -> PreTrainedModel:
+    settings = _sizes(case) | (_expert_sizes(case) if case.experts else {}) | model.settings
+    config = getattr(transformers, model.config_class)(**settings)
+    config._attn_implementation = model.attention or ATTENTION
+    if case.experts:
+        config._experts_implementation = EXPERTS
+    return getattr(transformers, model.model_class)(config)
+
+
+def _expert_sizes(case: Case) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": case.ffn,
+        "num_experts": case.experts,
+        "num_experts_per_tok": case.experts_per_token,
+        "norm_topk_prob": True,
+    }
+
+
 def _moe_config(case: Case) -> Qwen3MoeConfig:
-    config = Qwen3MoeConfig(
-        **_sizes(case),
-        moe_intermediate_size=case.ffn,
-        num_experts=case.experts,
-        num_experts_per_tok=case.experts_per_token,
-        norm_topk_prob=True,
-    )
+    config = Qwen3MoeConfig(**_sizes(case), **_expert_sizes(case))
     config._attn_implementation = ATTENTION
     config._experts_implementation = EXPERTS
     return config
@@ -189,7 +221,7 @@ def _fill_weights(module: nn.Module, generator: torch.Generator) -> None:
 def _inputs(
     case: Case, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    if case.name != "causal_lm":
+    if not has_head(case):
         shape = (case.batch, case.seq, case.hidden)
         return (torch.randn(shape, dtype=dtype, device=device, generator=generator).requires_grad_(),)
     ids = torch.randint(case.vocab, (case.batch, case.seq), device=device, generator=generator)

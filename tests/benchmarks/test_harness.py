@@ -323,4 +323,7 @@ def test_shared_options_are_the_backends() -> None:
 
 def test_list_names_every_scenario() -> None:
     output = CliRunner().invoke(app, ["list"]).output
-    assert all(name in output for name in ("activations", "compile-time", "fsdp", "plan", "longest"))
+    assert all(
+        name in output
+        for name in ("activations", "compile-time", "fsdp", "plan", "max-seq", "budget-sweep", "overhead")
+    )

@@ -13,10 +13,12 @@ from benchmarks import launch_sweep
 from benchmarks.arguments import CASES, expand_set, parse_cases, parse_protocol, parse_variants, split_settings
 from benchmarks.budgets import resolve_budget
 from benchmarks.cli import app
+from benchmarks.hf_models import HF_MODELS
 from benchmarks.launch import start_process
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.length_search import _largest_blocks, bisect
 from benchmarks.limits import Limit
+from benchmarks.scenarios import find_scenario
 from benchmarks.schema import (
     Case,
     LimitedRun,
@@ -101,7 +103,7 @@ def test_resuming_measures_only_what_is_missing(sweep: tuple[Report, str, Path],
 
 def test_the_longest_length_is_searched(tmp_path: Path) -> None:
     variants = "eager@lengths=16+32,auto@activation_budget=10KiB"
-    report, table = run(tmp_path, "longest", ["case=causal_lm", "vocab=64", "lengths=16,32,64", "probes=2"], variants)
+    report, table = run(tmp_path, "max-seq", ["case=causal_lm", "vocab=64", "lengths=16,32,64", "probes=2"], variants)
     eager, auto = report.records
     assert [(p.seq, p.ran) for p in eager.result.probes] == [(16, True), (32, True)]
     assert eager.result.probes[0].step_ms
@@ -259,9 +261,23 @@ def test_what_was_on_the_device_when_memory_ran_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_case_names_a_workload() -> None:
-    assert {case.name for case in CASES.values()} == {"stack", "causal_lm", "moe"}
+    assert {case.name for case in CASES.values()} == {"stack", "causal_lm", "moe", *HF_MODELS}
 
 
 def test_a_report_of_probes_shows_again(tmp_path: Path) -> None:
-    report = Report("longest", {"gpu_name": None}, Protocol(), None, [])
-    assert "longest" in render(from_json(Report, to_json(report)))
+    """Also one of before the scenario was renamed."""
+    for name in ("max-seq", "longest"):
+        report = Report(name, {"gpu_name": None}, Protocol(), None, [])
+        assert name in render(from_json(Report, to_json(report)))
+    assert find_scenario("longest").name == "max-seq"
+
+
+def test_a_sweep_of_budgets_compares_gradients_and_claims_budgets(tmp_path: Path) -> None:
+    variants = "eager,save_on_cpu,auto@activation_budget=64MiB"
+    report, table = run(tmp_path, "budget-sweep", ["layers=2"], variants)
+    assert [record.status for record in report.records] == ["ok"] * 3, table
+    rows = {row["variant"]: row for row in report.derived}
+    assert rows["save_on_cpu"]["gradient_difference"] == 0.0 and rows["save_on_cpu"]["gradients_agree"]
+    claims = {claim["claim"]: claim["held"] for claim in report.claims}
+    assert claims["gradients agree within 3x the noise"] is True
+    assert "1 budgets: every measured peak within its budget" in claims

@@ -1,0 +1,90 @@
+"""verl's activation offloading: eager layers under FSDP2 on one rank, each layer's saved tensors one group.
+
+verl finds the layers by FSDP's wrappers, so the model is wrapped as verl's ``apply_fsdp2`` does: decoder layers and
+root (not the embedding, which verl's offloading passes over). On one rank FSDP2 still gathers (copies) each layer's
+parameters before use: ``eager_fsdp`` is the same without offloading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from benchmarks import sharded
+from benchmarks.activations.available import NotAvailable
+from benchmarks.activations.load import load_module
+from benchmarks.schema import Request
+from benchmarks.steps import Stepper
+from benchmarks.workloads import build_job, decoder_layers
+
+# Below that, verl's function logs a warning and offloads nothing.
+LEAST_LAYERS = 3
+
+
+def build_stepper(request: Request, device: torch.device) -> Stepper:
+    """The case under FSDP2 on this one rank; with verl's offloading for the variants of that name."""
+    job = build_job(request.case, device)
+    kind = request.variant.kind
+    offload = None if kind == "eager_fsdp" else _load(request, device)
+    sharded.join(request, device)
+    mesh = init_device_mesh(device.type, (1,))
+    for layer in decoder_layers(job.module):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(job.module, mesh=mesh)
+    if offload is not None:
+        offload.enable_activation_offloading(job.module, "fsdp2", enable_ckpt=kind == "verl_checkpoint")
+        _check(job.module, decoder_layers(job.module))
+    return Stepper(job, job.module, device)
+
+
+def _load(request: Request, device: torch.device) -> ModuleType:
+    if request.case.layers < LEAST_LAYERS:
+        raise NotAvailable(
+            f"verl offloads nothing in fewer than {LEAST_LAYERS} layers; give layers={LEAST_LAYERS} or more, "
+            f"found {request.case.layers}"
+        )
+    path = str(request.variant.options.get("path", ""))
+    with _packages(Path(path).expanduser() / "verl") if path else contextlib.nullcontext():
+        module = load_module("verl", "utils.activation_offload", path)
+    if device.type == "cpu":
+        # A rehearsal: there is nothing to pin for.
+        handler = module.SynchronizedGroupOffloadHandler
+        handler.offload = staticmethod(functools.partial(handler.offload, pin_memory=False))
+    return module
+
+
+@contextlib.contextmanager
+def _packages(folder: Path) -> Iterator[None]:
+    """``verl`` and ``verl.utils`` without their ``__init__``, which need ray and more, and ``fsdp_utils`` with the one
+    name that the file takes from it. ``verl.utils.device`` is the checkout's own."""
+    package, utils, fsdp = (ModuleType(name) for name in ("verl", "verl.utils", "verl.utils.fsdp_utils"))
+    package.__path__, utils.__path__ = [str(folder)], [str(folder / "utils")]
+    fsdp.__dict__["FSDPModule"] = FSDPModule
+    before = {name: module for name, module in sys.modules.items() if name == "verl" or name.startswith("verl.")}
+    for name in before:
+        del sys.modules[name]
+    sys.modules.update({module.__name__: module for module in (package, utils, fsdp)})
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _check(module: nn.Module, layers: nn.ModuleList) -> None:
+    """verl replaces the ``forward`` of what it found, on the instance."""
+    wrapped = [name for name, child in module.named_modules() if "forward" in vars(child)]
+    if len(wrapped) != len(layers):
+        raise RuntimeError(
+            f"expected verl to wrap the {len(layers)} decoder layers, found {len(wrapped)}: {', '.join(wrapped[:4])}"
+        )
