@@ -52,19 +52,14 @@ class Arrivals:
     def start(self, count: int = SLICE) -> list[Holding]:
         """Starts the next ones on the current stream. Returns them.
 
-        A failure (the device has no room) leaves that one and all behind it on the host, and is raised.
+        A failure (the device has no room) is raised, and leaves that one and all behind it where they are in the queue.
         """
         begun = self.upcoming(count)
         try:
             self._mover.start_arriving(begun)
-        except BaseException:
-            while self._queue[0].serial:
+        finally:
+            while self._queue and self._queue[0].serial:
                 self._queue.popleft()
-            self._mover.give_up(self._queue[0])
-            self.cancel(self._queue)
-            raise
-        for _ in begun:
-            self._queue.popleft()
         return begun
 
     def upcoming(self, count: int = SLICE) -> list[Holding]:

@@ -122,6 +122,9 @@ class BucketStream:
             self._landed.append(([], [self._stage_filled]))
             while self._landed:
                 self._wait()
+        except BaseException:
+            self._copies.synchronize()  # of copies whose waits were not reached
+            raise
         finally:
             self._ledger.give_back(self._stage, *self._landings, self._out, self._large)
             del self._stage, self._landings, self._out, self._large
@@ -142,7 +145,7 @@ class BucketStream:
             return
         pieces = [p for lane in self._plan.buckets[index].lanes if lane.key is not None for p in lane.pieces]
         with self._copies.reloading():
-            self._stage_filled = self._copies.reload(
+            self._stage_filled = self._copy(
                 itertools.chain.from_iterable(self._from_source(p, self._stage[p.staged :]) for p in pieces)
             )
 
@@ -156,7 +159,7 @@ class BucketStream:
         with self._copies.reloading():
             for lane in lanes:
                 if lane.key is not None:
-                    events.append(self._copies.reload(self._cast(lane, landing)))
+                    events.append(self._copy(self._cast(lane, landing)))
                     works.append(self._gather(lane, landing))
             direct = [
                 self._from_source(p, landing[lane.base + p.landed :])
@@ -164,7 +167,15 @@ class BucketStream:
                 if lane.key is None
                 for p in lane.pieces
             ]
-            events.append(self._copies.reload(itertools.chain.from_iterable(direct)))
+            events.append(self._copy(itertools.chain.from_iterable(direct)))
+
+    def _copy(self, pieces: Copies) -> Any:
+        """The event of copies; if one cannot be made, those before it are waited for."""
+        try:
+            return self._copies.reload(pieces)
+        except BaseException:
+            self._copies.synchronize()
+            raise
 
     def _from_source(self, piece: Piece, target: Tensor) -> Copies:
         unit = self._units[piece.index]

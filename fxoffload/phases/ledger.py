@@ -50,7 +50,7 @@ class Ledger:
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
-        self._others: set[int] = set()  # storages of groups that the present search is not about
+        self._others: dict[int, Any] = {}  # storages of groups that the present search is not about
         self.has_immovable = False  # something was found that torch cannot empty
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
@@ -92,7 +92,7 @@ class Ledger:
         """
         groups = tuple(groups)
         found: dict[int, Holding] = {}
-        self._foreign, self._others, self.has_immovable = [], set(), False
+        self._foreign, self._others, self.has_immovable = [], {}, False
         walk = self._inventory.walk()
         for group in self._inventory.order(GROUPS):
             named = walk.collect(group)
@@ -101,6 +101,7 @@ class Ledger:
                     for plain in plain_tensors(tensor):
                         if plain.device.type in self._device_types:
                             self._add(found, groups, group, name, tensor, plain)
+        self._others = {}
         return [holding for holding in found.values() if holding.group in groups]
 
     def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:
@@ -153,12 +154,12 @@ class Ledger:
         """
         if reader in self._readers:
             return
-        self._readers.add(reader)
         with untouched():
             for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
                 key = plain.untyped_storage()._cdata
                 holding = self._held.get(key) or self._homes.get(key, (None, None))[1]
                 if holding is not None:
+                    self._readers.add(reader)
                     self._ranks.setdefault(holding.name, len(self._ranks))
 
     def leave(self, holdings: Iterable[Holding]) -> None:
@@ -211,7 +212,7 @@ class Ledger:
         holding = found.get(key) or self._held.get(key)
         if holding is None:
             if group not in wanted:
-                self._others.add(key)
+                self._others[key] = storage
             if key in self._others:
                 return
             if storage.nbytes() == 0:

@@ -11,7 +11,8 @@ a reader waits for the youngest only.
 [Note: Ahead]
 To find out what there is takes the host 10 to 30 ms, in which nobody copies. So an offload that somebody waits for
 starts with what was away before, into the blocks that it had: a copy changes nothing on the device, and a block of what
-is on the device holds nothing. What turns out to be somebody else's by now was copied in vain.
+is on the device holds nothing. What turns out to be somebody else's by now was copied in vain. Nobody may write what
+leaves while the call runs; who reads it meanwhile is waited for before it is emptied.
 """
 
 from __future__ import annotations
@@ -43,26 +44,23 @@ class Ahead:
     """Copies to the host that were started before it was known what leaves; see [Note: Ahead].
 
     Args:
-        started: holdings made for this, and the events of their copies.
+        started: holdings made for this, with the blocks that are written.
     """
 
-    def __init__(self, started: Sequence[tuple[Holding, Any]] = ()) -> None:
-        self._started = {holding.storage._cdata: (holding, event) for holding, event in started}
+    def __init__(self, started: Sequence[Holding] = ()) -> None:
+        self._started = {holding.storage._cdata: holding for holding in started}
 
     def has(self, holding: Holding) -> bool:
         """Whether the bytes of a holding are on their way to the block that it has."""
         known = self._started.get(holding.storage._cdata)
-        return known is not None and known[0].block is holding.block and known[0].nbytes == holding.nbytes
+        return known is not None and known.block is holding.block and known.nbytes == holding.nbytes
 
-    def event_of(self, holding: Holding) -> Any:
-        """Of the copy; ``has`` must be true."""
-        return self._started[holding.storage._cdata][1]
+    def devices(self) -> set[torch.device]:
+        """Where the copies come from."""
+        return {holding.device for holding in self._started.values()}
 
-    def finish(self) -> None:
-        """Waits for all of them, also those that nobody asked for, and lets the storages go."""
-        for _, event in self._started.values():
-            if event is not None:
-                event.synchronize()
+    def let_go(self) -> None:
+        """The copies are finished: the storages need not be held any longer."""
         self._started.clear()
 
 
@@ -96,7 +94,20 @@ class Mover:
 
     def start_ahead(self, remembered: Sequence[Holding]) -> Ahead:
         """Starts to copy what will leave, very likely, into the blocks that it had."""
-        return Ahead([(holding, event) for part in parts(remembered) for holding, event in self._start_leaving(part)])
+        ahead = Ahead(remembered)
+        try:
+            for part in parts(remembered):
+                self._start_leaving(part)
+        except BaseException:
+            self.finish(ahead)
+            raise
+        return ahead
+
+    def finish(self, ahead: Ahead) -> None:
+        """Waits for copies that nobody needs, and lets their storages go."""
+        for device in ahead.devices():
+            self.copies(device).synchronize()
+        ahead.let_go()
 
     def leave(self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[Holding], None]) -> None:
         """Copies to the host; calls ``freed`` for each holding whose bytes have arrived there.
@@ -109,7 +120,9 @@ class Mover:
         """
         pending: deque[tuple[Holding, Any]] = deque()
         try:
-            pending.extend((holding, ahead.event_of(holding)) for holding in holdings if ahead.has(holding))
+            # Behind the copies, and behind whoever was reading until nobody could any more (``before_leaving``).
+            ends = {device: self._end_of_offloads(device) for device in ahead.devices()}
+            pending.extend((holding, ends[holding.device]) for holding in holdings if ahead.has(holding))
             for part in parts([holding for holding in holdings if not ahead.has(holding)]):
                 pending.extend(self._start_leaving(part))
                 time.sleep(YIELD_S)
@@ -120,11 +133,20 @@ class Mover:
                 if event is not None:
                     event.synchronize()
                 freed(pending.popleft()[0])
-            ahead.finish()
+            for end in ends.values():
+                if end is not None:
+                    end.synchronize()
+            ahead.let_go()
         except BaseException:
             for device in {holding.device for holding in holdings}:
                 self.copies(device).synchronize()
+            self.finish(ahead)
             raise
+
+    def _end_of_offloads(self, device: torch.device) -> Any:
+        copies = self.copies(device)
+        with copies.offloading():
+            return copies.offload(())
 
     def arrive(self, holdings: Sequence[Holding]) -> None:
         """Allocates and starts the copies to the device, in the caller's thread and order.
@@ -152,21 +174,17 @@ class Mover:
                     allocated.append(holding)
             finally:
                 if allocated:
-                    self.before_writing(allocated[0].device)
-                    self._start_copies(allocated)
+                    self._fill(allocated)
 
     @staticmethod
     def make_room(holdings: Iterable[Holding]) -> None:
-        """Has the allocator get memory for storages from the driver, and keep it for them.
+        """Has the allocator get memory for the first of some storages from the driver, and keep it for them.
 
         That takes 8 ms a GiB, in which ``resize_`` would hold the interpreter, and ``empty`` does not.
         """
+        part = next(parts([holding for holding in holdings if holding.device.type == "cuda"]), [])
         with contextlib.suppress(torch.OutOfMemoryError):  # said when it is really allocated
-            _ = [
-                torch.empty(holding.nbytes, dtype=torch.uint8, device=holding.device)
-                for holding in holdings
-                if holding.device.type == "cuda"
-            ]
+            _ = [torch.empty(holding.nbytes, dtype=torch.uint8, device=holding.device) for holding in part]
 
     def allocate(self, holding: Holding) -> None:
         """Memory for a storage, on the current stream."""
@@ -181,6 +199,16 @@ class Mover:
         self.copies(holding.device).synchronize()
         holding.storage.resize_(0)
         holding.event, holding.serial, holding.where = None, 0, Where.HOST
+
+    def _fill(self, part: list[Holding]) -> None:
+        try:
+            self.before_writing(part[0].device)
+            self._start_copies(part)
+        except BaseException:
+            self.copies(part[0].device).synchronize()
+            for holding in part:
+                holding.storage.resize_(0)
+            raise
 
     def _start_copies(self, part: list[Holding]) -> None:
         copies = self.copies(part[0].device)

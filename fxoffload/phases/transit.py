@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS, EXTRA)
 _SETTLED = 8  # storages whose tensors get their classes back at a time
+_PATIENCE = 200  # sleeps
 _AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
 
@@ -86,10 +87,11 @@ class Transit:
         self._arrivals = Arrivals(self.mover)
         self._handles: list[Handle] = []
         self._readers: list[None] = []  # one for each that waits for the lock or has it, to read
+        self._room = ForkSafeRLock()  # while the background thread has memory for what comes next
         self._inventory = inventory
         self._empty_cache = empty_cache
         self._state = state
-        self._gates = Gates(inventory.modules, self.fence)
+        self._gates = Gates(inventory.modules, self.pass_gate)
         self._gradients = Gradients(inventory, grads, lambda: self._require_gradients("a backward"))
         self._device_types = device_types
         self._fsdp = sharded.GatherStreams(inventory.modules.values())
@@ -113,35 +115,33 @@ class Transit:
             self._fence(arriving)
             dropped = self._gradients.apply_policy() if GRADS in groups else []
             ahead = Ahead()
+            holdings: list[Holding] = []
             try:
                 self._settle_modules(groups)
                 if at_once:
                     ahead = self._start_ahead(groups)
                 holdings = self._find(groups)
-            except BaseException:
-                ahead.finish()
-                self._gradients.restore(dropped)
-                raise
-            transition.nbytes = sum(held.nbytes for held in holdings)
-            free_before = free_bytes(holdings)
-            handle = Handle(
-                f"offload of {', '.join(groups)}",
-                transition,
-                lambda: self._give_back(holdings, transition, free_before, at_once),
-            )
-            returner = Returner(at_once and self._empty_cache)
-            self.mover.before_leaving(holdings)
-            try:
+                transition.nbytes = sum(held.nbytes for held in holdings)
+                free_before = free_bytes(holdings)
+                handle = Handle(
+                    f"offload of {', '.join(groups)}",
+                    transition,
+                    lambda: self._give_back(holdings, transition, free_before, at_once),
+                )
+                returner = Returner(at_once and self._empty_cache)
+                streams = self._streams_of(holdings)
                 self.ledger.leave(holdings)
+                # Only now: what other threads have queued until nobody could touch these any more comes before it.
+                self.mover.before_leaving(holdings)
                 self._guard(holdings)
+                # Last: with a second thread that wants the interpreter all of this takes twice as long.
+                self.worker.submit(lambda: self._leave(holdings, ahead, dropped, transition, handle, returner, streams))
+                self._handles.append(handle)
             except BaseException:
-                self._settle(holdings)
-                ahead.finish()
+                self._settle([held for held in holdings if held.where is Where.LEAVING])
+                self.mover.finish(ahead)
                 self._gradients.restore(dropped)
                 raise
-            # Last: with a second thread that wants the interpreter all of this takes twice as long.
-            self._handles.append(handle)
-            self.worker.submit(lambda: self._leave(holdings, ahead, dropped, transition, handle, returner))
             transition.stood_still_since(began)
         return handle
 
@@ -175,11 +175,14 @@ class Transit:
         transition: Transition,
         handle: Handle,
         returner: Returner,
+        streams: list[torch.cuda.Stream],
     ) -> None:
         """In the background thread."""
 
         def empty(holding: Holding) -> None:
             with self.lock:
+                if holding.where is not Where.LEAVING:
+                    return  # whoever began this was interrupted, and has taken it back
                 holding.storage.resize_(0)
                 holding.where = Where.HOST
             returner.freed(holding)
@@ -190,7 +193,8 @@ class Transit:
                 self.mover.leave(holdings, ahead, empty)
         except BaseException as caught:
             error = caught
-            self._roll_back(holdings, dropped)
+            with _on(streams):
+                self._roll_back(holdings, dropped)
         finally:
             dropped.clear()
             transition.finish(failed=error is not None)
@@ -263,7 +267,8 @@ class Transit:
                 self._drop_dead_gradients()
             holdings = self.ledger.on_host(groups)
             pending = self.ledger.held(Where.ARRIVING, groups=groups)
-            transition.nbytes, transition.is_over = sum(held.nbytes for held in holdings), False
+            transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
+            transition.is_over = False
             handle = Handle(f"onload of {', '.join(groups)}", transition)
             self._latest |= dict.fromkeys((held.group for held in holdings), transition)
             try:
@@ -275,17 +280,23 @@ class Transit:
                     self._arrivals.add(holdings)
                     self._begun(self._arrivals.start_first())
             except BaseException:
+                self._arrivals.cancel(holdings)
                 transition.finish(failed=True)
                 raise
             self._handles.append(handle)
-            streams = [self.mover.copies(device).compute_stream() for device in {held.device for held in holdings}]
+            streams = self._streams_of(holdings)
             head_start_s = 0.0 if at_once else self._arrivals.head_start_s
             self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams, head_start_s))
             transition.stood_still_since(began)
         return handle
 
+    def _streams_of(self, holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
+        """The caller's, one for each device."""
+        devices = {held.device for held in holdings if held.device.type == "cuda"}
+        return [torch.cuda.current_stream(device) for device in devices]
+
     def _start_all(self, pending: list[Holding]) -> list[Holding]:
-        return [held for waiting in pending for held in self._arrivals.start_until(waiting)]
+        return [held for waiting in pending for held in self._start_until(waiting)]
 
     def _begun(self, holdings: Iterable[Holding]) -> None:
         """A copy without an event was made at once."""
@@ -296,16 +307,14 @@ class Transit:
         holdings: list[Holding],
         transition: Transition,
         handle: Handle,
-        streams: list[torch.cuda.Stream | None],
+        streams: list[torch.cuda.Stream],
         head_start_s: float,
     ) -> None:
         """In the background thread."""
         error: BaseException | None = None
         try:
             time.sleep(head_start_s)
-            with record_function("fxoffload::copies to the device"), contextlib.ExitStack() as stack:
-                for stream in streams:
-                    stack.enter_context(torch.cuda.stream(stream))
+            with record_function("fxoffload::copies to the device"), _on(streams):
                 self._start_rest(holdings)
             for i in range(0, len(holdings), _SETTLED):
                 part = holdings[i : i + _SETTLED]
@@ -329,9 +338,9 @@ class Transit:
             began = time.perf_counter()
             with self.lock:
                 upcoming = self._arrivals.upcoming()
-            self.mover.make_room(upcoming)
-            while self._readers:
-                time.sleep(YIELD_S)  # else this thread has the lock again before one that waits for it wakes up
+            with self._room:
+                self.mover.make_room(upcoming)
+            self._stand_back()
             with self.lock:
                 unstarted = [held for held in holdings if held.where is Where.ARRIVING and not held.serial]
                 if not unstarted:
@@ -341,6 +350,7 @@ class Transit:
                     oom = False
                 except torch.OutOfMemoryError:
                     if retried:
+                        self._arrivals.cancel(unstarted)
                         raise
                     oom = True
             if not oom:
@@ -349,9 +359,16 @@ class Transit:
                 continue
             retried = True
             if not self._make_room():
+                with self.lock:
+                    self._arrivals.cancel(unstarted)
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
-            with self.lock:
-                self._arrivals.add([held for held in unstarted if held.where is Where.HOST])
+
+    def _stand_back(self) -> None:
+        """Else this thread has the lock again before one that waits for it, to read something now, wakes up."""
+        for _ in range(_PATIENCE):
+            if not self._readers:
+                return
+            time.sleep(YIELD_S)
 
     def report(self) -> None:
         """Raises what went wrong in the background and nobody was told."""
@@ -381,12 +398,18 @@ class Transit:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """The lock, for somebody who needs something now: the background threads stand back."""
-        self._readers.append(None)
         try:
+            self._readers.append(None)
             with self.lock:
                 yield
         finally:
             self._readers.pop()
+
+    def pass_gate(self, tensors: list[Tensor], what: str) -> None:
+        """``fence`` of what a module is about to read, which says in what order things are needed."""
+        with self._reading():
+            self.ledger.note_reads(what, tensors)
+            self.fence(tensors, what)
 
     def fence(self, tensors: Iterable[Tensor], what: str) -> None:
         """Lets the current stream wait for those of the tensors that are arriving.
@@ -395,8 +418,6 @@ class Transit:
             OffloadedError: one is on the host; or gradients are, and this may be followed by a backward.
         """
         with self._reading():
-            tensors = list(tensors)
-            self.ledger.note_reads(what, tensors)
             arriving: list[Holding] = []
             for held in (held for tensor in tensors for held in holdings_of(tensor)):
                 if held.owner is not self:
@@ -417,7 +438,7 @@ class Transit:
             self._fence(self.ledger.held(Where.ARRIVING, groups=(group,)))
 
     def _require_gradients(self, what: str) -> None:
-        with self.lock:
+        with self._reading():
             self._fence(self.ledger.held(Where.ARRIVING, groups=(GRADS,)))
             for held in self.ledger.held(groups=(GRADS,)):
                 if self._gradients.still_used(held.tensors):
@@ -427,7 +448,7 @@ class Transit:
         """Lets the current stream wait for copies; what arrives before the youngest of them is fenced too."""
         arriving = [held for held in holdings if held.where is Where.ARRIVING]
         for held in arriving:
-            self._begun(self._arrivals.start_until(held))
+            self._begun(self._start_until(held))
         arriving = [held for held in arriving if held.where is Where.ARRIVING]
         for device in {held.device for held in arriving}:
             last = max((held for held in arriving if held.device == device), key=lambda held: held.serial)
@@ -440,6 +461,14 @@ class Transit:
                 self.mover.copies(device).compute_waits_for(last.event, Wait.TARGET_READY)
             there = [h for h in self.ledger.held(Where.ARRIVING) if 0 < h.serial <= last.serial]
             self._settle(h for h in there if h.device == device)
+
+    def _start_until(self, held: Holding) -> list[Holding]:
+        try:
+            return self._arrivals.start_until(held)
+        except torch.OutOfMemoryError:
+            with self._room:  # the background thread may have had the memory for a moment
+                pass
+            return self._arrivals.start_until(held)
 
     def _complaint(self, holding: Holding, what: str) -> str:
         way = "being offloaded" if holding.where is Where.LEAVING else "offloaded"
@@ -479,6 +508,15 @@ class Transit:
             self.guards.close()
         self.worker.stop()
         self._bringer.stop()
+
+
+@contextlib.contextmanager
+def _on(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """Memory is allocated on these streams."""
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def bytes_of(holdings: Iterable[Holding]) -> int:
