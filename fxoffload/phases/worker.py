@@ -16,24 +16,27 @@ import weakref
 from collections.abc import Callable
 
 from fxoffload.phases.forks import Birthplace, ForkSafeRLock
-from fxoffload.runtime.capture_mode import work_beside_captures
+from fxoffload.runtime.own_threads import begin_thread, device_of_caller, use_device
 
 log = logging.getLogger(__name__)
 
 YIELD_S = 5e-5
 
+Jobs = queue.SimpleQueue[tuple[int | None, Callable[[], None]] | None]
+
 _ALL: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
-    """Runs jobs one after another. A job handles its own errors; one that does not is logged, and the next one runs.
+    """Runs jobs one after another, each on the current device of who submitted it. A job handles its own errors; one
+    that does not is logged, and the next one runs.
 
     Of the process that made it: see [Note: Phases and fork].
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = ForkSafeRLock()
         self._birthplace = Birthplace()
@@ -61,7 +64,7 @@ class Worker:
                 weakref.finalize(self, self._jobs.put, None)
                 self._thread.start()
                 _ALL.add(self)
-            self._jobs.put(job)
+            self._jobs.put((device_of_caller(), job))
 
     def drain(self) -> None:
         """Blocks until everything that was submitted before has run.
@@ -86,15 +89,18 @@ class Worker:
             thread.join()
 
 
-def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], name: str) -> None:
+def _run(jobs: Jobs, name: str) -> None:
     # Knows the queue only: a worker that nobody has any more ends its thread.
-    work_beside_captures()
-    while (job := jobs.get()) is not None:
+    first = True
+    while (order := jobs.get()) is not None:
+        device, job = order
         try:
+            (begin_thread if first else use_device)(device)
+            first = False
             job()
         except BaseException:
             log.exception("a job of the thread %s failed; it goes on with the next one", name)
-        del job  # a job holds tensors
+        del job, order  # a job holds tensors
 
 
 @atexit.register

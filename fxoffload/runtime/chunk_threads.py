@@ -15,8 +15,8 @@ import os
 import threading
 from typing import Protocol
 
-from fxoffload.runtime.capture_mode import work_beside_captures
 from fxoffload.runtime.host_limits import processes_on_this_machine
+from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 
 MAX_THREADS = 16
 
@@ -55,7 +55,9 @@ class ChunkThreads:
         missing = -(-(target - self._claimed) // chunk_bytes)
         for _ in range(min(missing, max_threads() - self._running)):
             try:
-                threading.Thread(target=self._work, args=(owner,), name="fxoffload-pin", daemon=True).start()
+                threading.Thread(
+                    target=self._work, args=(owner, device_of_caller()), name="fxoffload-pin", daemon=True
+                ).start()
             except RuntimeError:  # no more threads for this process
                 if not self._running:
                     self.target = self.ready
@@ -73,8 +75,8 @@ class ChunkThreads:
         """Begin again with nothing. The threads have been stopped."""
         self.ready = self.target = self._claimed = 0
 
-    def _work(self, owner: ChunkOwner) -> None:
-        work_beside_captures()
+    def _work(self, owner: ChunkOwner, device: int | None) -> None:
+        begin_thread(device)
         while True:
             with self._changed:
                 chunk = self._claim()

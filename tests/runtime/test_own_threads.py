@@ -1,0 +1,65 @@
+"""Threads of ours work on the device of who made them: see [Note: Threads and devices]."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from fxoffload.phases.worker import Worker
+from fxoffload.runtime import own_threads
+from fxoffload.runtime.chunk_threads import ChunkThreads
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """By thread: the device that it made current. The test's thread is on device 3."""
+    made: dict[str, int] = {}
+    monkeypatch.setattr(own_threads, "device_of_caller", lambda: 3)
+    monkeypatch.setattr("fxoffload.phases.worker.device_of_caller", lambda: 3)
+    monkeypatch.setattr("fxoffload.runtime.chunk_threads.device_of_caller", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
+    return made
+
+
+def test_a_worker(devices: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("a-worker")
+    seen: list[int | None] = []
+    worker.submit(lambda: seen.append(devices.get("a-worker")))
+    worker.drain()
+    monkeypatch.setattr("fxoffload.phases.worker.device_of_caller", lambda: 1)
+    worker.submit(lambda: seen.append(devices.get("a-worker")))
+    worker.drain()
+    worker.stop()
+    assert seen == [3, 1]
+
+
+def test_threads_that_pin(devices: dict[str, int]) -> None:
+    class Owner:
+        def back(self, start: int, end: int) -> None:
+            """There is nothing to do."""
+
+        def undo(self, start: int, end: int, *, is_backed: bool) -> None:
+            raise AssertionError
+
+        def publish(self, start: int, end: int) -> None:
+            """Nobody asks."""
+
+        def settle(self, error: BaseException | None) -> None:
+            assert error is None
+
+    changed = threading.Condition()
+    with changed:
+        chunks = ChunkThreads(changed)
+        chunks.grow_to(4096, Owner(), 4096, 4096)
+        assert changed.wait_for(lambda: chunks.ready == 4096, 10)
+        chunks.stop()
+    assert devices == {"fxoffload-pin": 3}
+
+
+def test_before_cuda_is_used_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("a context would be made"))
+    if not torch.cuda.is_initialized():
+        assert own_threads.device_of_caller() is None
+    own_threads.use_device(None)
