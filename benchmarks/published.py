@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
-README_PHASES = "2026-11-22-h200-phases.json"
+README_PHASES = "2026-11-22-h200-phases-yield.json"
 README_FSDP = "2026-11-22-2xh200-fsdp-reserve.json"
 
 
@@ -345,6 +345,17 @@ TABLES = (
     ),
     Table(
         "phases",
+        PHASES,
+        (
+            Rows("2026-11-22-h200-phases-yield.json", {k: STRATEGIES[k] for k in ("fxoffload", "verl", "packed")}),
+            Rows("2026-11-22-h200-phases-fp32.json", {"fxoffload": "fxoffload, fp32 state"}),
+            Rows("2026-11-22-2xh200-phases.json", {"fxoffload": "fxoffload, 2 GPUs, half of it each"}),
+            Rows("2026-11-22-4xh200-phases.json", {"fxoffload": "fxoffload, 4 GPUs, a quarter each"}),
+        ),
+        across=True,
+    ),
+    Table(
+        "phases-earlier",
         PHASES,
         (
             Rows(
