@@ -180,7 +180,7 @@ class BucketStream:
     def _from_source(self, piece: Piece, target: Tensor) -> Copies:
         unit = self._units[piece.index]
         stop = min(piece.stop, math.prod(unit.own_shape))
-        nbytes = max(stop - piece.start, 0) * unit.local.dtype.itemsize
+        nbytes = max(stop - piece.start, 0) * unit.source_dtype.itemsize
         return self._read(unit, piece.start, stop, target[:nbytes])
 
     def _cast(self, lane: Lane, landing: Tensor) -> Copies:
@@ -189,7 +189,7 @@ class BucketStream:
             unit = self._units[piece.index]
             count = min(piece.stop, math.prod(unit.own_shape)) - piece.start
             if count > 0:
-                source = self._stage[piece.staged :][: count * unit.local.dtype.itemsize].view(unit.local.dtype)
+                source = self._stage[piece.staged :][: count * unit.source_dtype.itemsize].view(unit.source_dtype)
                 own = landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
                 yield own[: count * unit.wire_dtype.itemsize].view(unit.wire_dtype), source
 
@@ -221,7 +221,7 @@ class BucketStream:
         if piece.start == piece.stop:
             return
         unit, whole = self._units[piece.index], self.whole(piece)
-        load = unit.load()
+        load = unit.load
         slots = landing[lane.base : lane.base + lane.ranks * lane.slot_bytes].view(lane.ranks, lane.slot_bytes)
         nbytes = (piece.stop - piece.start) * unit.landed_dtype.itemsize
         values = slots[:, piece.landed : piece.landed + nbytes].view(unit.landed_dtype)

@@ -187,7 +187,9 @@ class PhaseManager:
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def offload(self, *groups: str, wait: bool = True) -> Handle:
-        """Moves groups to the host.
+        """Moves groups to the host, as they are when the current stream has done what is queued on it.
+
+        No other thread may write them while this runs.
 
         Args:
             groups: of "params", "grads", "optimizer", "buffers", "extra"; none means all.

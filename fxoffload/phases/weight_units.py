@@ -14,6 +14,7 @@ LoRA weights have the adapter's names: whoever wants merged weights merges first
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,27 +65,33 @@ class Unit:
     cuts: tuple[Cut, ...]
     dtype: torch.dtype
 
-    @property
+    @functools.cached_property
+    def source_dtype(self) -> torch.dtype:
+        """Of what is on the host."""
+        return self.local.dtype
+
+    @functools.cached_property
     def wire_dtype(self) -> torch.dtype:
         """That is gathered: the smaller one of what there is and what is wanted."""
-        source = self.local.dtype
+        source = self.source_dtype
         return self.dtype if self.dtype.itemsize < source.itemsize else source
 
-    @property
+    @functools.cached_property
     def landed_dtype(self) -> torch.dtype:
         """That the landing buffer holds."""
-        return self.wire_dtype if self.cuts else self.local.dtype
+        return self.wire_dtype if self.cuts else self.source_dtype
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Of the whole."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def own_shape(self) -> tuple[int, ...]:
         """What this rank holds of it."""
         return region(self.shape, self.cuts, [cut.rank for cut in self.cuts])[1]
 
+    @functools.cached_property
     def load(self) -> Load:
         """What it needs in a bucket; the same on all ranks."""
         return Load(
@@ -92,7 +99,7 @@ class Unit:
             lane=tuple(id(cut.group) for cut in self.cuts) or None,
             ranks=math.prod(cut.size for cut in self.cuts),
             elements=math.prod(region(self.shape, self.cuts, [0] * len(self.cuts))[1]),
-            source_item=self.local.dtype.itemsize,
+            source_item=self.source_dtype.itemsize,
             wire_item=self.wire_dtype.itemsize,
             out_bytes=self.numel * self.dtype.itemsize,
         )

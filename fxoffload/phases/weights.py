@@ -154,7 +154,7 @@ def stream_weights(
     limit = parse_bytes(bucket_bytes, "bucket_bytes")
     with untouched():
         units = units_of(_model(manager.models, model), full=full, dtype=dtype, names=names)
-        plan = plan_buckets([unit.load() for unit in units], limit)
+        plan = plan_buckets([unit.load for unit in units], limit)
         where = _device(units, device)
     still = StandStill(where)
     read = WeightSource(manager, still).copies
@@ -225,7 +225,7 @@ def _device(units: list[Unit], device: torch.device | str | None) -> torch.devic
 
 
 def _own_bytes(unit: Unit) -> int:
-    return _numel(unit.own_shape) * unit.local.dtype.itemsize
+    return _numel(unit.own_shape) * unit.source_dtype.itemsize
 
 
 def _numel(shape: tuple[int, ...]) -> int:
