@@ -32,8 +32,8 @@ _UNLIMITED = 1 << 62
 _CLEARLY_SLOWER = 0.05
 # Where nothing was worth doing, it may be for a call that takes this many times the memory.
 _PLAIN_RANGE = 4
-# So many sizes keep their schedule. The grid has few, but each size that misses it (at its own bytes, where those of the
-# grid do not fit) is one more.
+# So many sizes keep their schedule. Those of the grid are few; a size whose next one on the grid does not fit into the
+# budget has a schedule of its own.
 _MOST_CHOICES = 256
 
 

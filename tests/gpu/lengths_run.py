@@ -1,7 +1,7 @@
 """Trains a stack, layer by layer compiled, on batches of many lengths, and reads the process' memory as it goes.
 
-``measure`` runs here; ``measure_alone`` in a process of its own (``python -m gpu.lengths_run SETTINGS FOUND``, with this
-checkout's ``tests`` on the path, as in ``sharded_support``), so that two backends start from the same state.
+``measure`` runs here; ``measure_alone`` in a process of its own (``python -m gpu.lengths_run SETTINGS FOUND``, with
+this checkout's ``tests`` on the path, as in ``sharded_support``), so that two backends start from the same state.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Settings:
     Attributes:
         backend: of ``torch.compile``.
         options: fxoffload's.
-        cudnn_attention: whether attention may be cuDNN's, where torch prefers it. It keeps a plan for every length, in
-            each thread, for ever: torch's growth, not ours.
+        cudnn_attention: whether attention may be cuDNN's, where torch prefers it. torch keeps its plan for every
+            length, in each thread (aten/src/ATen/native/cudnn/MHA.cpp).
         steps: of different lengths, behind ``warm_up`` steps of others.
     """
 
@@ -156,7 +156,8 @@ def measure_alone(settings: Settings, folder: Path) -> Found:
         text=True,
         timeout=TIME_LIMIT_S,
     )
-    assert ended.returncode == 0 and found.exists(), f"{settings}: exit status {ended.returncode}:\n{ended.stdout[-6000:]}"
+    log = ended.stdout[-6000:]
+    assert ended.returncode == 0 and found.exists(), f"{settings}: exit status {ended.returncode}:\n{log}"
     read = json.loads(found.read_text())
     return Found(**{**read, "new": ProcessMemory(**read["new"]), "again": ProcessMemory(**read["again"])})
 
