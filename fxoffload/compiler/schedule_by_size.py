@@ -32,6 +32,9 @@ _UNLIMITED = 1 << 62
 _CLEARLY_SLOWER = 0.05
 # Where nothing was worth doing, it may be for a call that takes this many times the memory.
 _PLAIN_RANGE = 4
+# So many sizes keep their schedule. Those of the grid are few; a size whose next one on the grid does not fit into the
+# budget has a schedule of its own.
+_MOST_CHOICES = 256
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,11 @@ class ScheduleBySize:
             if tunes:
                 return self._choice(self._plan.schedule(sizes, spare_bytes=TUNING_BYTES) or self._plan.smallest(sizes))
             rounded = self._plan.sizes.rounded_up(sizes)
-            return self._choices.get(sizes) or self._choices.get(rounded) or self._work_out(sizes, rounded)
+            for known in (sizes, rounded):
+                if (found := self._choices.pop(known, None)) is not None:
+                    self._choices[known] = found  # the one that was asked for last stands at the end
+                    return found
+            return self._work_out(sizes, rounded)
 
     def _work_out(self, sizes: Sizes, rounded: Sizes) -> Choice:
         began = time.perf_counter()
@@ -152,6 +159,8 @@ class ScheduleBySize:
             schedule.simulation.peak_bytes / 2**30,
         )
         found = self._choices[rounded] = self._choice(schedule)
+        if len(self._choices) > _MOST_CHOICES:
+            del self._choices[next(iter(self._choices))]
         return found
 
     def _choice(self, schedule: Schedule) -> Choice:

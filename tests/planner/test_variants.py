@@ -266,6 +266,30 @@ def test_each_call_is_scheduled_for_its_size(made: list[ScheduleBySize]) -> None
     assert len(by_size._choices) == 4
 
 
+def test_only_so_many_sizes_keep_their_schedule(made: list[ScheduleBySize], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing fits, and each size has one of its own."""
+    monkeypatch.setattr(schedule_by_size, "_MOST_CHOICES", 5)
+    smallest = recorded("tower").smallest(recompute="default").smallest_bytes
+    model = tower()
+    call = dynamic(model, activation_budget=2 * smallest, recompute="default", max_slowdown=9.0)
+    check_bits(model, call, 6)
+    (by_size,) = made
+    batch, width = by_size._plan.sizes.positions
+
+    def choice(size: int) -> object:
+        return by_size.choice({batch: size, width: 8})  # type: ignore[arg-type]
+
+    with pytest.warns(UserWarning, match="whatever is offloaded"):
+        first = choice(97)
+    for size in range(98, 102):
+        choice(size)
+    assert choice(97) is first
+    assert list(by_size._choices) == [(98, 8), (99, 8), (100, 8), (101, 8), (97, 8)]
+    choice(102)
+    assert len(by_size._choices) == 5 and choice(97) is first
+    assert (98, 8) not in by_size._choices
+
+
 def test_the_first_call_leaves_room_for_tuning(made: list[ScheduleBySize]) -> None:
     """Also where its sizes are not those that were planned for. Later calls have the whole budget."""
     smallest = recorded("tower").smallest(recompute="default").smallest_bytes

@@ -19,7 +19,7 @@ BUDGET = 140_000  # keeping everything takes 225,024
 def sharded(rank: Rank, when: str, options: Any, **how: Any) -> nn.Module:
     """A model, each layer and the root sharded. Its layers are compiled "before" or "after" they are sharded, or the
     "whole" of it is."""
-    model, mesh = Stack(), rank.mesh()
+    model, mesh = Stack(), how.pop("mesh", None) or rank.mesh()
     if options is None:
         when = "never"
     for layer in model.layers:
@@ -56,6 +56,11 @@ def whole_model(rank: Rank) -> Found:
     return _flipped(rank, "whole")
 
 
+def inductor(rank: Rank) -> Found:
+    """Segments that Inductor compiles, as by default."""
+    return rank.flip(functools.partial(sharded, rank, "before"), rank.input(), inner="inductor")
+
+
 def planned(rank: Rank) -> Found:
     return rank.follow(functools.partial(sharded, rank, "before"), rank.input(), budget=BUDGET)
 
@@ -63,3 +68,23 @@ def planned(rank: Rank) -> Found:
 def planned_as_compiled(rank: Rank) -> Found:
     build = functools.partial(sharded, rank, "after", reshard_after_forward=False)
     return rank.follow(build, rank.input(), budget=BUDGET, disable=("tape_recompute",))
+
+
+# -- HSDP, on four ranks: sharded over two, replicated over two --------------------------------------------------------
+
+
+def _hybrid(rank: Rank, when: str) -> Any:
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    return functools.partial(sharded, rank, when, mesh=mesh)
+
+
+def hybrid_before(rank: Rank) -> Found:
+    return rank.flip(_hybrid(rank, "before"), rank.input())
+
+
+def hybrid_whole(rank: Rank) -> Found:
+    return rank.flip(_hybrid(rank, "whole"), rank.input())
+
+
+def hybrid_planned(rank: Rank) -> Found:
+    return rank.follow(_hybrid(rank, "before"), rank.input(), budget=BUDGET)

@@ -21,6 +21,7 @@ FLIPPED = (
     "fsdp2.mixed_precision",
     "fsdp2.parameters_on_host",
     "fsdp2.whole_model",
+    "fsdp2.inductor",
     "wrapped.fsdp1_layers",
     "wrapped.fsdp1_whole",
     "wrapped.ddp_of_layers",
@@ -43,7 +44,13 @@ UNLIKE = ("ranks.fxoffload_on_one_rank", "ranks.other_length_on_one_rank", "rank
 # Of plans, first of all: there are none yet.
 WORLDS = {
     2: ("ranks.checked", *FLIPPED, NOT_COMPILED, *FOLLOWED, *PLANNED_GRAPHS, *UNLIKE),
-    4: ("tensor.mesh_layers", "tensor.mesh_planned"),
+    4: (
+        "tensor.mesh_layers",
+        "tensor.mesh_planned",
+        "fsdp2.hybrid_before",
+        "fsdp2.hybrid_whole",
+        "fsdp2.hybrid_planned",
+    ),
 }
 NOTHING = {"groups_on_tape": 0, "host_bytes_in_use": 0}
 
@@ -150,8 +157,8 @@ def test_plans_of_graphs_compute_no_collective_again(worlds: Worlds, case: str) 
 
 
 @pytest.mark.parametrize("case", WORLDS[4])
-def test_sequence_parallel_with_fsdp2(worlds: Worlds, case: str) -> None:
-    """On a mesh of 2 x 2."""
+def test_on_a_mesh_of_two_dimensions(worlds: Worlds, case: str) -> None:
+    """Of 2 x 2: sequence parallelism with FSDP2, and FSDP2 that replicates (HSDP)."""
     for found in worlds(4, case):
         if case.endswith("planned"):
             assert_followed(found)
