@@ -32,7 +32,8 @@ from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.triton_bundler import TritonBundler as TritonBundler
-from torch._logging._internal import trace_structured as trace_structured
+from torch._logging._internal import trace_log
+from torch._logging._internal import trace_structured as _trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
@@ -598,3 +599,9 @@ def _args_where(node: fx.Node, fits: Callable[[Any], bool]) -> list[fx.Node]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         fx.map_arg(value, found.append)
     return found
+
+
+def trace_structured(kind: str, *, metadata_fn: Callable[[], dict[str, Any]], payload_fn: Callable[[], str]) -> None:
+    """``torch._logging.trace_structured``, if somebody listens: torch makes the payload also when nobody does."""
+    if trace_log.handlers:
+        _trace_structured(kind, metadata_fn=metadata_fn, payload_fn=payload_fn)
