@@ -36,9 +36,14 @@ def main(folder: Path) -> None:
     if done.verification is not None:
         print(f"fingerprint of each: {done.verification.fingerprint}")
     loaded = AutoModelForCausalLM.from_pretrained(folder / "fused").eval()
+    weights, others = model.state_dict(), loaded.state_dict()
+    print(
+        f"weights equal: {weights.keys() == others.keys() and all(torch.equal(weights[n], others[n]) for n in weights)}"
+    )
+    # Kernels may round otherwise where memory is aligned otherwise, as that of a file may be.
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        print(f"logits equal: {torch.equal(model(ids).logits, loaded(ids).logits)}")
+        print(f"logits close: {torch.allclose(model(ids).logits, loaded(ids).logits, atol=1e-5)}")
 
 
 if __name__ == "__main__":
