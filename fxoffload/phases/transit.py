@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS, EXTRA)
 _SETTLED = 8  # storages whose tensors get their classes back at a time
-_PATIENCE = 200  # sleeps
+_PATIENCE = 200  # sleeps of YIELD_S: 10 ms, should somebody who was interrupted be counted as a reader for ever
 _AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
 
