@@ -40,6 +40,15 @@ def compile_module(module: nn.Module, variant: Variant) -> nn.Module:
     return compiled
 
 
+# A process that measures one variant keeps that variant's settings until it ends.
+_FOR_GOOD = contextlib.ExitStack()
+
+
+def apply_settings(variant: Variant) -> None:
+    """``peer_settings`` for the rest of the process."""
+    _FOR_GOOD.enter_context(peer_settings(variant))
+
+
 def peer_settings(variant: Variant) -> contextlib.AbstractContextManager[Any]:
     """Around everything that a peer compiles and runs: settings that are the process's, not ``torch.compile``'s."""
     if variant.kind in ("torch_offload", "torch_offload_streams"):

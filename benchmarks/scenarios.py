@@ -67,6 +67,7 @@ SCENARIOS = {
             name="activations",
             answers="step time and peak memory, kept, checkpointed, offloaded; beside torch's own ways, TRL and verl",
             variants=ACTIVATION_VARIANTS,
+            protocol_defaults={"calibration_steps": 8},
         ),
         Scenario(
             name="compile-time",

@@ -65,7 +65,7 @@ class Protocol:
     reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
     of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each. ``warm``: each variant once more in a second process
-    with the compile caches of the first.
+    with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each layer.
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
@@ -77,6 +77,7 @@ class Protocol:
     steps: int = 7
     timeout_s: float = 300.0
     ranks: int = 1
+    tensor_parallel: int = 1
     gradients: bool = True
     allocator_trace: bool = True
     copy_trace: bool = True

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from benchmarks.activations.around import around_step
 from benchmarks.activations.kinds import PEERS, is_checkpointed, is_sharded
-from benchmarks.offload import compile_arguments, compile_module, peer_settings
+from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
 from benchmarks.workloads import Job, Workload, build_job, decoder_layers
 
-# A process that measures one variant keeps that variant's settings until it ends.
-_FOR_GOOD = contextlib.ExitStack()
-
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """Weights and inputs from the case's seed, the variant applied to the whole model."""
-    _FOR_GOOD.enter_context(peer_settings(request.variant))
+    apply_settings(request.variant)
     if is_sharded(request.variant.kind):
         from benchmarks.activations import verl
 

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks import sharded
@@ -24,7 +24,7 @@ from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.load import load_module
 from benchmarks.schema import Request
 from benchmarks.steps import Stepper
-from benchmarks.workloads import build_job, decoder_layers
+from benchmarks.workloads import Job, build_job, decoder_layers
 
 # Below that, verl's function logs a warning and offloads nothing.
 LEAST_LAYERS = 3
@@ -33,10 +33,14 @@ LEAST_LAYERS = 3
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """The case under FSDP2 on this one rank; with verl's offloading for the variants of that name."""
     job = build_job(request.case, device)
+    sharded.join(request, device)
+    return shard(request, job, device, init_device_mesh(device.type, (1,)))
+
+
+def shard(request: Request, job: Job, device: torch.device, mesh: DeviceMesh) -> Stepper:
+    """The same over the ranks of ``mesh``, which have met."""
     kind = request.variant.kind
     offload = None if kind == "eager_fsdp" else _load(request, device)
-    sharded.join(request, device)
-    mesh = init_device_mesh(device.type, (1,))
     for layer in decoder_layers(job.module):
         fully_shard(layer, mesh=mesh)
     fully_shard(job.module, mesh=mesh)

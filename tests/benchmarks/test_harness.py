@@ -88,7 +88,7 @@ def test_run_records_what_it_claims(tiny_run: tuple[dict, str]) -> None:
     assert report["link"]["d2h_gb_per_s"] > 0
     result = next(r["result"] for r in report["records"] if r["variant"]["label"] == "offload_all")
     assert len(result["step_ms"]["values"]) == result["num_timed_steps"] == Protocol().steps
-    assert len(result["losses"]) == 2 + Protocol().warmup + Protocol().steps
+    assert len(result["losses"]) == 2 + Protocol().warmup + report["protocol"]["calibration_steps"] + Protocol().steps
     assert len(set(result["losses"])) == 1, "the inputs are fixed and nothing updates the weights"
     assert result["stats_first_step"]["num_segments_compiled"] > 0
     assert result["stats_per_step"]["bytes_offloaded"] * result["num_timed_steps"] == pytest.approx(
