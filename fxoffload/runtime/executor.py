@@ -291,7 +291,7 @@ class OuterProgram:
                     continue
                 if not call.decisions[index]:
                     continue
-                found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes)
+                found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes, call.engine.device)
                 if movable.of_turn and call.keeps_turn:
                     counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
                 else:
@@ -367,15 +367,25 @@ def _distinct(transfers: Any) -> list[Transfer]:
     return list(dict.fromkeys(t for t in transfers if t is not None))
 
 
-def _by_storage(slots: list[Any], where: list[int], min_bytes: int) -> list[tuple[list[int], list[Tensor]]]:
-    """Slots and tensors of each storage that is large enough to move. What shares memory at trace time shares it at run
-    time too, unless Inductor chose to copy."""
+def _by_storage(
+    slots: list[Any], where: list[int], min_bytes: int, device: torch.device
+) -> list[tuple[list[int], list[Tensor]]]:
+    """Slots and tensors of each storage of ``device`` that is large enough to move. What shares memory at trace time
+    shares it at run time too, unless Inductor chose to copy.
+
+    A value may be on another device than its trace says: attention without dropout returns its seed and offset on the
+    host, and fake tensors of them are on the GPU.
+    """
     groups: dict[int, tuple[list[int], list[Tensor]]] = {}
     for i in where:
         found = groups.setdefault(slots[i].untyped_storage()._cdata, ([], []))
         found[0].append(i)
         found[1].append(slots[i])
-    return [g for g in groups.values() if sum(t.numel() * t.element_size() for t in g[1]) >= max(min_bytes, 1)]
+    return [
+        group
+        for group in groups.values()
+        if sum(t.numel() * t.element_size() for t in group[1]) >= max(min_bytes, 1) and group[1][0].device == device
+    ]
 
 
 def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:

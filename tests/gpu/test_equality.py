@@ -121,6 +121,21 @@ def test_two_compute_streams_share_host_blocks(compiled: tuple[Stack, Callable[[
     assert _two_streams(compiled, Wait.HOST_READ) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_whose_seed_is_on_the_host(dtype: torch.dtype) -> None:
+    """Memory-efficient (float32) and flash attention save a seed and an offset, which are on the host without dropout,
+    whatever their fake tensors say."""
+    torch.compiler.reset()
+    model = build(2).to(dtype)
+    step = torch.compile(model, backend="fxoffload", options=OPTIONS)
+    with deterministic():
+        x = fresh_input(1).to(dtype)
+        found = gradients(model, lambda: step(x))
+        with fxoffload.override_policy("keep_all"):
+            assert differing(found, gradients(model, lambda: step(x))) == 0
+    assert fxoffload.stats().bytes_offloaded > 0
+
+
 @pytest.mark.parametrize("left_out", [None, Wait.SOURCE_DONE])
 def test_the_caller_may_write_to_an_input_after_the_forward(left_out: Wait | None) -> None:
     """Under per-layer compile the residual stream is a graph input, and its owner may reuse it at once."""

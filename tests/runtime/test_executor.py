@@ -236,6 +236,17 @@ def test_views_of_one_storage_are_one_transfer_and_strangers_are_two() -> None:
     assert fxoffload.stats().num_copies == 2
 
 
+def test_a_value_on_another_device_than_the_trace_says_passes_through() -> None:
+    """As the seed of attention without dropout, which is on the host."""
+    gm, movables = saving("x", "y")
+    made = program(gm, movables=movables)
+    elsewhere = torch.ones(4, device="meta")
+    results = run(made, elsewhere, torch.ones(4), decisions=(True, True))
+    assert results[0] is elsewhere
+    assert slot_of(results[1], "y") is not None
+    assert fxoffload.stats().num_copies == 1
+
+
 def test_a_value_that_does_not_fit_the_host_passes_through() -> None:
     gm, movables = saving("x", "y")
     small = RuntimeOptions(Budgets(engine_for(CPU).arena.reserved_bytes, 0, 0), min_bytes=1)
