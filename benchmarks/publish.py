@@ -16,6 +16,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks import moe_convert
+from benchmarks.activations.kinds import CHECKOUTS
 from benchmarks.derived import case_label, derive
 from benchmarks.load import load
 from benchmarks.machine import RECORDED_VARIABLES, ROOT
@@ -79,7 +80,8 @@ def reproduce(environment: dict[str, Scalar]) -> str:
         if word in OF_ONE_RUN:
             next(words, None)
         else:
-            kept.append(word)
+            name, is_setting, _ = word.partition("=")
+            kept.append(f"{name}=PATH" if is_setting and name in CHECKOUTS else word)
     variables = [f"{name}={environment[name]}" for name in RECORDED_VARIABLES if environment.get(name)]
     return " ".join([*variables, shlex.join(kept), "--out DIR"])
 

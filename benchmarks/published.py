@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP = "2026-11-22-2xh200-fsdp-reserve.json"
+README_FSDP = "2026-11-22-2xh200-fsdp-verl.json"
+README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,16 @@ STRATEGIES = {
     "module_to": "`Module.to`",
     "torch_memory_saver": "torch_memory_saver",
 }
+EAGER_PEERS = {
+    "eager": "eager",
+    "eager_checkpoint": "eager + checkpointing",
+    "save_on_cpu": "eager, torch's `save_on_cpu`",
+    "trl": "eager, TRL's `OffloadActivations`",
+    "trl_checkpoint": "the same + checkpointing (TRL's default)",
+    "verl": "eager FSDP2, verl's activation offloading",
+    "verl_checkpoint": "the same + verl's checkpointing",
+}
+PEERS = ("step ms [quartiles]", "against inductor", "peak GiB", "without gradients", "gradients")
 CONVERSIONS = ("seconds [quartiles]", "GB/s", "of its baseline's rate", "peak RSS GiB", "above imports MiB")
 
 TABLES = (
@@ -101,10 +112,26 @@ TABLES = (
             ),
         ),
     ),
+    Table(
+        "readme-peers",
+        tuple(column for column in PEERS if column != "without gradients"),
+        (
+            Rows(
+                README_PEERS,
+                {
+                    "inductor": "Inductor",
+                    "checkpoint": "Inductor + full checkpointing",
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=1.02*checkpoint": "fxoffload, 1.02x checkpointing's peak",
+                    **EAGER_PEERS,
+                },
+            ),
+        ),
+    ),
     Table("readme-phases", PHASES, (Rows(README_PHASES, STRATEGIES, where_there=True),), across=True),
     Table(
         "readme-fsdp",
-        ("budget GiB", "step ms [quartiles]", "against inductor", "peak GiB"),
+        ("budget GiB", "step ms [quartiles]", "against inductor", "peak GiB", "gradients"),
         (
             Rows(
                 README_FSDP,
@@ -113,6 +140,9 @@ TABLES = (
                     "checkpoint": "Inductor + full checkpointing",
                     "auto": "fxoffload, default",
                     "auto@activation_budget=6.35GiB": "fxoffload, with a budget",
+                    "eager": "eager",
+                    "verl": "eager, verl's activation offloading",
+                    "verl_checkpoint": "the same + verl's checkpointing",
                 },
             ),
         ),
@@ -265,6 +295,24 @@ TABLES = (
         (Rows("2026-11-21-h200-plan-causal-lm-9gib.json", BASELINES | _budgets("9")),),
     ),
     Table(
+        "activations-peers",
+        (*PEERS, "compile s"),
+        (
+            Rows(README_PEERS, BASELINES | DEFAULT | AT_CHECKPOINT | EAGER_PEERS, of="16 x 16,384"),
+            Rows(
+                "2026-11-22-h200-activations-36-layers.json",
+                BASELINES | DEFAULT | AT_CHECKPOINT | {"eager": "eager"},
+                of="36 x 8,192",
+            ),
+            Rows(
+                "2026-11-22-h200-activations-moe.json",
+                BASELINES | DEFAULT | {"eager": "eager"},
+                of="MoE, 16 x 8,192",
+            ),
+        ),
+        of="layers x tokens",
+    ),
+    Table(
         "activations",
         ACTIVATIONS,
         tuple(
@@ -328,6 +376,7 @@ TABLES = (
             Rows(
                 "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
             ),
+            Rows("2026-11-22-2xh200-fsdp-verl.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-verl` (6c820d5)"),
         ),
         of="run",
     ),
@@ -349,6 +398,10 @@ TABLES = (
         (
             Rows("2026-11-22-h200-phases-yield.json", {k: STRATEGIES[k] for k in ("fxoffload", "verl", "packed")}),
             Rows("2026-11-22-h200-phases-fp32.json", {"fxoffload": "fxoffload, fp32 state"}),
+            Rows(
+                "2026-11-22-2xh200-phases-whole.json",
+                {"fxoffload": "fxoffload, 2 GPUs, all of it each", "packed": "packed, 2 GPUs"},
+            ),
             Rows("2026-11-22-2xh200-phases.json", {"fxoffload": "fxoffload, 2 GPUs, half of it each"}),
             Rows("2026-11-22-4xh200-phases.json", {"fxoffload": "fxoffload, 4 GPUs, a quarter each"}),
         ),

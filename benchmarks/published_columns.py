@@ -68,6 +68,12 @@ def _exposed(m: Measured) -> str:
     return _number((m.record.result.stats_per_step or {}).get("exposed_copy_ms"))
 
 
+def _gradients(m: Measured) -> str:
+    """Beside the reference of the same run; empty where that was not told apart from rounding."""
+    agree = m.derived.get("gradients_agree")
+    return "" if agree is None else "agree" if agree else "DIFFER"
+
+
 def _planned_step(m: Measured, which: str) -> str:
     plan = m.record.result.plan
     said = getattr(plan, which) if plan is not None else None
@@ -167,6 +173,7 @@ COLUMNS: dict[str, Column] = {
     "budget GiB": _budget,
     "peak GiB": lambda m: _peak(m.record.result.memory),
     "without gradients": _without_gradients,
+    "gradients": _gradients,
     "first step": lambda m: _peak(m.record.result.first_step_memory),
     "error of peak": lambda m: _percent(m.derived.get("predicted_peak_error")),
     "of peak, cal.": lambda m: _percent(m.derived.get("calibrated_peak_error")),

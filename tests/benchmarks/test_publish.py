@@ -40,7 +40,7 @@ def test_the_command_checks_without_writing() -> None:
 def test_a_figure_that_was_changed_by_hand_is_found_and_mended(copy: Path) -> None:
     readme = copy / "README.md"
     text = readme.read_text()
-    assert text.count("| Inductor + full checkpointing ") == 2
+    assert text.count("| Inductor + full checkpointing ") == 3
     readme.write_text(text.replace("924.7 [922.7, 925.3]", "924.7 [900.0, 925.3]"))
     found = publish.differences(copy)
     assert "-| Inductor + full checkpointing" in found and "+| Inductor + full checkpointing" in found
@@ -144,9 +144,9 @@ def test_labels_that_a_newer_file_lacks_are_left_out_where_asked() -> None:
 
 
 def test_commands_lose_what_was_particular_to_one_call() -> None:
-    command = "python -m benchmarks run plan --set steps=5 --resume a.json --variants 'a,b c' --deadline-s 9 --out /x"
+    command = "python -m benchmarks run plan --set steps=5 verl=/y --resume a.json --variants 'a,b c' --deadline-s 9 --out /x"
     environment = {"command": command, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     expected = (
-        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set steps=5 --variants 'a,b c'"
+        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set steps=5 verl=PATH --variants 'a,b c'"
     )
     assert publish.reproduce(environment) == f"{expected} --out DIR"
