@@ -144,9 +144,9 @@ def test_labels_that_a_newer_file_lacks_are_left_out_where_asked() -> None:
 
 
 def test_commands_lose_what_was_particular_to_one_call() -> None:
-    command = "python -m benchmarks run plan --set steps=5 verl=/y --resume a.json --variants 'a,b c' --deadline-s 9 --out /x"
+    command = "python -m benchmarks run plan --set verl=/y --resume a.json --variants 'a,b c' --deadline-s 9 --out /x"
     environment = {"command": command, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     expected = (
-        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set steps=5 verl=PATH --variants 'a,b c'"
+        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set verl=PATH --variants 'a,b c'"
     )
     assert publish.reproduce(environment) == f"{expected} --out DIR"
