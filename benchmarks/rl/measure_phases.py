@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.phases import Phases
 from benchmarks.rl.checksums import change_a_bit, checksums
@@ -15,7 +17,7 @@ from benchmarks.rl.make_strategy import make_strategy
 from benchmarks.rl.mark import Mark
 from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.process import RlProcess, spread
-from benchmarks.rl.records import Endurance, Exposed, FirstForward, Switching, Way
+from benchmarks.rl.records import CopiesAlone, Endurance, Exposed, FirstForward, Switching, Way
 from benchmarks.rl.strategy import EVERYTHING, PARAMS
 from benchmarks.rl.weight_reader import WeightReader, from_host
 from benchmarks.schema import Request, Result
@@ -23,10 +25,11 @@ from benchmarks.schema import Request, Result
 CHECK_EVERY = 10
 # Of a strategy whose cycle takes longer, the parts that would repeat whole cycles to say little are left out.
 SLOW_CYCLE_S = 5.0
+COPY_ROUNDS = 3
 
 
 class MeasurePhases:
-    """Order: first cycle, steady cycles, optimizer beside log-probs, first forward, stream, endurance, link."""
+    """Order: first cycle, steady cycles, optimizer beside log-probs, first forward, stream, endurance, the end."""
 
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.process = RlProcess(request, device, result)
@@ -46,6 +49,7 @@ class MeasurePhases:
         if self.process.request.protocol.endurance:
             phases.optional("endurance", self.endurance)
         phases.optional("free memory at the end", self.free_at_the_end)
+        phases.optional("copies alone", self.copies_alone)
         phases.optional("link", self.link)
         phases.optional("ranks", self.gather_ranks)
         phases.required("leave", self.process.leave)
@@ -211,6 +215,25 @@ class MeasurePhases:
         self.found.residue_later_bytes = difference(self.process.free_before, free_bytes(self.device))
         self.strategy.onload(*EVERYTHING)
 
+    def copies_alone(self) -> None:
+        """What the host memory that the strategy has chosen gives of the link, with all else taken away.
+
+        Up first, then the same bytes down to where they were.
+        """
+        if self._is_slow():
+            return
+        self.strategy.offload(*EVERYTHING)
+        pieces = self.strategy.host_pieces()
+        if pieces:
+            sizes = [piece.numel() for piece in pieces]
+            there = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device).split(sizes)
+            up = [self._timed(lambda: _copy_all(there, pieces)) for _ in range(COPY_ROUNDS)]
+            down = [self._timed(lambda: _copy_all(pieces, there)) for _ in range(COPY_ROUNDS)]
+            rates = [sum(sizes) / 1e9 / statistics.median(seconds) for seconds in (down, up)]
+            self.found.copies_alone = CopiesAlone(*rates)
+            del there
+        self.strategy.onload(*EVERYTHING)
+
     def link(self) -> None:
         self.process.measure_link()
         found = self.found
@@ -233,6 +256,8 @@ class MeasurePhases:
             "residue_bytes": found.residue_bytes,
             "residue_later_bytes": found.residue_later_bytes,
             "host_vs_device": found.host_vs_device,
+            "copies_alone_d2h_gb_per_s": found.copies_alone and found.copies_alone.d2h_gb_per_s,
+            "copies_alone_h2d_gb_per_s": found.copies_alone and found.copies_alone.h2d_gb_per_s,
             "stream_of_link": found.stream and found.stream.of_link,
             "bit_equal": None if found.bit_equal is None else float(found.bit_equal),
             "endured": None if found.endurance is None else float(found.endurance.bit_equal),
@@ -271,3 +296,8 @@ class MeasurePhases:
         found = self.found
         both = sum(way.seconds.median for way in (found.offload, found.onload) if way is not None)
         return self.job.agreed(both > SLOW_CYCLE_S)
+
+
+def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

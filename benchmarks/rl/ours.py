@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.rl.job import RlJob
-from benchmarks.rl.strategy import Strategy
+from benchmarks.rl.strategy import EVERYTHING, Strategy
 
 
 class Fxoffload(Strategy):
@@ -46,6 +46,11 @@ class Fxoffload(Strategy):
 
     def stream(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
         return self.manager.stream_weights(**options)
+
+    def host_pieces(self) -> list[Tensor]:
+        away = self.manager._transit.ledger.on_host(EVERYTHING)
+        image = self.manager.image
+        return [host for held in away if held.block for _, host in image.pieces(held.block, held.nbytes)]
 
     def host_bytes(self) -> int | None:
         return self.manager.image.reserved_bytes

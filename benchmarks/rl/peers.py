@@ -104,6 +104,9 @@ class Packed(Strategy):
                     storage.resize_(size)
                     _as_bytes(storage).copy_(self._buffer[offset : offset + size], non_blocking=True)
 
+    def host_pieces(self) -> list[torch.Tensor]:
+        return [self._buffer[at : at + size] for group in self._places.values() for _, at, size in group]
+
     def host_bytes(self) -> int | None:
         return self._buffer.numel()
 

@@ -85,6 +85,14 @@ class Streamed:
 
 
 @dataclass
+class CopiesAlone:
+    """See ``Switching.copies_alone``. Medians of three rounds."""
+
+    d2h_gb_per_s: float
+    h2d_gb_per_s: float
+
+
+@dataclass
 class Switching:
     """Of ``phases``: parameters, buffers and optimizer state leave the device and return.
 
@@ -118,6 +126,7 @@ class Switching:
     host_vs_device: float | None = None
     endurance: Endurance | None = None
     stream: Streamed | None = None
+    copies_alone: CopiesAlone | None = None
     by_rank: list[dict[str, float | None]] = field(default_factory=list)
 
 

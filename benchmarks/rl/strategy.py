@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from torch import Tensor
+
 from benchmarks.clock import synchronize
 from benchmarks.rl.job import RlJob
 from benchmarks.rl.machine_memory import give_back
@@ -57,6 +59,10 @@ class Strategy:
             self.begin_onload("optimizer")
         elif phase == "sync":
             self.offload("optimizer")
+
+    def host_pieces(self) -> list[Tensor]:
+        """Where the bytes lie that are away now, as copies take them; empty where that is not known."""
+        return []
 
     def host_bytes(self) -> int | None:
         """Host memory that is reserved for what is away; None where nobody counts."""

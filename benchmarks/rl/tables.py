@@ -30,6 +30,7 @@ def render_phases(report: Report) -> str:
 def _switching(rl: RlResult) -> dict[str, str]:
     found = rl.switching or Switching()
     exposed, first, stream, endured = found.exposed, found.first_forward, found.stream, found.endurance
+    alone = found.copies_alone
     return {
         "first off s": _pair(found.first_offload_s, found.first_offload_gb_per_s),
         "first on s": _pair(found.first_onload_s, found.first_onload_gb_per_s),
@@ -37,6 +38,7 @@ def _switching(rl: RlResult) -> dict[str, str]:
         "steady on s": _way(found.onload),
         "cycles": str(len(found.offload.seconds.values)) if found.offload else "-",
         "of link": "-" if not (found.offload and found.onload) else _both(found.offload.of_link, found.onload.of_link),
+        "copies alone GB/s": "-" if alone is None else f"{alone.d2h_gb_per_s:.1f} / {alone.h2d_gb_per_s:.1f}",
         "exposed/serial s": "-" if exposed is None else f"{exposed.exposed_s:.3f} / {exposed.serial_s:.3f}",
         "first fwd/load s": "-" if first is None else f"{first.first_matmul.median:.4f} / {first.load_all.median:.4f}",
         "not free MiB": _both_mib(found.residue_bytes, found.residue_later_bytes),

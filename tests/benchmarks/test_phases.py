@@ -83,6 +83,7 @@ def test_a_run_measures_everything_and_survives_what_is_not_installed(whole_run:
         assert found.optimizer_bytes == 2 * found.parameter_bytes
         assert found.exposed is not None and found.first_forward is not None
         assert found.endurance is not None and found.endurance.cycles == 11 and found.endurance.bit_equal
+        assert found.copies_alone is not None and found.copies_alone.h2d_gb_per_s > 0
         assert found.residue_bytes is None, "a CPU has no driver to ask"
         assert (found.stream is not None) is (label == "fxoffload")
 
