@@ -4,6 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._logging._internal import trace_log
+
+
+def pytest_configure() -> None:
+    # pytest captures by adding handlers to every logger that does not propagate. With a handler, torch takes it that
+    # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
+    trace_log.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
