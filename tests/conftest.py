@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,13 @@ def pytest_configure() -> None:
     # pytest captures by adding handlers to every logger that does not propagate. With a handler, torch takes it that
     # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
     trace_log.propagate = True
+
+    # Many tests collect garbage, and so do compilations: half a second each time, where the half million objects that
+    # torch keeps for good are looked at. Test modules are imported later, so what they hold is not frozen.
+    for module in ("fxoffload", "torch._inductor.compile_fx"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
