@@ -34,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(few_gpus)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What functions of a test module cache ends with it: graphs of models are millions of objects, which the collector
+    and whatever looks for tensors would go through in every later test."""
+    yield
+    for function in vars(request.module).values():
+        if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
+            function.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Every test starts without compiled code and with counters at zero."""
