@@ -10,6 +10,7 @@ import contextlib
 import copy
 import enum
 import functools
+import importlib
 import inspect
 import operator
 import re
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -25,13 +26,6 @@ import torch.fx as fx
 from torch._C import _autograd  # type: ignore[attr-defined]
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import AsyncCompile as AsyncCompile
-from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
-from torch._inductor.codecache import FxGraphCache as FxGraphCache
-from torch._inductor.compile_fx import compile_fx as compile_fx
-from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-from torch._inductor.triton_bundler import TritonBundler as TritonBundler
 from torch._logging._internal import trace_log
 from torch._logging._internal import trace_structured as _trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -44,7 +38,34 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 
 from fxoffload._torch_private import in_backward as in_backward
 
+if TYPE_CHECKING:
+    from torch._inductor.async_compile import AsyncCompile as AsyncCompile
+    from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
+    from torch._inductor.codecache import FxGraphCache as FxGraphCache
+    from torch._inductor.compile_fx import compile_fx as compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+    from torch._inductor.triton_bundler import TritonBundler as TritonBundler
+
 MIN_TORCH = (2, 11)
+
+# Imported when they are asked for: `import fxoffload` reads this file, and Inductor takes a second to import.
+_OF_INDUCTOR = {
+    "AsyncCompile": "async_compile",
+    "CodeCacheFuture": "codecache",
+    "FxGraphCache": "codecache",
+    "compile_fx": "compile_fx",
+    "compile_fx_inner": "compile_fx",
+    "CustomPartitionerFn": "custom_graph_pass",
+    "TritonBundler": "triton_bundler",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_INDUCTOR:
+        return getattr(importlib.import_module(f"torch._inductor.{_OF_INDUCTOR[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # functorch.config switches that hold while one of our graphs is compiled:
 #  - plain callables cannot go into AOTAutograd's cache (Inductor's own cache still works per segment);

@@ -384,11 +384,19 @@ def num_graphs_compiled() -> int | None:
 
 def compiled_functions() -> list[tuple[Any, list[Any]]]:
     """(the function itself, the hooks that Dynamo calls before each of its calls) of everything compiled and alive."""
+    # Dynamo's wrapper closes over its context as `self`. Asked first: a function makes its dict when that is read, and
+    # there are hundreds of thousands.
+    wrappers = [
+        one
+        for one in gc.get_objects()
+        if type(one) is types.FunctionType
+        and "self" in one.__code__.co_freevars
+        and "_torchdynamo_orig_callable" in one.__dict__
+    ]
     found = []
-    for one in gc.get_objects():
-        if type(one) is types.FunctionType and "_torchdynamo_orig_callable" in one.__dict__:
-            cells = dict(zip(one.__code__.co_freevars, one.__closure__ or (), strict=True))
-            hooks = getattr(cells["self"].cell_contents, "enter_exit_hooks", None) if "self" in cells else None
-            if isinstance(hooks, list):
-                found.append((one.__dict__["_torchdynamo_orig_callable"], hooks))
+    for one in wrappers:
+        cells = dict(zip(one.__code__.co_freevars, one.__closure__ or (), strict=True))
+        hooks = getattr(cells["self"].cell_contents, "enter_exit_hooks", None)
+        if isinstance(hooks, list):
+            found.append((one.__dict__["_torchdynamo_orig_callable"], hooks))
     return found

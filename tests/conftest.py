@@ -1,9 +1,25 @@
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._logging._internal import trace_log
+
+
+def pytest_configure() -> None:
+    # pytest captures by adding handlers to every logger that does not propagate. With a handler, torch takes it that
+    # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
+    trace_log.propagate = True
+
+    # Many tests collect garbage, and so do compilations: half a second each time, where the half million objects that
+    # torch keeps for good are looked at. Test modules are imported later, so what they hold is not frozen.
+    for module in ("fxoffload", "torch._inductor.compile_fx"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("dist") and num_gpus < 2:
             item.add_marker(few_gpus)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What functions of a test module cache ends with it: graphs of models are millions of objects, which the collector
+    and whatever looks for tensors would go through in every later test."""
+    yield
+    for function in vars(request.module).values():
+        if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
+            function.cache_clear()
 
 
 @pytest.fixture(autouse=True)

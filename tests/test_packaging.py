@@ -87,6 +87,19 @@ assert not torch.cuda.is_initialized(), "listing the backends started CUDA"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_import_leaves_inductor_alone() -> None:
+    """It takes about a second. Nor do parts that need no compiler import it."""
+    code = """
+import sys
+import fxoffload
+assert "torch._inductor.compile_fx" not in sys.modules, "fxoffload"
+for name in ("phases", "checkpoints", "cli.app"):
+    __import__(f"fxoffload.{name}")
+    assert "torch._inductor.compile_fx" not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_top_level_listing() -> None:
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     names = {line.split("/")[0] for line in listing.stdout.splitlines()}

@@ -1,6 +1,6 @@
 """Uses of a plain model and its optimizer while everything is on the host; run as a script: some would end the process.
 
-Writes one line per use: its name, what was raised, and the message, as JSON.
+Takes names of optimizers. Writes one line per use, as JSON: the optimizer, the use, what was raised, and the message.
 """
 
 from __future__ import annotations
@@ -144,8 +144,6 @@ def backwards() -> list[Any]:
 
 
 def main(name: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     reference = build()
     expected = [train(reference, o) for o in [OPTIMIZERS[name](reference.parameters())] for _ in range(4)]
     model = build()
@@ -167,22 +165,26 @@ def main(name: str) -> None:
         try:
             call()
         except Exception as error:
-            print(json.dumps([use, type(error).__name__, str(error)]), flush=True)
+            print(json.dumps([name, use, type(error).__name__, str(error)]), flush=True)
         else:
-            print(json.dumps([use, "nothing", ""]), flush=True)
+            print(json.dumps([name, use, "nothing", ""]), flush=True)
     in_workers = list(DataLoader(Asking(model), num_workers=1, collate_fn=lambda batch: batch[0]))
     numbers = [int(n) for n in DataLoader(Plain(), num_workers=1)]
-    print(json.dumps(["in workers", in_workers, numbers]), flush=True)
+    print(json.dumps([name, "in workers", in_workers, numbers]), flush=True)
     optimizer.zero_grad()  # harmless: it drops the gradients
     manager.onload()
     same = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     copied = copy.deepcopy(model)
     clean = attributes == [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in copied.modules()]
     got += [train(model, optimizer) for _ in range(3)]
-    print(json.dumps(["afterwards", same and clean, got == expected]), flush=True)
+    print(json.dumps([name, "afterwards", same and clean, got == expected]), flush=True)
     manager.close()
-    print(json.dumps(["backward", *backwards()]), flush=True)
+    print(json.dumps([name, "backward", *backwards()]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for asked in sys.argv[1:]:
+        torch.compiler.reset()
+        main(asked)
