@@ -48,9 +48,12 @@ class Residues(list[Residue]):
     Attributes:
         unseen_bytes: that the caching allocator gave out and no tensor in Python accounts for: autograd graphs,
             workspaces, tensors smaller than asked for. Zero without CUDA.
+        num_frozen: objects that ``gc.freeze()`` has hidden (serving engines call it). What is among them is not listed,
+            and not named as a holder.
     """
 
     unseen_bytes: int = 0
+    num_frozen: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +75,8 @@ class Residues(list[Residue]):
         lines = [f"{format_bytes(self.nbytes)} in {len(self)} storage{'' if len(self) == 1 else 's'}"]
         if self.unseen_bytes:
             lines.append(f"{format_bytes(self.unseen_bytes)} allocated beside them, by what is not listed")
+        if self.num_frozen:
+            lines.append(f"not looked at: {self.num_frozen:,} objects that gc.freeze() hides (gc.unfreeze() shows them)")
         if rows:
             lines.append(tabulate(rows, headers=["size", "type", "shape", "dtype", "device", "held by"]))
         return "\n".join(lines)
@@ -116,6 +121,7 @@ def residue(
             found.append(_residue(some, held_by))
     found.sort(key=lambda entry: -entry.nbytes)
     found.unseen_bytes = _unseen_bytes(one, device_types, found.nbytes)
+    found.num_frozen = gc.get_freeze_count()
     return found
 
 

@@ -52,6 +52,15 @@ def held(**kwargs: Any) -> str:
     return "; ".join(one.held_by)
 
 
+def test_what_is_frozen_is_counted() -> None:
+    """The collector does not list it. Not frozen here: this process could not take that back for what it has itself."""
+    assert residue(device_types=("cpu",)).num_frozen == gc.get_freeze_count()
+    shown = Residues()
+    assert "gc.freeze" not in str(shown)
+    shown.num_frozen = 1234
+    assert "1,234 objects that gc.freeze() hides" in str(shown)
+
+
 def test_local_variable() -> None:
     tensor = fresh()
     text = held()
