@@ -16,7 +16,14 @@ from benchmarks.schema import Scalar
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "NCCL_NVLS_ENABLE")
-GPU_FIELDS = ("driver_version", "pcie.link.gen.current", "pcie.link.width.current", "clocks.max.sm", "power.limit")
+GPU_FIELDS = (
+    "driver_version",
+    "pci.bus_id",
+    "pcie.link.gen.current",
+    "pcie.link.width.current",
+    "clocks.max.sm",
+    "power.limit",
+)
 
 
 def describe_run() -> dict[str, Scalar]:
@@ -32,6 +39,8 @@ def describe_run() -> dict[str, Scalar]:
         "cpu_count": len(os.sched_getaffinity(0)),
         "ram_bytes": psutil.virtual_memory().total,
         "cgroup_limit_bytes": cgroup_limit_bytes(),
+        "memory_nodes": _read(Path("/sys/devices/system/node/has_memory")),
+        "huge_pages": _read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "torch": _version("torch"),
         "transformers": _version("transformers"),
         "triton": _version("triton"),
@@ -43,7 +52,20 @@ def describe_run() -> dict[str, Scalar]:
         values = [value.strip() for value in gpus[0].split(",")]
         environment["num_gpus"] = len(gpus)
         environment.update({f"gpu_{n}": v for n, v in zip(("name", *GPU_FIELDS), values, strict=False)})
+        environment["gpu_memory_nodes"] = ",".join(_memory_node(line.split(",")[2].strip()) for line in gpus)
     return environment
+
+
+def _memory_node(bus_id: str) -> str:
+    """The memory node of a GPU by its address as nvidia-smi writes it ("00000000:01:00.0"); "?" where nobody says."""
+    return _read(Path("/sys/bus/pci/devices", bus_id[4:].lower(), "numa_node")) or "?"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
 
 
 def describe_process() -> dict[str, Scalar]:
