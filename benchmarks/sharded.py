@@ -47,9 +47,9 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
         ValueError: a case or a variant that this scenario has no way to run, or ranks that cannot be paired.
     """
     variant, parallel = request.variant, request.protocol.tensor_parallel
-    replicas = count_replicas(request)
-    job = build_job(request.case, device, request.rank // parallel)
+    replicas = _count_replicas(request)
     _check(request)
+    job = build_job(request.case, device, request.rank // parallel)
     layers = decoder_layers(job.module)
     mesh = init_device_mesh(device.type, (replicas, parallel), mesh_dim_names=("fsdp", "tensor"))
     if parallel > 1:
@@ -73,7 +73,7 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
     return Stepper(job, job.module, device, around_step(variant, job, device))
 
 
-def count_replicas(request: Request) -> int:
+def _count_replicas(request: Request) -> int:
     """How many groups of ranks see different inputs.
 
     Raises:
