@@ -4,38 +4,24 @@ With ``tensor_parallel=2`` pairs of ranks share each layer's projections too: FS
 tensor parallelism over the other.
 """
 
-import datetime
-
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from benchmarks.activations import verl
 from benchmarks.activations.around import around_step
 from benchmarks.activations.kinds import is_checkpointed, is_sharded
 from benchmarks.hf_models import has_head
 from benchmarks.offload import apply_settings, compile_arguments
-from benchmarks.schema import Request, Result
+from benchmarks.schema import Request
 from benchmarks.steps import Stepper
 from benchmarks.workloads import build_job, decoder_layers
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
-
-
-def join(request: Request, device: torch.device) -> None:
-    """Meet through a file: no port to find, nothing to resolve. NCCL reads its own environment variables."""
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{request.rendezvous}",
-        rank=request.rank,
-        world_size=request.protocol.ranks,
-        timeout=datetime.timedelta(seconds=max(60.0, request.protocol.timeout_s)),
-        device_id=device if device.type == "cuda" else None,
-    )
 
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
@@ -56,8 +42,6 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
         for layer in layers:
             parallelize_module(layer, mesh["tensor"], _projections())
     if is_sharded(variant.kind):
-        from benchmarks.activations import verl
-
         return verl.shard(request, job, device, mesh["fsdp"])
     apply_settings(variant)
     arguments = compile_arguments(variant)
@@ -98,26 +82,3 @@ def _check(request: Request) -> None:
 def _projections() -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
     return styles | {name: RowwiseParallel() for name in ROWS}
-
-
-def leave() -> None:
-    """Together: a rank that goes early would make the others' last collective fail."""
-    dist.barrier()
-    close()
-
-
-def close() -> None:
-    """End the process group, where there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def gather_ranks(request: Request, result: Result) -> None:
-    """Every rank's median step and peak: rank 0's own numbers could hide a slower or fuller peer."""
-    if result.step_ms is None:
-        raise AssertionError("expected timed steps before ranks are gathered")
-    mine = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
-    everyone: list[tuple[float, int]] = [mine] * request.protocol.ranks
-    dist.all_gather_object(everyone, mine)
-    result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
-    result.peak_bytes_by_rank = [peak for _, peak in everyone]

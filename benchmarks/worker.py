@@ -40,7 +40,7 @@ def serve(asked: Path, answer: Path) -> bool:
 
 def _measure_single(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
     # Imported here because transformers takes seconds that the link's process need not spend.
-    from benchmarks import sharded
+    from benchmarks import ranks
     from benchmarks.measure import Measurement
     from benchmarks.overhead import OverheadMeasurement
     from benchmarks.single import build_stepper
@@ -49,17 +49,17 @@ def _measure_single(request: Request, device: torch.device, result: Result, phas
     try:
         measurement(request, result, device, lambda: build_stepper(request, device)).run(phases)
     finally:
-        sharded.close()
+        ranks.close()
 
 
 def _measure_sharded(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
-    from benchmarks import sharded
+    from benchmarks import ranks, sharded
     from benchmarks.measure import Measurement
 
-    phases.required("process group", lambda: sharded.join(request, device))
+    phases.required("process group", lambda: ranks.join(request, device))
     Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
-    phases.required("ranks", lambda: sharded.gather_ranks(request, result))
-    phases.required("leave", sharded.leave)
+    phases.required("ranks", lambda: ranks.gather_ranks(request, result))
+    phases.required("leave", ranks.leave)
 
 
 def _measure_phases(request: Request, device: torch.device, result: Result, phases: Phases) -> None:

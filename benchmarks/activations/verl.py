@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from benchmarks import sharded
+from benchmarks import ranks
 from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.load import load_module
 from benchmarks.schema import Request
@@ -33,7 +33,7 @@ LEAST_LAYERS = 3
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """The case under FSDP2 on this one rank; with verl's offloading for the variants of that name."""
     job = build_job(request.case, device)
-    sharded.join(request, device)
+    ranks.join(request, device)
     return shard(request, job, device, init_device_mesh(device.type, (1,)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from benchmarks import sharded
+from benchmarks import ranks
 from benchmarks.link import measure_link
 from benchmarks.measure import warm_up_device
 from benchmarks.phases import Phases
@@ -55,13 +55,13 @@ class RlProcess:
     def leave(self) -> None:
         self.strategy.close()
         self.job.barrier()
-        sharded.leave()
+        ranks.leave()
 
     def link_rate(self, direction: str) -> float | None:
         return self.result.link[f"{direction}_gb_per_s"] if self.result.link else None
 
     def _join(self) -> None:
-        sharded.join(self.request, self.device)
+        ranks.join(self.request, self.device)
 
     def _warm_up(self) -> None:
         warm_up_device(self.device)

@@ -1,0 +1,43 @@
+"""One process per device: how they meet, what they tell each other, how they part."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.schema import Request, Result
+
+
+def join(request: Request, device: torch.device) -> None:
+    """Meet through a file: no port to find, nothing to resolve. NCCL reads its own environment variables."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{request.rendezvous}",
+        rank=request.rank,
+        world_size=request.protocol.ranks,
+        timeout=datetime.timedelta(seconds=max(60.0, request.protocol.timeout_s)),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave() -> None:
+    """Together: a rank that goes early would make the others' last collective fail."""
+    dist.barrier()
+    close()
+
+
+def close() -> None:
+    """End the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_ranks(request: Request, result: Result) -> None:
+    """Every rank's median step and peak: rank 0's own numbers could hide a slower or fuller peer."""
+    if result.step_ms is None:
+        raise AssertionError("expected timed steps before ranks are gathered")
+    mine = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
+    everyone: list[tuple[float, int]] = [mine] * request.protocol.ranks
+    dist.all_gather_object(everyone, mine)
+    result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
+    result.peak_bytes_by_rank = [peak for _, peak in everyone]
