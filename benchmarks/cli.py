@@ -1,10 +1,11 @@
-"""The command line: ``run``, ``list``, and what becomes of results: ``report``, ``compare``, ``plot``, ``publish``."""
+"""The command line: ``run``, ``suite``, ``list``; and of results ``report``, ``compare``, ``plot``, ``publish``."""
 
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from tabulate import tabulate
 
 from benchmarks import moe_convert
 from benchmarks.arguments import (
@@ -81,6 +82,36 @@ def run_conversions(settings: list[str], variants: str | None, out: Path) -> Non
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(moe_convert.render(measured))
+
+
+@app.command()
+def suite(
+    out: Annotated[Path, typer.Option(help="Folder for a folder and a log of each run.")],
+    only: Annotated[str | None, typer.Option(help="Names of runs, comma-separated; see suite.py.")] = None,
+    settings: Annotated[list[str], typer.Option("--set", help="Of every run, such as verl=PATH trl=PATH.")] = [],  # noqa: B006
+    gpus: Annotated[str | None, typer.Option(help="Such as 0,1; otherwise all that are visible.")] = None,
+    deadline_s: Annotated[float, typer.Option(help="Nothing runs beyond this many seconds.")] = 7200.0,
+) -> None:
+    """Run what the published tables are made from, several at once on several GPUs; what OUT has is not run again."""
+    from benchmarks.run_suite import Process, choose, find_gpus, said_by_report, take_turns
+
+    try:
+        runs = choose(only)
+        split_settings(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = take_turns(
+        runs,
+        gpus.split(",") if gpus is not None else find_gpus(),
+        deadline_s,
+        start=lambda run, taken, limit_s: Process(run, taken, limit_s, out, settings),
+        said_by=lambda run: said_by_report(run, out),
+        tell=lambda line: typer.echo(line, err=True),
+    )
+    rows = [{"run": one.run.name, "rows": one.said, "s": f"{one.seconds:.0f}"} for one in outcomes]
+    typer.echo(tabulate(rows, headers="keys", tablefmt="github"))
 
 
 @app.command()
