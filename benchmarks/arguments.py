@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.activations.kinds import CHECKOUTS, PATH, PEERS
@@ -77,7 +78,7 @@ def split_settings(settings: Iterable[str]) -> dict[str, list[str]]:
         name, separator, text = setting.partition("=")
         if not separator or not name or not text:
             raise ValueError(f"expected name=value, found {setting!r}")
-        values[name] = text.split(",")
+        values[name] = [str(Path(text).expanduser().resolve())] if name in CHECKOUTS else text.split(",")
     known = ["case", *CASE_FIELDS, *PROTOCOL_FIELDS, *SHARED_OPTIONS, *CHECKOUTS]
     unknown = sorted(set(values) - set(known) | ({"name"} & set(values)))
     if unknown:
@@ -152,7 +153,7 @@ def _options(label: str, words: list[str]) -> dict[str, Any]:
         name, separator, value = word.partition("=")
         if not separator:
             raise ValueError(f"{label!r}: expected option=value after @, found {word!r}")
-        options[name] = value if name == PATH else parse_option(name, value)
+        options[name] = str(Path(value).expanduser().resolve()) if name == PATH else parse_option(name, value)
     return options
 
 

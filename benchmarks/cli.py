@@ -97,7 +97,7 @@ def suite(
 
     try:
         runs = choose(only)
-        split_settings(settings)
+        given = [f"{name}={','.join(found)}" for name, found in split_settings(settings).items()]  # whole paths
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     out = out.resolve()
@@ -106,7 +106,7 @@ def suite(
         runs,
         gpus.split(",") if gpus is not None else find_gpus(),
         deadline_s,
-        start=lambda run, taken, limit_s: Process(run, taken, limit_s, out, settings),
+        start=lambda run, taken, limit_s: Process(run, taken, limit_s, out, given),
         said_by=lambda run: said_by_report(run, out),
         tell=lambda line: typer.echo(line, err=True),
     )

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+from benchmarks.activations.kinds import runs_eagerly
 from benchmarks.gradients_agree import compare_gradients
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.overhead_rows import overhead_row
-from benchmarks.schema import Case, Record
+from benchmarks.schema import Case, Record, Result
 from benchmarks.truth import plan_row
 
 BASELINES = ("inductor", "checkpoint", "keep_all")
+# What runs no Inductor is compared with these too.
+EAGER_BASELINES = ("eager", "eager_fsdp")
 
 
 def derive(records: list[Record], link: dict[str, float] | None) -> list[dict[str, Any]]:
@@ -25,8 +28,9 @@ def derive(records: list[Record], link: dict[str, float] | None) -> list[dict[st
 
 def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case_label(record.case), "variant": record.variant.label}
-    own_kind = (record.variant.kind,) if record.variant.kind not in BASELINES else ()
-    for kind in BASELINES + own_kind:
+    baselines = BASELINES + (EAGER_BASELINES if runs_eagerly(record.variant.kind) else ())
+    own_kind = (record.variant.kind,) if record.variant.kind not in baselines else ()
+    for kind in baselines + own_kind:
         peer = peers.get(kind)
         if peer is not None and peer is not record:
             row.update(_ratios(record, peer, kind))
@@ -48,7 +52,7 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
     mine, theirs = record.result, peer.result
     row: dict[str, Any] = {}
     if mine.step_ms and theirs.step_ms:
-        row[f"step_vs_{kind}"] = mine.step_ms.median / theirs.step_ms.median
+        row[f"step_vs_{kind}"] = slowest_step_ms(mine) / slowest_step_ms(theirs)
     if mine.memory and theirs.memory and theirs.memory.peak_bytes:
         row[f"peak_vs_{kind}"] = mine.memory.peak_bytes / theirs.memory.peak_bytes
     if mine.traced_peak and theirs.traced_peak:
@@ -71,6 +75,17 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
         row[f"max_relative_gradient_difference_vs_{kind}"] = max_relative_difference(mine.gradients, theirs.gradients)
         row[f"repeated_gradient_difference_of_{kind}"] = theirs.gradient_repeat_difference
     return row
+
+
+def slowest_step_ms(result: Result) -> float:
+    """The median step of the slowest rank: the others wait for it somewhere.
+
+    Raises:
+        ValueError: no step was timed.
+    """
+    if result.step_ms is None:
+        raise ValueError("expected timed steps, found none")
+    return max([result.step_ms.median, *result.step_ms_by_rank])
 
 
 def _bounds(record: Record, inductor: Record, link: dict[str, float] | None) -> dict[str, Any]:

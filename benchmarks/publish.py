@@ -82,7 +82,8 @@ def reproduce(environment: dict[str, Scalar]) -> str:
         else:
             name, is_setting, _ = word.partition("=")
             kept.append(f"{name}=PATH" if is_setting and name in CHECKOUTS else word)
-    variables = [f"{name}={environment[name]}" for name in RECORDED_VARIABLES if environment.get(name)]
+    names = [name for name in RECORDED_VARIABLES if name != "CUDA_VISIBLE_DEVICES"]
+    variables = [f"{name}={environment[name]}" for name in names if environment.get(name)]
     return " ".join([*variables, shlex.join(kept), "--out DIR"])
 
 

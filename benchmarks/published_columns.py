@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.budgets import budget_of
+from benchmarks.derived import slowest_step_ms
 from benchmarks.moe_convert import Row
 from benchmarks.rl.records import Switching, Way
 from benchmarks.schema import Memory, Probe, Record
@@ -25,12 +27,16 @@ Column = Callable[[Measured], str]
 
 
 def _step(m: Measured) -> str:
-    return _number(m.record.result.step_ms.median if m.record.result.step_ms else None)
+    """Of several ranks the slowest."""
+    return _number(slowest_step_ms(m.record.result) if m.record.result.step_ms else None)
 
 
 def _step_with_quartiles(m: Measured) -> str:
+    """Of several ranks the slowest; only the first has written its quartiles."""
     found = m.record.result.step_ms
-    return f"{found.median:.1f} [{found.q1:.1f}, {found.q3:.1f}]" if found else ""
+    if found is None or len(m.record.result.step_ms_by_rank) > 1:
+        return _step(m)
+    return f"{found.median:.1f} [{found.q1:.1f}, {found.q3:.1f}]"
 
 
 def _forward(m: Measured) -> str:
@@ -61,7 +67,24 @@ def _limited(m: Measured) -> str:
 
 
 def _budget(m: Measured) -> str:
-    return _gib(m.record.result.budget_bytes)
+    return _gib(budget_of(m.record))
+
+
+def _host(m: Measured) -> str:
+    """Pinned by fxoffload; of others what the process has grown by since before the first step."""
+    host, stats = m.record.result.host, m.record.result.stats_timed_steps
+    if stats is not None and "host_bytes_reserved" in stats:
+        return _gib(int(stats["host_bytes_reserved"]))
+    if m.record.result.step_ms is None:
+        return ""
+    return _gib(max(host.max_rss_bytes - host.rss_before_first_step_bytes, 0) if host else None)
+
+
+def _moved_down(m: Measured) -> str:
+    """Counted by fxoffload; of peers what the profiler saw."""
+    copies = m.record.result.copies
+    counted = (m.record.result.stats_per_step or {}).get("bytes_offloaded", copies.d2h_bytes if copies else None)
+    return _number(counted / 1e9 if counted is not None else None)
 
 
 def _exposed(m: Measured) -> str:
@@ -126,36 +149,47 @@ def _switching(m: Measured) -> Switching:
     return (rl.switching if rl is not None else None) or Switching()
 
 
+def _of_ranks(m: Measured, name: str, worst: Callable[[list[float]], float]) -> float | None:
+    """The worst of all ranks; the first rank's own figures are in the other fields."""
+    found = _switching(m)
+    known = [value for row in found.by_rank if (value := row.get(name)) is not None]
+    return worst(known) if known else getattr(found, name, None)  # a run that was cut off has only its own
+
+
 def _first(seconds: float | None, rate: float | None) -> str:
     return "" if seconds is None or rate is None else f"{seconds:.2f} ({rate:.1f} GB/s)"
 
 
-def _way(way: Way | None) -> str:
-    if way is None:
-        return ""
-    link = "" if way.of_link is None else f" ({way.of_link:.3f} of the link)"
-    return f"{way.seconds.median:.3f}{link}"
+def _first_offload(m: Measured) -> str:
+    rate = _of_ranks(m, "first_offload_gb_per_s", min)
+    return _first(None if rate is None else _switching(m).moved_bytes / 1e9 / rate, rate)
+
+
+def _way(m: Measured, name: str) -> str:
+    way: Way | None = getattr(_switching(m), name)
+    rate, of_link = (_of_ranks(m, f"{name}_{what}", min) for what in ("gb_per_s", "of_link"))
+    if way is None or rate is None:
+        return "" if way is None else f"{way.seconds.median:.3f}"
+    link = "" if of_link is None else f" ({of_link:.3f} of the link)"
+    return f"{_switching(m).moved_bytes / 1e9 / rate:.3f}{link}"
 
 
 def _around_log_probs(m: Measured) -> str:
-    found = _switching(m).exposed
-    return "" if found is None else f"{found.exposed_s:.3f} of {found.serial_s:.3f}"
+    found, share = _switching(m).exposed, _of_ranks(m, "exposed_vs_serial", max)
+    return "" if found is None or share is None else f"{share * found.serial_s:.3f} of {found.serial_s:.3f}"
 
 
 def _first_forward(m: Measured) -> str:
-    found = _switching(m).first_forward
-    return _number(found.fraction if found else None, 2)
+    return _number(_of_ranks(m, "first_forward_fraction", max), 2)
 
 
 def _not_free(m: Measured) -> str:
-    found = _switching(m)
-    known = [size for size in (found.residue_bytes, found.residue_later_bytes) if size is not None]
-    return ", ".join(f"{size / MIB:.0f}" for size in known)
+    known = [_of_ranks(m, name, max) for name in ("residue_bytes", "residue_later_bytes")]
+    return ", ".join(f"{size / MIB:.0f}" for size in known if size is not None)
 
 
 def _streamed(m: Measured) -> str:
-    found = _switching(m).stream
-    return _number(found.of_link if found else None, 3)
+    return _number(_of_ranks(m, "stream_of_link", min), 3)
 
 
 def _bits(m: Measured) -> str:
@@ -169,6 +203,9 @@ COLUMNS: dict[str, Column] = {
     "fwd ms": _forward,
     "bwd ms": _backward,
     "against inductor": lambda m: _change(m.derived.get("step_vs_inductor")),
+    "against eager": lambda m: _change(m.derived.get("step_vs_eager")),
+    "host GiB": _host,
+    "GB moved": _moved_down,
     "against checkpoint": lambda m: _change(m.derived.get("step_vs_checkpoint")),
     "budget GiB": _budget,
     "peak GiB": lambda m: _peak(m.record.result.memory),
@@ -196,10 +233,10 @@ COLUMNS: dict[str, Column] = {
     "peak of the process GiB": _probe_peak,
     "first step s": _probe_first_step,
     "next length": _next_length,
-    "first offload, s": lambda m: _first(_switching(m).first_offload_s, _switching(m).first_offload_gb_per_s),
+    "first offload, s": _first_offload,
     "first onload, s": lambda m: _first(_switching(m).first_onload_s, _switching(m).first_onload_gb_per_s),
-    "steady offload, s": lambda m: _way(_switching(m).offload),
-    "steady onload, s": lambda m: _way(_switching(m).onload),
+    "steady offload, s": lambda m: _way(m, "offload"),
+    "steady onload, s": lambda m: _way(m, "onload"),
     "optimizer around log-probs: exposed of serial, s": _around_log_probs,
     "first forward after onload, of loading everything": _first_forward,
     "not free in the rollout, MiB: first cycle, at the end": _not_free,

@@ -1,7 +1,8 @@
 """Takes the runs of the suite in turn, several at once where the machine has several GPUs, within a time.
 
-Runs of several GPUs go first, while all are free; those of one then share the machine: its cores, its host memory and
-its links' root complexes. What a run measured before, in the same folder, it does not measure again.
+Runs that want the machine to themselves go first, one at a time, then those of several GPUs, while all are free; the
+rest share the machine: its cores and its host memory. What a run measured before, in the same folder, it does not
+measure again.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def take_turns(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Outcome]:
-    """Everything that fits, in the order of ``runs`` but for those of several GPUs, which go first. Outcomes are in the
-    order of ``runs``.
+    """Everything that fits, in the order of ``runs`` but for those that run alone or on several GPUs, which go first.
+    Outcomes are in the order of ``runs``.
 
     Args:
         gpus: names of the GPUs, one for each run of one GPU at a time. None: one run at a time, on the CPU.
@@ -134,7 +135,7 @@ def take_turns(
     end = clock() + deadline_s
     most = max(len(gpus), 1)
     asked = list(runs)
-    waiting = sorted(asked, key=lambda run: -run.gpus)
+    waiting = sorted(asked, key=lambda run: (not run.alone, -run.gpus))
     outcomes = [Outcome(run, f"needs {run.gpus} GPUs, found {len(gpus)}") for run in waiting if run.gpus > most]
     waiting = [run for run in waiting if run.gpus <= most]
     free = list(gpus) or [""]
@@ -153,7 +154,9 @@ def take_turns(
                 outcomes += [Outcome(run, f"not started: {max(left_s, 0):.0f} s left") for run in waiting]
                 waiting = []
             # The first that waits for several GPUs keeps those behind it from taking them one by one.
-            while waiting and waiting[0].gpus <= len(free):
+            while waiting and waiting[0].gpus <= len(free) and not any(run.alone for run, *_ in going):
+                if waiting[0].alone and going:
+                    break
                 run = waiting.pop(0)
                 taken, free = free[: run.gpus], free[run.gpus :]
                 limit_s = min(run.seconds, left_s)

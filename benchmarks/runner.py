@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.budgets import with_budget_in_bytes
 from benchmarks.claims import check_claims
@@ -51,8 +53,8 @@ def run(
 ) -> Report:
     """Measure everything that fits before the deadline. What does not fit is a row that says so.
 
-    What the report at ``resume`` holds of the same cases and variants is taken over; its environment is kept beside the
-    new one.
+    What the report at ``resume`` holds of the same cases and variants is taken over, if protocol, source, torch and GPU
+    were the same; its environment is kept beside the new one.
     """
     earlier = from_json(Report, resume.read_text()) if resume is not None else None
     out.mkdir(parents=True, exist_ok=True)
@@ -112,10 +114,31 @@ def _keep(earlier: Report | None, report: Report, asked: list[tuple[Case, Varian
     if earlier is None:
         return {}
     report.environment.update({f"resumed_{name}": value for name, value in earlier.environment.items()})
+    if why := _why_not_kept(earlier, report):
+        print(f"nothing of the earlier report is kept: {why} differs", file=sys.stderr)
+        return {}
     found = {(r.case, r.variant.label): r for r in earlier.records if r.status == "ok"}
-    kept = {(case, v.label): found[case, v.label] for case, v in asked if (case, v.label) in found}
+    kept = {
+        (case, v.label): record
+        for case, v in asked
+        if (record := found.get((case, v.label))) is not None and _options(record.variant) == _options(v)
+    }
     report.records.extend(kept.values())
     return kept
+
+
+def _why_not_kept(earlier: Report, report: Report) -> str:
+    """What makes an earlier report's rows others than this run's would be; "" where nothing does."""
+    ours, theirs = (replace(one.protocol, timeout_s=0.0, caches="") for one in (report, earlier))
+    if ours != theirs:
+        return "the protocol"
+    names = ("source_sha256", "torch", "gpu_name")
+    return next((name for name in names if earlier.environment.get(name) != report.environment.get(name)), "")
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    """Without the budget, which a record has in bytes and its label as it was asked for."""
+    return {name: value for name, value in variant.options.items() if name != "activation_budget"}
 
 
 @contextlib.contextmanager

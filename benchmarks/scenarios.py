@@ -32,12 +32,11 @@ PLAN_VARIANTS = ",".join(
 # Every way to have fewer saved activations, and ours at a few budgets; TRL, verl and torchtitan want a path (--set).
 ACTIVATION_VARIANTS = ",".join(
     [
-        *("eager", "inductor", "checkpoint", "eager_checkpoint", "save_on_cpu"),
+        *("eager", "inductor", "checkpoint", "auto", "auto@activation_budget=1.02*checkpoint"),
+        *("eager_checkpoint", "trl", "trl_checkpoint", "eager_fsdp", "verl", "verl_checkpoint", "save_on_cpu"),
         *(f"torch_budget@{budget}" for budget in ("0.2", "0.5", "0.75")),
-        *("torch_offload", "torch_offload_streams"),
-        *("trl", "trl_checkpoint", "eager_fsdp", "verl", "verl_checkpoint", "titan"),
-        *("keep_all", "offload_all", "auto"),
-        *(f"auto@activation_budget={budget}" for budget in ("1.02*checkpoint", "20%", "50%")),
+        *("torch_offload", "torch_offload_streams", "titan"),
+        *("keep_all", "offload_all", "auto@activation_budget=20%", "auto@activation_budget=50%"),
     ]
 )
 SWEEP_VARIANTS = ",".join(
@@ -72,8 +71,8 @@ SCENARIOS = {
         Scenario(
             name="compile-time",
             answers="compile seconds by depth, with empty caches and with full ones, and where they go",
-            variants="inductor,keep_all",
-            case_defaults={"layers": ["16", "36"], "seq": ["2048"]},
+            variants="inductor,checkpoint,keep_all,auto",
+            case_defaults={"layers": ["8", "16", "36"], "seq": ["2048"]},
             protocol_defaults={"warmup": 1, "steps": 5, "allocator_trace": False, "copy_trace": False, "warm": True},
         ),
         Scenario(

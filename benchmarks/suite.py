@@ -1,4 +1,7 @@
-"""The runs behind the published tables, as data, in the order of their weight; ``run_suite`` takes them in turn."""
+"""The runs behind the published tables of GPUs, as data, by their weight; ``run_suite`` takes them in turn.
+
+Not among them: ``pinning``, and ``moe-convert``, which needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ class Run:
         variants: the scenario's own where empty.
         gpus: that it needs, all at once.
         seconds: that it takes on H200s with 16 cores each, peers included; no more is given to it.
+        alone: nothing runs beside it, as it measures the link and the host's memory.
     """
 
     name: str
@@ -23,13 +27,15 @@ class Run:
     variants: str = ""
     gpus: int = 1
     seconds: float = 300.0
+    alone: bool = False
 
 
 AT_CHECKPOINT = "auto@activation_budget=1.02*checkpoint"
 SHARDED = "host_budget=64GiB steps=8 warmup=1"
 
 SUITE = (
-    Run("activations", "activations", "steps=5 warmup=1", seconds=1200),
+    Run("activations", "activations", "steps=5 warmup=1", seconds=1500),
+    Run("plan", "plan", "steps=5 long_steps=20 memory_fraction=steps", seconds=1200),
     Run(
         "activations-36-layers",
         "activations",
@@ -51,9 +57,27 @@ SUITE = (
         f"inductor,checkpoint,auto,{AT_CHECKPOINT}",
         seconds=300,
     ),
-    Run("phases", "phases", "endurance=0 cycles_s=8", "fxoffload,verl,packed", seconds=240),
-    Run("phases-2", "phases", "ranks=2 layers=32 endurance=0 cycles_s=6", "fxoffload,packed", gpus=2, seconds=150),
-    Run("phases-4", "phases", "ranks=4 layers=64 endurance=0 cycles_s=6", "fxoffload,packed", gpus=4, seconds=200),
+    Run("phases", "phases", "endurance=0 cycles_s=8", "fxoffload,verl,packed", seconds=240, alone=True),
+    Run("phases-fp32", "phases", "state=float32 endurance=0 cycles_s=6", "fxoffload", seconds=120, alone=True),
+    Run("phases-endurance", "phases", "ranks=2 cycles_s=6", "fxoffload", gpus=2, seconds=200, alone=True),
+    Run(
+        "phases-2",
+        "phases",
+        "ranks=2 layers=32 endurance=0 cycles_s=6",
+        "fxoffload,packed",
+        gpus=2,
+        seconds=150,
+        alone=True,
+    ),
+    Run(
+        "phases-4",
+        "phases",
+        "ranks=4 layers=64 endurance=0 cycles_s=6",
+        "fxoffload,packed",
+        gpus=4,
+        seconds=200,
+        alone=True,
+    ),
     Run(
         "fsdp",
         "fsdp",
@@ -71,9 +95,16 @@ SUITE = (
         seconds=350,
     ),
     Run("budget-sweep", "budget-sweep", seconds=650),
-    Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,packed", seconds=180),
-    Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80),
-    Run("compile-time", "compile-time", "layers=8,16,36", seconds=500),
+    Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,packed", seconds=180, alone=True),
+    Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),
+    Run("compile-time", "compile-time", seconds=1100),
     Run("overhead", "overhead", seconds=120),
-    Run("max-seq", "max-seq", "lengths=65536,147456,262144,278528 probe_steps=0", seconds=1500),
+    Run(
+        "max-seq",
+        "max-seq",
+        "timeout_s=1500",
+        "inductor@lengths=16384+18432+20480,checkpoint@lengths=131072+147456+155648+163840,"
+        "auto@activation_budget=0.94*free@host_budget=98GiB@lengths=245760+262144+278528+294912",
+        seconds=4500,
+    ),
 )

@@ -51,7 +51,9 @@ def _header(report: Report) -> str:
     words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
     if current_name(report.scenario) not in ("max-seq", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
-        words.append(f"{report.protocol.steps} timed steps after {others} others, medians [quartiles]")
+        more = report.protocol.calibration_steps
+        plans = f" (fxoffload's after up to {more} more, for its plans)" if more else ""
+        words.append(f"{report.protocol.steps} timed steps after {others} others{plans}, medians [quartiles]")
     if report.link:
         rates = {n: v for n, v in report.link.items() if n.endswith(("gb_per_s", "tflop_per_s"))}
         words.append(", ".join(f"{name} {value:.1f}" for name, value in rates.items()))

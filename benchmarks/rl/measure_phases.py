@@ -223,16 +223,20 @@ class MeasurePhases:
         if self._is_slow():
             return
         self.strategy.offload(*EVERYTHING)
-        pieces = self.strategy.host_pieces()
-        if pieces:
-            sizes = [piece.numel() for piece in pieces]
-            there = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device).split(sizes)
-            up = [self._timed(lambda: _copy_all(there, pieces)) for _ in range(COPY_ROUNDS)]
-            down = [self._timed(lambda: _copy_all(pieces, there)) for _ in range(COPY_ROUNDS)]
-            rates = [sum(sizes) / 1e9 / statistics.median(seconds) for seconds in (down, up)]
-            self.found.copies_alone = CopiesAlone(*rates)
-            del there
-        self.strategy.onload(*EVERYTHING)
+        try:
+            pieces = self.strategy.host_pieces()
+            if pieces:
+                self.found.copies_alone = self._copy_alone(pieces)
+        finally:
+            self.strategy.onload(*EVERYTHING)
+
+    def _copy_alone(self, pieces: list[Tensor]) -> CopiesAlone:
+        sizes = [piece.numel() for piece in pieces]
+        there = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device).split(sizes)
+        up = [self._timed(lambda: _copy_all(there, pieces)) for _ in range(COPY_ROUNDS)]
+        down = [self._timed(lambda: _copy_all(pieces, there)) for _ in range(COPY_ROUNDS)]
+        d2h, h2d = (sum(sizes) / 1e9 / statistics.median(seconds) for seconds in (down, up))
+        return CopiesAlone(d2h, h2d)
 
     def link(self) -> None:
         self.process.measure_link()

@@ -67,6 +67,17 @@ def test_every_gpu_is_used_and_none_twice() -> None:
     assert sorted(machine.stopped) == ["both", "long", "short", "short"], "logs are closed"
 
 
+def test_what_measures_the_link_runs_alone() -> None:
+    machine, link = Machine(), Run("link", "phases", seconds=50, alone=True)
+    machine.take_turns([SHORT, link, SHORT, link], ["0", "1"])
+    assert [(at, name) for at, name, _, _ in machine.started] == [
+        (0.0, "link"),
+        (50.0, "link"),
+        (100.0, "short"),
+        (100.0, "short"),
+    ]
+
+
 def test_one_run_at_a_time_without_a_gpu() -> None:
     machine = Machine()
     outcomes = machine.take_turns([LONG, BOTH, SHORT], [])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from benchmarks.launch import start_process
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.length_search import _largest_blocks, bisect
 from benchmarks.limits import Limit
+from benchmarks.runner import _keep
 from benchmarks.scenarios import find_scenario
 from benchmarks.schema import (
     Case,
@@ -96,9 +98,21 @@ def test_gradients_of_a_sweep_are_comparable(sweep: tuple[Report, str, Path]) ->
 
 def test_resuming_measures_only_what_is_missing(sweep: tuple[Report, str, Path], tmp_path: Path) -> None:
     earlier, _, out = sweep
-    report, _ = run(tmp_path, "plan", [], "eager,keep_all", "--resume", str(out / "plan.json"))
+    report, _ = run(tmp_path, "plan", ["long_steps=2"], "eager,keep_all", "--resume", str(out / "plan.json"))
     assert [to_json(r) for r in report.records] == [to_json(r) for r in earlier.records if r.variant.kind != "auto"]
     assert report.environment["resumed_date"] == earlier.environment["date"]
+
+
+def test_rows_of_another_protocol_source_or_options_are_not_taken_over(sweep: tuple[Report, str, Path]) -> None:
+    earlier, _, _ = sweep
+    report = Report("plan", dict(earlier.environment), earlier.protocol, None, [])
+    asked = [(r.case, r.variant) for r in earlier.records if r.variant.kind in ("eager", "keep_all")]
+    assert len(_keep(earlier, report, asked)) == 2
+    assert len(_keep(earlier, replace(report, protocol=replace(earlier.protocol, timeout_s=1.0)), asked)) == 2
+    others = [(case, replace(variant, options={**variant.options, "min_bytes": 1})) for case, variant in asked]
+    assert _keep(earlier, report, others) == {}
+    assert _keep(earlier, replace(report, protocol=replace(earlier.protocol, steps=9)), asked) == {}
+    assert _keep(earlier, replace(report, environment={**report.environment, "source_sha256": "x"}), asked) == {}
 
 
 def test_the_longest_length_is_searched(tmp_path: Path) -> None:
