@@ -59,7 +59,11 @@ def run(
         protocol = parse_protocol(values, chosen.protocol_defaults)
         words = variants or chosen.variants
         of_phases = scenario in PHASE_SCENARIOS
-        asked = parse_phase_variants(scenario, words) if of_phases else parse_variants(words, values)
+        asked = (
+            parse_phase_variants(scenario, words, *values.get("verl", []))
+            if of_phases
+            else parse_variants(words, values)
+        )
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
         if chosen.name == "max-seq" and not (protocol.lengths or all(v.lengths for v in asked)):

@@ -57,7 +57,7 @@ SUITE = (
         f"inductor,checkpoint,auto,{AT_CHECKPOINT}",
         seconds=300,
     ),
-    Run("phases", "phases", "endurance=0 cycles_s=8", "fxoffload,verl,packed", seconds=240, alone=True),
+    Run("phases", "phases", "endurance=0 cycles_s=8", "fxoffload,verl,verl_checkout,packed", seconds=300, alone=True),
     Run("phases-fp32", "phases", "state=float32 endurance=0 cycles_s=6", "fxoffload", seconds=120, alone=True),
     Run("phases-endurance", "phases", "ranks=2 cycles_s=6", "fxoffload", gpus=2, seconds=200, alone=True),
     Run(
@@ -95,7 +95,7 @@ SUITE = (
         seconds=350,
     ),
     Run("budget-sweep", "budget-sweep", seconds=650),
-    Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,packed", seconds=180, alone=True),
+    Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),
     Run("compile-time", "compile-time", seconds=1100),
     Run("overhead", "overhead", seconds=120),

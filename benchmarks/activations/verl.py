@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from benchmarks import ranks
 from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.load import load_module
+from benchmarks.activations.verl_packages import bare_packages
 from benchmarks.schema import Request
 from benchmarks.steps import Stepper
 from benchmarks.workloads import Job, build_job, decoder_layers
@@ -57,32 +56,14 @@ def _load(request: Request, device: torch.device) -> ModuleType:
             f"found {request.case.layers}"
         )
     path = str(request.variant.options.get("path", ""))
-    with _packages(Path(path).expanduser() / "verl") if path else contextlib.nullcontext():
+    stand_ins = {"fsdp_utils": {"FSDPModule": FSDPModule}}  # the one name that the file takes from there
+    with bare_packages(Path(path), stand_ins) if path else contextlib.nullcontext():
         module = load_module("verl", "utils.activation_offload", path)
     if device.type == "cpu":
         # A rehearsal: there is nothing to pin for.
         handler = module.SynchronizedGroupOffloadHandler
         handler.offload = staticmethod(functools.partial(handler.offload, pin_memory=False))
     return module
-
-
-@contextlib.contextmanager
-def _packages(folder: Path) -> Iterator[None]:
-    """``verl`` and ``verl.utils`` without their ``__init__``, which need ray and more, and ``fsdp_utils`` with the one
-    name that the file takes from it. ``verl.utils.device`` is the checkout's own."""
-    package, utils, fsdp = (ModuleType(name) for name in ("verl", "verl.utils", "verl.utils.fsdp_utils"))
-    package.__path__, utils.__path__ = [str(folder)], [str(folder / "utils")]
-    fsdp.__dict__["FSDPModule"] = FSDPModule
-    before = {name: module for name, module in sys.modules.items() if name == "verl" or name.startswith("verl.")}
-    for name in before:
-        del sys.modules[name]
-    sys.modules.update({module.__name__: module for module in (package, utils, fsdp)})
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
-            del sys.modules[name]
-        sys.modules.update(before)
 
 
 def _check(module: nn.Module, layers: nn.ModuleList) -> None:

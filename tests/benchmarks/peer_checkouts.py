@@ -57,6 +57,45 @@ def enable_activation_offloading(model, strategy, enable_ckpt=False):
 """
 
 
+# What verl.utils.model has is the harness's stand-in: the file's own would raise.
+VERL_PHASES = """
+from verl.utils.device import FACTOR
+from verl.utils.model import check_exclude_modules, check_target_modules
+
+CALLS = []
+
+
+def offload_fsdp_model_to_cpu(model, empty_cache=True):
+    CALLS.append(("offload model", model, empty_cache))
+
+
+def load_fsdp_model_to_gpu(model):
+    CALLS.append(("load model", model))
+
+
+def offload_fsdp_optimizer(optimizer):
+    CALLS.append(("offload optimizer", optimizer))
+
+
+def load_fsdp_optimizer(optimizer, device_id):
+    CALLS.append(("load optimizer", optimizer, device_id))
+"""
+
+
+def write_verl_phases(folder: Path) -> Path:
+    """A checkout of verl whose functions for phases say that they were called."""
+    return _write(
+        folder,
+        {
+            "verl/__init__.py": "raise ImportError",
+            "verl/utils/__init__.py": "raise ImportError",
+            "verl/utils/model.py": "raise ImportError",
+            "verl/utils/device.py": "FACTOR = 1",
+            "verl/utils/fsdp_utils.py": VERL_PHASES,
+        },
+    )
+
+
 def write_trl(folder: Path) -> Path:
     """A checkout of TRL whose manager counts what it packs."""
     return _write(folder, {"trl/__init__.py": "raise ImportError", "trl/models/activation_offloading.py": TRL})
