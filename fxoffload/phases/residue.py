@@ -76,7 +76,7 @@ class Residues(list[Residue]):
         if self.unseen_bytes:
             lines.append(f"{format_bytes(self.unseen_bytes)} allocated beside them, by what is not listed")
         if self.num_frozen:
-            lines.append(f"not looked at: {self.num_frozen:,} objects that gc.freeze() hides (gc.unfreeze() shows them)")
+            lines.append(f"not looked at: {self.num_frozen:,} objects that gc.freeze() hides (gc.unfreeze() helps)")
         if rows:
             lines.append(tabulate(rows, headers=["size", "type", "shape", "dtype", "device", "held by"]))
         return "\n".join(lines)
