@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.schema import Record, Variant
-from fxoffload.errors import FxOffloadError
-from fxoffload.sizes import parse_bytes
+from benchmarks.schema import Variant
 
 _OF = re.compile(r"(\d+(?:\.\d+)?)\*([a-z_]+)")
 _BETWEEN = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -54,17 +52,6 @@ def with_budget_in_bytes(variant: Variant, peaks: Mapping[str, int]) -> Variant:
     except LookupError:
         return variant
     return variant if budget is None else replace(variant, options={**variant.options, "activation_budget": budget})
-
-
-def budget_of(record: Record) -> int | None:
-    """The budget of a record in bytes: as it was resolved, or as its variant says it; None where it has none."""
-    if record.result.budget_bytes is not None:
-        return record.result.budget_bytes
-    said = record.variant.options.get("activation_budget")
-    try:
-        return None if said is None else parse_bytes(said, "activation_budget")
-    except (ValueError, FxOffloadError):
-        return None  # relative, to a peak that this process did not know
 
 
 def _peak(name: str, peaks: Mapping[str, int]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.budgets import budget_of
 from benchmarks.claims_curve import NOISE, Point, below, monotone
 from benchmarks.derived import case_label
 from benchmarks.gradients_agree import claim_gradients_agree
@@ -132,7 +131,7 @@ class _Claims:
     def budgets_met(self, least: int = NUM_BUDGETS) -> Claim:
         name = f"{least} budgets: every measured peak within its budget"
         ratios = {
-            r.variant.label: _ratio(memory.peak_bytes, budget_of(r)) if (memory := r.result.memory) else None
+            r.variant.label: _ratio(memory.peak_bytes, r.result.budget_bytes) if (memory := r.result.memory) else None
             for r in self.budgets
         }
         claim = _all_within(name, ratios, 1.0, "peak_vs_budget")
@@ -143,7 +142,9 @@ class _Claims:
 
     def first_steps_meet_budgets(self) -> Claim:
         ratios = {
-            r.variant.label: _ratio(first.peak_bytes, budget_of(r)) if (first := r.result.first_step_memory) else None
+            r.variant.label: _ratio(first.peak_bytes, r.result.budget_bytes)
+            if (first := r.result.first_step_memory)
+            else None
             for r in self.budgets
         }
         return _all_within("the first step meets the budget too", ratios, 1.0, "first_step_peak_vs_budget")

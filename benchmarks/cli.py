@@ -1,5 +1,6 @@
 """The command line: ``run``, ``suite``, ``list``; and of results ``report``, ``compare``, ``plot``, ``publish``."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 def main() -> None:
+    # As an interrupt does, so that what has begun ends its own processes: those of a run are in sessions of their own.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app(args=expand_set(sys.argv[1:]))
 
 

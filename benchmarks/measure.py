@@ -12,7 +12,7 @@ from benchmarks.compile_profile import count_graphs, read_compile_times
 from benchmarks.copy_trace import trace_copies
 from benchmarks.gradients import digest_gradients
 from benchmarks.gradients_compare import max_relative_difference
-from benchmarks.offload import read_stats, reset_stats, uses_fxoffload
+from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload
 from benchmarks.phases import Phases, host_after, host_before
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
@@ -68,6 +68,7 @@ class Measurement:
         phases.optional("graph count", self.count_graphs)
 
     def build(self) -> None:
+        self.result.budget_bytes = budget_bytes(self.request.variant)
         self._stepper = self._build()
         job = self._stepper.job
         job.allocate_gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.compile_profile import read_compile_times
 from benchmarks.gradients import digest_gradients
 from benchmarks.limits import Limit, empty_cache, run_limited, run_long, total_bytes
 from benchmarks.measure import Measurement
-from benchmarks.offload import uses_fxoffload
+from benchmarks.offload import budget_bytes, uses_fxoffload
 from benchmarks.phases import Phases
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
@@ -142,11 +143,9 @@ def resolve(request: Request, result: Result, peaks: Mapping[str, int], device: 
     options = dict(request.variant.options)
     if options.get("activation_budget") is None:
         return options
-    from fxoffload.sizes import parse_bytes
-
     known = dict(peaks)
     if device.type == "cuda":
         known["free"] = total_bytes(device) - torch.cuda.memory_allocated(device)
     options["activation_budget"] = resolve_budget(options["activation_budget"], known)
-    result.budget_bytes = parse_bytes(options["activation_budget"], "activation_budget")
+    result.budget_bytes = budget_bytes(replace(request.variant, options=options))
     return options

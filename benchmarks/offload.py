@@ -40,6 +40,20 @@ def compile_module(module: nn.Module, variant: Variant) -> nn.Module:
     return compiled
 
 
+def budget_bytes(variant: Variant) -> int | None:
+    """The ``activation_budget`` of a variant of fxoffload; None where it has none.
+
+    Raises:
+        ValueError: no size, such as a budget relative to a peak that was not measured.
+    """
+    budget = variant.options.get("activation_budget")
+    if budget is None:
+        return None
+    from fxoffload.sizes import parse_bytes
+
+    return parse_bytes(budget, "activation_budget")
+
+
 # A process that measures one variant keeps that variant's settings until it ends.
 _FOR_GOOD = contextlib.ExitStack()
 

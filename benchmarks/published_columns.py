@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.budgets import budget_of
 from benchmarks.derived import slowest_step_ms
 from benchmarks.moe_convert import Row
+from benchmarks.offload import budget_bytes
 from benchmarks.rl.records import Switching, Way
 from benchmarks.schema import Memory, Probe, Record
 
@@ -67,7 +67,9 @@ def _limited(m: Measured) -> str:
 
 
 def _budget(m: Measured) -> str:
-    return _gib(budget_of(m.record))
+    """Reports from before 2026-11-22 have it in bytes for sweeps only, else as the variant says it."""
+    found = m.record.result.budget_bytes
+    return _gib(budget_bytes(m.record.variant) if found is None else found)
 
 
 def _host(m: Measured) -> str:

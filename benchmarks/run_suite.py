@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -70,9 +69,9 @@ class Process:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """It ends its own processes when it is interrupted."""
+        """It ends its own processes when it is told to end."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             try:
                 self._process.wait(10.0)
             except subprocess.TimeoutExpired:

@@ -20,9 +20,9 @@ T = TypeVar("T")
 class Case:
     """The work of one step. Sizes are those of the H200 runs; ``--set`` makes them small for a rehearsal.
 
-    ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps only), or "no" (scenarios
-    of phases only). Of these only: ``state`` (the optimizer state's dtype), ``parallel`` ("no", "fsdp2"),
-    ``micro_batches`` of a training step.
+    ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps and ``activations``), or
+    "no" (scenarios of phases only). Of these only: ``state`` (the optimizer state's dtype), ``parallel`` ("no",
+    "fsdp2"), ``micro_batches`` of a training step.
     """
 
     name: str = "stack"

@@ -15,7 +15,7 @@ class Peer:
         checkpointed: with Hugging Face's non-reentrant checkpointing of every layer.
         options: names that may follow ``@``; the peer's own, and ``path``: a checkout of its repository.
         checkout: the setting of ``--set`` that gives that checkout to all its variants.
-        sharded: under FSDP2 on one rank.
+        sharded: under FSDP2, on one rank in ``activations``, on all in ``fsdp``.
         alone: changes the model for good, so that it is refused where one process runs many variants.
     """
 
@@ -100,5 +100,5 @@ def is_checkpointed(kind: str) -> bool:
 
 
 def is_sharded(kind: str) -> bool:
-    """Whether the variant runs under FSDP2 on one rank."""
+    """Whether the variant brings its own FSDP2."""
     return kind in PEERS and PEERS[kind].sharded

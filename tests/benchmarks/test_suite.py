@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import run_suite
 from benchmarks.arguments import expand_set, parse_cases, parse_protocol, parse_variants, split_settings
 from benchmarks.cli import app
+from benchmarks.machine import ROOT
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
-from benchmarks.run_suite import GRACE_S, Outcome, choose, report_of, take_turns, words_of
+from benchmarks.run_suite import GRACE_S, Outcome, Process, choose, report_of, take_turns, words_of
 from benchmarks.scenarios import find_scenario
 from benchmarks.suite import SUITE, Run
 
@@ -146,3 +151,26 @@ def test_a_suite_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert "1 of 1 rows ok" in done.output
         assert "needs 4 GPUs, found 0" in done.output
     assert "eager" in (tmp_path / "small.log").read_text()
+
+
+def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
+    small = "layers=2 seq=32 hidden=32 ffn=64 heads=4 kv_heads=2 head_dim=8 dtype=float32 device=cpu link_mib=1"
+    going = Process(Run("small", "activations", small, "eager"), [], 60.0, tmp_path, [])
+    runner = psutil.Process(going._process.pid)
+    try:
+        end = time.monotonic() + 30.0
+        while not (workers := runner.children(recursive=True)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert workers and not going.is_over()
+    finally:
+        going.stop()
+    gone, alive = psutil.wait_procs(workers, timeout=5.0)
+    assert gone and not alive
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    """So that a mistake is told at once, and so that no peer's process has fxoffload in it."""
+    code = (
+        "import sys, benchmarks.cli, benchmarks.runner; sys.exit('torch' in sys.modules or 'fxoffload' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import trace_structured
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS
 from fxoffload.errors import PassError, VerificationError
 from fxoffload.passes import runner
@@ -161,16 +159,3 @@ def test_names_are_unique_and_those_of_the_passes() -> None:
     assert {s.name for s in (*FIND, *FORWARD, *BACKWARD)} >= set(PROOFS)
     assert [s.name for s in FORWARD][-2:] == ["verify_wiring", "verify_transfers"]
     assert [s.name for s in BACKWARD][-3:] == list(PROOFS)
-
-
-@pytest.mark.parametrize("heard", [False, True])
-def test_a_graph_is_printed_only_for_somebody_who_listens(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed: list[bool] = []
-    handlers: list[logging.Handler] = [logging.NullHandler()] if heard else []
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", handlers)
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "a", "encoding": "string"},
-        payload_fn=lambda: printed.append(True) or "",
-    )
-    assert bool(printed) is heard
