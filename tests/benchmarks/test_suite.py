@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -154,18 +155,29 @@ def test_a_suite_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
-    small = "layers=2 seq=32 hidden=32 ffn=64 heads=4 kv_heads=2 head_dim=8 dtype=float32 device=cpu link_mib=1"
+    small = "layers=2 seq=32 hidden=32 ffn=64 heads=4 kv_heads=2 head_dim=8 dtype=float32 device=cpu"
+    small += " link_mib=64 link_copies=100000"  # minutes, so that no worker ends by itself
     going = Process(Run("small", "activations", small, "eager"), [], 60.0, tmp_path, [])
-    runner = psutil.Process(going._process.pid)
+    workers: list[psutil.Process] = []
     try:
         end = time.monotonic() + 30.0
-        while not (workers := runner.children(recursive=True)) and time.monotonic() < end:
+        while not workers and time.monotonic() < end:
             time.sleep(0.05)
+            workers = workers_of(going._process.pid)
         assert workers and not going.is_over()
     finally:
         going.stop()
     gone, alive = psutil.wait_procs(workers, timeout=5.0)
+    for process in alive:
+        process.kill()
     assert gone and not alive
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The measuring processes of a run, which are in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in psutil.Process(pid).children() if "_worker" in child.cmdline()]
+    return []
 
 
 def test_the_command_line_imports_no_torch() -> None:
