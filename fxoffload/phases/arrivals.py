@@ -66,6 +66,16 @@ class Arrivals:
         """The next ones."""
         return list(itertools.islice(self._queue, count))
 
+    def upcoming_bytes(self, nbytes: int) -> list[Holding]:
+        """The next ones on one device, as many as have so many bytes in all; at least those of a slice."""
+        found: list[Holding] = []
+        for holding in self._queue:
+            if len(found) >= SLICE and (nbytes <= 0 or holding.device != found[0].device):
+                break
+            found.append(holding)
+            nbytes -= holding.nbytes
+        return found
+
     def start_until(self, holding: Holding) -> list[Holding]:
         """Starts everything up to this one."""
         if holding.serial or holding not in self._queue:

@@ -17,7 +17,6 @@ leaves while the call runs; who reads it meanwhile is waited for before it is em
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import deque
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.phases.host_image import HostImage
+from fxoffload.phases.room import make_room, stretches
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
@@ -166,25 +166,17 @@ class Mover:
         Raises:
             torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
         """
-        for part in parts(holdings):
-            allocated: list[Holding] = []
-            try:
-                for holding in part:
-                    self.allocate(holding)
-                    allocated.append(holding)
-            finally:
-                if allocated:
-                    self._fill(allocated)
-
-    @staticmethod
-    def make_room(holdings: Iterable[Holding]) -> None:
-        """Has the allocator get memory for the first of some storages from the driver, and keep it for them.
-
-        That takes 8 ms a GiB, in which ``resize_`` would hold the interpreter, and ``empty`` does not.
-        """
-        part = next(parts([holding for holding in holdings if holding.device.type == "cuda"]), [])
-        with contextlib.suppress(torch.OutOfMemoryError):  # said when it is really allocated
-            _ = [torch.empty(holding.nbytes, dtype=torch.uint8, device=holding.device) for holding in part]
+        for stretch in stretches(holdings):
+            make_room(stretch)
+            for part in parts(stretch):
+                allocated: list[Holding] = []
+                try:
+                    for holding in part:
+                        self.allocate(holding)
+                        allocated.append(holding)
+                finally:
+                    if allocated:
+                        self._fill(allocated)
 
     def allocate(self, holding: Holding) -> None:
         """Memory for a storage, on the current stream."""

@@ -38,6 +38,7 @@ from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Ahead, Mover
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
+from fxoffload.phases.room import ROOM_BYTES, make_room_behind
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
@@ -337,9 +338,9 @@ class Transit:
         while True:
             began = time.perf_counter()
             with self.lock:
-                upcoming = self._arrivals.upcoming()
+                upcoming, beyond = self._arrivals.upcoming(), self._arrivals.upcoming_bytes(ROOM_BYTES)
             with self._room:
-                self.mover.make_room(upcoming)
+                make_room_behind(upcoming, beyond)
             self._stand_back()
             with self.lock:
                 unstarted = [held for held in holdings if held.where is Where.ARRIVING and not held.serial]

@@ -33,6 +33,15 @@ def batch(length: int) -> Tensor:
     return lengths_run.batch(length, WIDTH, "cuda", torch.bfloat16)
 
 
+def compiled(model: Stack, how: str) -> nn.Module:
+    """Layer by layer, or as a whole."""
+    if how == "whole":
+        return torch.compile(model, backend="fxoffload", dynamic=True, options=OPTIONS)  # type: ignore[return-value]
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", dynamic=True, options=OPTIONS)
+    return model
+
+
 @pytest.mark.parametrize("how", ["layers", "whole"])
 def test_two_hundred_lengths(how: str) -> None:
     generator = random.Random(0)
@@ -42,12 +51,7 @@ def test_two_hundred_lengths(how: str) -> None:
     compiled_before = graphs["unique_graphs"]
     torch.manual_seed(0)
     model = Stack(WIDTH, 8, DEPTH).to("cuda", torch.bfloat16)
-    call: nn.Module = model
-    if how == "layers":
-        for layer in model.layers:
-            layer.compile(backend="fxoffload", dynamic=True, options=OPTIONS)
-    else:
-        call = torch.compile(model, backend="fxoffload", dynamic=True, options=OPTIONS)  # type: ignore[assignment]
+    call = compiled(model, how)
     grown = (0, 0)
     for i, length in enumerate(lengths):
         wait_for_plans()
@@ -61,11 +65,17 @@ def test_two_hundred_lengths(how: str) -> None:
     assert now[0] <= grown[0] * 1.05, "device memory reserved"
     assert now[1] <= grown[1], "host memory of the arena"
 
-    # A short batch that fits moves nothing; a long one does, with the gradients of keeping.
+
+@pytest.mark.parametrize("how", ["layers", "whole"])
+def test_only_what_does_not_fit_moves(how: str) -> None:
+    """A short batch that fits moves nothing; a long one does, with the gradients of keeping."""
+    torch.manual_seed(0)
+    model = Stack(WIDTH, 8, DEPTH).to("cuda", torch.bfloat16)
+    call = compiled(model, how)
     with deterministic():
-        # Dynamo guards on determinism and compiles again: the plan of those calls is made behind their first steps.
-        for _ in range(4):
-            gradients(model, lambda: call(batch(LONGEST)))
+        # Steps of a length follow a plan of their own from the second one that begins when it is made.
+        for length in [LONGEST] * 4 + [SHORTEST] * 2:
+            gradients(model, lambda length=length: call(batch(length)))
             wait_for_plans()
         for length, moves in ((SHORTEST, False), (LONGEST, True)):
             x = batch(length)
