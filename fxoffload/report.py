@@ -46,8 +46,8 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     """Pin host memory in the background, so that no step waits for it.
 
     Compiling a graph reserves for one call of that graph. Where a step runs many graphs (a layer compiled on its own,
-    microbatches), reserve for the step. What is reserved so stays until ``release_host_memory()``, even where steps need
-    less.
+    microbatches), reserve for the step. What is reserved so stays until ``release_host_memory()``, even where steps
+    need less.
 
     Args:
         size: bytes, or a string such as "34GiB".

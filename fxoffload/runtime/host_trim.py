@@ -65,8 +65,8 @@ class HostTrim:
         self._is_marked = False
 
     def followed(self, plan: Hashable, may_shrink: Callable[[], bool]) -> None:
-        """A whole step has followed ``plan``, which has settled. ``may_shrink``: whether what steps need stays as it is;
-        asked only before memory would go."""
+        """A whole step has followed ``plan``, which has settled. ``may_shrink``: whether what steps need stays as it
+        is; asked only before memory would go."""
         if plan in self._needs:
             return
         if not self._is_marked:
