@@ -426,7 +426,10 @@ class CopyEngine:
         return max(self.arena.highest_bytes, self._asked_bytes)
 
     def may_trim(self) -> bool:
-        """See ``HostMemory``. Not while a CUDA graph is captured: a wait for copies might break it."""
+        """See ``HostMemory``. Not while memory is being pinned, nor while a CUDA graph is captured: a wait for copies
+        might break it."""
+        if self.arena.is_growing:
+            return False
         return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def trim_host_memory(self, keep_bytes: int) -> int:

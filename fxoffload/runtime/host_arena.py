@@ -161,6 +161,11 @@ class HostArena:
         """Whether the last growth ended with an error. Another ``reserve`` tries again."""
         return self._failed is not None
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether memory is being pinned."""
+        return self._threads.is_running
+
     def owns(self, block: HostBlock) -> bool:
         """Whether ``block`` is a range of this arena, as it is now."""
         return block.home is self._home
@@ -232,7 +237,7 @@ class HostArena:
         """
         with self._changed:
             self._threads.stop()
-            while self._is_trimming or self._threads.is_running:  # others go on while one is waited for
+            while self._is_trimming or self.is_growing:  # others go on while one is waited for
                 self._end_trim()
                 self._threads.stop()
             self._collect()
@@ -307,7 +312,7 @@ class HostArena:
 
     def _cut_tail(self, keep_bytes: int) -> FreeRange | None:
         """Take what ``trim`` may give back out of the free list; None where there is nothing, or no time for it."""
-        if self._is_trimming or self._threads.is_running:
+        if self._is_trimming or self.is_growing:
             return None
         ready = self._borders[-1]
         used = ready - self._free.tail_bytes(ready)

@@ -109,7 +109,7 @@ def test_memory_that_was_given_back_is_pinned_again_and_copied_to() -> None:
     for _ in range(3):
         block = arena.allocate(value.numel(), 1 << 30)
         assert block is not None, arena.refusal
-        while arena._threads.is_running:
+        while arena.is_growing:
             time.sleep(0.001)
         streams.offload_waits_for_compute()
         with streams.offloading():

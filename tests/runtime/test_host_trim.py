@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.runtime import chunk_threads, host_arena, host_trim
+from fxoffload.runtime import chunk_threads, host_arena, host_range, host_trim
+from fxoffload.runtime.engine import CopyEngine
 from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
+from fxoffload.runtime.streams import HostCopies
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
@@ -63,6 +65,7 @@ class Driver:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(chunk_threads, "max_threads", lambda: 1)
+    monkeypatch.setattr(host_range, "_PIECE", CHUNK // 2)
 
 
 def make(tmp_path: Path, nbytes: int) -> tuple[HostArena, Driver, Ledger]:
@@ -76,7 +79,7 @@ def make(tmp_path: Path, nbytes: int) -> tuple[HostArena, Driver, Ledger]:
 
 
 def settled(arena: HostArena) -> None:
-    until(lambda: not arena._threads.is_running)
+    until(lambda: not arena.is_growing)
 
 
 def take(arena: HostArena, nbytes: int) -> HostBlock:
@@ -193,7 +196,8 @@ def test_an_error_of_the_device_leaves_all_as_it_was(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="on purpose"):
         arena.trim(2 * MIB, fails)
-    assert (take(arena, 8 * MIB).offset, arena.reserved_bytes, driver.given_back()) == (0, 8 * MIB, [])
+    block = arena.allocate_ready(8 * MIB)
+    assert block is not None and (arena.reserved_bytes, driver.given_back()) == (8 * MIB, [])
 
 
 def test_a_chunk_that_stays_registered_is_used_on(tmp_path: Path) -> None:
@@ -267,9 +271,10 @@ def test_an_arena_that_is_dropped_after_it_unregisters_the_rest(tmp_path: Path) 
 
 
 class Held:
-    """A trim of an arena of six chunks to one, on another thread, with the last but one in hand."""
+    """A trim of an arena of six chunks to one, on another thread, with one of them in hand."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, chunk: int = 4) -> None:
+        self._chunk = chunk
         self.arena, self.driver, self.ledger = make(tmp_path, 12 * MIB)
         self.gate, self.is_in_hand = threading.Event(), threading.Event()
         self.driver.on_unregister = self._wait
@@ -277,7 +282,7 @@ class Held:
         assert self.is_in_hand.wait(20)
 
     def _wait(self, chunk: int) -> None:
-        if chunk == 4 and not self.gate.is_set():
+        if chunk == self._chunk and not self.gate.is_set():
             self.is_in_hand.set()
             assert self.gate.wait(20)
 
@@ -343,8 +348,10 @@ def test_a_release_ends_it(tmp_path: Path) -> None:
     assert (held.driver.registered, held.ledger.booked_bytes(), held.arena.reserved_bytes) == ({}, 0, 0)
 
 
-def test_there_is_one_at_a_time(tmp_path: Path) -> None:
-    held = Held(tmp_path)
+@pytest.mark.parametrize("chunk", [4, 1])
+def test_there_is_one_at_a_time(tmp_path: Path, chunk: int) -> None:
+    """Also where only the chunk in hand is left of the first one."""
+    held = Held(tmp_path, chunk)
     assert held.arena.trim(0, nothing) == 0
     held.gate.set()
     assert held.trim.result() == 10 * MIB
@@ -354,11 +361,15 @@ def test_none_while_it_grows(tmp_path: Path) -> None:
     arena, driver, _ = make(tmp_path, 8 * MIB)
     gate = threading.Event()
     driver.on_register = lambda chunk: None if gate.wait(20) else pytest.fail("nobody let it go on")
+    engine = CopyEngine(torch.device("cpu"), HostCopies(), arena)
+    assert engine.may_trim()
     arena.reserve(12 * MIB, LARGE)
     assert arena.trim(0, nothing) == 0
+    assert not engine.may_trim()
     gate.set()
     until(lambda: arena.reserved_bytes == 12 * MIB)
     settled(arena)
+    assert engine.may_trim()
     assert arena.trim(0, nothing) == 12 * MIB
 
 
