@@ -46,7 +46,8 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     """Pin host memory in the background, so that no step waits for it.
 
     Compiling a graph reserves for one call of that graph. Where a step runs many graphs (a layer compiled on its own,
-    microbatches), reserve for the step.
+    microbatches), reserve for the step. What is reserved so stays until ``release_host_memory()``, even where steps
+    need less.
 
     Args:
         size: bytes, or a string such as "34GiB".
@@ -54,4 +55,4 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine_for(torch.device(device)).reserve(parse_bytes(size, "size"), Budgets(None, None, None))
+    engine_for(torch.device(device)).reserve(parse_bytes(size, "size"), Budgets(None, None, None), stays=True)

@@ -24,6 +24,7 @@ class Stats:
         host_bytes_in_use: bytes of it that hold offloaded values now.
         host_wait_ms: time the host stood still because memory was not pinned yet.
         num_host_growths: times an arena pinned another chunk.
+        bytes_host_trimmed: host memory given back because only the steps before a plan over several graphs needed it.
         exposed_copy_ms: time the compute stream stood still for copies (waits for what is still running on the device).
         num_segments_compiled: segments compiled.
         num_segments_reused: segments that reused the code of an identical one.
@@ -47,6 +48,7 @@ class Stats:
     host_bytes_in_use: int = 0
     host_wait_ms: float = 0.0
     num_host_growths: int = 0
+    bytes_host_trimmed: int = 0
     exposed_copy_ms: float = 0.0
     num_segments_compiled: int = 0
     num_segments_reused: int = 0

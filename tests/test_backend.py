@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.runtime.engine import CopyEngine, engine_for
+from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
 from tests.capture import Tower, example_input, rehearsal_options
 
 ROOT = Path(__file__).parents[1]
@@ -340,6 +342,34 @@ class TestPieces:
             layer.compile(backend="fxoffload", options=rehearsal_options(policy="auto", disable=pieces))
         assert_close(gradients(model, model), eager(2))
         assert {recipe is None for recipe in found} == {disabled}
+
+    @pytest.mark.parametrize("disabled", [True, False])
+    def test_host_trim(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every layer compiled on its own: two steps offload, the others keep everything and need no host memory."""
+        pieces = ("host_trim",) if disabled else ()
+        if by == "environment":
+            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
+            pieces = ()
+        engine = engine_for(torch.device("cpu"))
+        engine.calls._step = None
+        gc.collect()
+        monkeypatch.setattr(engine.calls, "_sites", weakref.WeakSet())  # nothing of other tests
+        monkeypatch.setattr(engine.calls, "_trim", HostTrim(engine, in_background=False))
+        model = make_model(3)
+        for layer in model.layers:  # type: ignore[union-attr]
+            options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}
+            layer.compile(backend="fxoffload", options=rehearsal_options(**options))
+        for _ in range(2):
+            assert_close(gradients(model, model), eager())
+            model.zero_grad()
+        before = fxoffload.stats().host_bytes_reserved
+        for _ in range(STEADY_STEPS + 2):
+            assert_close(gradients(model, model), eager())
+            model.zero_grad()
+        stats = fxoffload.stats()
+        assert stats.host_bytes_reserved == (before if disabled else 0)
+        assert stats.bytes_host_trimmed == (0 if disabled else before)
+        assert before > 0
 
     def test_offload(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = disabled_run("offload", by, monkeypatch)

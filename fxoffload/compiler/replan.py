@@ -70,7 +70,14 @@ class Replan(Generic[_C]):
         self._make_clock = make_clock
         self._in_background = in_background
         self._lock = threading.Lock()
+        self._is_calibrating = False
         self.clock: _C | None = make_clock()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be measured or planned again."""
+        with self._lock:
+            return self.clock is None and self._calibration is None and not self._is_calibrating
 
     def poll(self) -> _C | None:
         """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
@@ -82,6 +89,7 @@ class Replan(Generic[_C]):
                 return self.clock
             self.clock = None
             calibration, self._calibration = self._calibration, None
+            self._is_calibrating = calibration is not None
         if calibration is None:
             self._check(clock)
         elif self._in_background:
@@ -102,7 +110,10 @@ class Replan(Generic[_C]):
                 f"fxoffload could not plan again with measured times and goes on with its first plan: {error}",
                 stacklevel=2,
             )
-        self.clock = self._make_clock()
+        finally:
+            with self._lock:
+                self._is_calibrating = False
+                self.clock = self._make_clock()
 
     def _check(self, clock: _C) -> None:
         """What the steps behind the calibration took."""

@@ -36,7 +36,7 @@ from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.tape_plan import TapeGoal, describe_part, plan_tape
+from fxoffload.compiler.tape_plan import TapeGoal, describe_part, is_dynamic, plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
@@ -355,6 +355,7 @@ class CompileSession:
         )
         by_size = self._by_size(state)
         site = self._site = engine.calls.site()
+        site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         variants = self._variants
 
         def decide(args: list[Any]) -> Choice:

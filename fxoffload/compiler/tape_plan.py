@@ -153,7 +153,7 @@ def describe_part(
     and are not told as arguments, nothing that is saved may move, or there are no rates. ``recipe``: of variants of
     them; the edges then name the inputs that only a variant may save too."""
     sized = None
-    if _is_dynamic(forward) or _is_dynamic(backward):
+    if is_dynamic(forward) or is_dynamic(backward):
         sizes = _sizes_of(forward, backward)
         if sizes is None:
             return None
@@ -189,7 +189,8 @@ def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | No
     return sizes
 
 
-def _is_dynamic(state: ForwardState | BackwardState) -> bool:
+def is_dynamic(state: ForwardState | BackwardState) -> bool:
+    """Whether sizes vary from call to call."""
     values = (n.meta.get("val") for n in state.gm.graph.nodes)
     return any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) or _has_symbols(v) for v in values)
 

@@ -49,6 +49,7 @@ from fxoffload.runtime.chains import (
     Sizes,
 )
 from fxoffload.runtime.held import CallAt, Edges, Held, Moment
+from fxoffload.runtime.host_trim import HostTrim
 from fxoffload.runtime.lent import Lent
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.transfer import Group
@@ -75,6 +76,7 @@ class Site:
         at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
+        may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
     """
 
     calls: StepCalls
@@ -88,6 +90,7 @@ class Site:
     measure: Callable[[], Recorder | None] | None = None
     sizes: CallSizes | None = None
     chains: Chains = field(default_factory=Chains)
+    may_trim: bool = True
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Of the call with these arguments; empty where they do not vary."""
@@ -175,6 +178,7 @@ class _Step:
     running: _Call | None = None  # whose backward runs
     phase: Phase = "forward"
     plan: Following | None = None
+    followed: weakref.ref[Following] | None = None  # the plan that it began with
     recording: StepRecording | None = None  # of a step that follows a plan and is measured
     was_planned: bool = False
     awaits_plan: bool = False
@@ -221,6 +225,7 @@ class StepCalls:
         in_flight: storage -> how many sources the copy engine holds of it.
         in_background: whether plans are made on a thread of their own.
         memory: reads the allocator; None where there is nothing to read.
+        trim: of the host's memory; None: it stays as it is.
     """
 
     def __init__(
@@ -229,17 +234,23 @@ class StepCalls:
         *,
         in_background: bool,
         memory: Callable[[], Memory] | None = None,
+        trim: HostTrim | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._in_background = in_background
         self._memory = memory
+        self._trim = trim
+        self._sites: weakref.WeakSet[Site] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: _Step | None = None
         self._planning: threading.Thread | None = None  # the latest
 
     def site(self) -> Site:
         """A place for one more compiled graph."""
-        return Site(self)
+        site = Site(self)
+        with self._lock:
+            self._sites.add(site)
+        return site
 
     def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...]) -> None:
         """The next step that begins at ``site`` makes other choices, if it still follows the plan of ``follower``."""
@@ -366,6 +377,7 @@ class StepCalls:
         if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
             step.sizes, step.plan = larger.sizes, larger.ready
         step.was_planned = step.plan is not None
+        step.followed = None if step.plan is None else weakref.ref(step.plan)
         if not step.was_planned:
             step.awaits_plan = site.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
             step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
@@ -558,6 +570,7 @@ class StepCalls:
         first = step.calls[0].site()
         if first is None:
             return
+        self._watch_host_memory(step)
         chain, known = first.chains.get(step.sizes), first.chains.known
         if not step.was_planned:
             self._plan_if_seen_twice(first, step)
@@ -569,6 +582,17 @@ class StepCalls:
             first.chains.outgrown(chain)
         elif step.missed and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")
+
+    def _watch_host_memory(self, step: _Step) -> None:
+        """A step with a backward is over: may what it did not need of the host's memory go?"""
+        trim = self._trim
+        if trim is None:
+            return
+        plan = None if step.followed is None else step.followed()
+        if plan is not None and step.regular and step.is_complete and plan.is_settled:
+            trim.followed(plan, lambda: all(site.may_trim for site in self._sites))
+        elif step.was_planned or step.awaits_plan:
+            trim.interrupted()
 
 
 def _is_of(call: _Call, group: Group) -> bool:

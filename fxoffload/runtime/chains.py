@@ -49,6 +49,11 @@ class CallSizes(Protocol):
 class Follower(Protocol):
     """Measures the first steps that follow a plan, and may replace it (``StepCalls.follow_instead``)."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be measured or planned again."""
+        ...
+
     def step_begins(self) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured."""
         ...
@@ -77,6 +82,11 @@ class Following:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
     follower: Follower | None = None
     sizes: tuple[Sizes, ...] = ()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps go on making these choices, as far as its follower goes."""
+        return self.follower is None or self.follower.is_settled
 
     def has(self, place: int, site: Site) -> bool:
         """Whether the call at ``place`` is one of ``site``."""

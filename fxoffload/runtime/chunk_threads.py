@@ -45,6 +45,11 @@ class ChunkThreads:
         self._error: BaseException | None = None
         self._chunk_bytes = self._page = 1
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a chunk is under way."""
+        return self._running > 0
+
     def grow_to(self, target: int, owner: ChunkOwner, chunk_bytes: int, page: int) -> None:
         """Ask for ``target`` bytes in all. Chunks end at multiples of ``page``, but for the last one.
 
@@ -71,9 +76,9 @@ class ChunkThreads:
         while self._running:
             self._changed.wait()
 
-    def restart(self) -> None:
-        """Begin again with nothing. The threads have been stopped."""
-        self.ready = self.target = self._claimed = 0
+    def restart(self, at: int = 0) -> None:
+        """Begin again with the chunks up to ``at``. No thread runs."""
+        self.ready = self.target = self._claimed = at
 
     def _work(self, owner: ChunkOwner, device: int | None) -> None:
         begin_thread(device)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -47,6 +48,7 @@ from fxoffload.runtime.host_arena import (
     address_space_bytes,
 )
 from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.host_trim import HostTrim
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group, Remains, Transfer, View, Watch
@@ -91,7 +93,8 @@ class CopyEngine:
         self.tape = Tape()
         on_gpu = device.type == "cuda"
         memory = cuda_memory(device) if on_gpu else None
-        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory)
+        trim = HostTrim(self, in_background=on_gpu)
+        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, trim=trim)
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()
@@ -106,6 +109,7 @@ class CopyEngine:
         self._dead: deque[Remains] = deque()
         self._order = itertools.count(1)
         self._warned_full = False
+        self._asked_bytes = 0  # of host memory, by the user
 
     # -- device to host ------------------------------------------------------------------------------------------------
 
@@ -389,8 +393,10 @@ class CopyEngine:
             return budgets.host
         return default_host_budget_bytes() - sum(e.arena.reserved_bytes for e in engines() if e is not self)
 
-    def reserve(self, nbytes: int, budgets: Budgets) -> None:
-        """Pin host memory in the background, within the budget."""
+    def reserve(self, nbytes: int, budgets: Budgets, *, stays: bool = False) -> None:
+        """Pin host memory in the background, within the budget. ``stays``: it is not trimmed."""
+        if stays:
+            self._asked_bytes = max(self._asked_bytes, nbytes)
         self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
     def host_bytes_in_use(self) -> int:
@@ -405,7 +411,41 @@ class CopyEngine:
             self._release(0)
             self._collect()
             self.streams.synchronize()
-            return self.arena.release()
+            given = self.arena.release()
+            self._asked_bytes = 0
+            return given
+
+    def mark_host_memory(self) -> None:
+        """See ``HostMemory``."""
+        with self._lock:
+            self._collect()
+            self.arena.mark()
+
+    def host_bytes_needed(self) -> int:
+        """See ``HostMemory``."""
+        return max(self.arena.highest_bytes, self._asked_bytes)
+
+    def may_trim(self) -> bool:
+        """See ``HostMemory``. Not while memory is being pinned, nor while a CUDA graph is captured: a wait for copies
+        might break it."""
+        if self.arena.is_growing:
+            return False
+        return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+    def trim_host_memory(self, keep_bytes: int) -> int:
+        """See ``HostMemory``. Waits for copies, so a GPU's is trimmed by a thread of its own."""
+        began = time.perf_counter()
+        on_gpu = self.device.type == "cuda"
+        given = self.arena.trim(max(keep_bytes, self._asked_bytes), self.streams.wait_for_copies, pauses=on_gpu)
+        if given:
+            counters.add("bytes_host_trimmed", given)
+            log.info(
+                "gave %.2f GiB of host memory back, which only the first steps needed, and kept %.2f GiB (%.0f ms)",
+                given / 2**30,
+                self.arena.reserved_bytes / 2**30,
+                1e3 * (time.perf_counter() - began),
+            )
+        return given
 
 
 def _check_watches(transfers: Sequence[Transfer]) -> None:

@@ -45,6 +45,15 @@ class FreeList:
         last = self._ranges[-1] if self._ranges else None
         return last.end - last.start if last is not None and last.end == end else 0
 
+    def cut(self, start: int) -> FreeRange:
+        """Take out the last range's bytes from ``start`` on, which lies in it."""
+        last = self._ranges[-1]
+        found = FreeRange(start, last.end, last.fence)
+        last.end = start
+        if last.start == start:
+            self._ranges.pop()
+        return found
+
     def insert(self, item: FreeRange) -> None:
         """Return a range. It becomes one with its neighbours; of their fences the youngest stays."""
         i = bisect.bisect_left(self._ranges, item.start, key=lambda f: f.start)

@@ -6,8 +6,17 @@ fault the pages in, then register them with CUDA. A block may lie across two chu
 copy across a chunk border is split in two, because one copy may not touch two registrations. Alternatives that were
 rejected: PyTorch's caching host allocator rounds every block up to a power of two (up to twice the memory), and fixed
 slabs lose their ends. Threads in the background do the pinning while the model compiles (see [Note: Chunk threads] in
-``fxoffload.runtime.chunk_threads``); a step waits only for what is not ready yet, and never again afterwards. What the
-arena has or is about to have is booked, so that other processes do not count on it (``fxoffload.runtime.host_ledger``).
+``fxoffload.runtime.chunk_threads``); a step waits only for what is not ready yet, and never again afterwards, unless
+memory was trimmed. What the arena has or is about to have is booked, so that other processes do not count on it
+(``fxoffload.runtime.host_ledger``).
+
+[Note: Trim]
+``trim`` gives chunks at the end of the range back while steps go on. All of them are taken out of the free list at
+once, so that no block comes to lie in them any more, and no copy that touches them can be started after that. Then it
+waits for the copies that were: of those out of a block its fence would tell, of those into one nothing does. Only then
+one chunk after the other, the last one first, is unregistered and loses its memory, without the lock. Who wants to grow
+meanwhile waits for the one chunk that is in hand, and has all others again: the trim is over. Addresses that were given
+back are backed and registered anew like any others.
 
 [Note: Arena and fork]
 A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
@@ -30,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -112,7 +121,10 @@ class HostArena:
         self._range: HostRange | None = None
         self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
         self._free = FreeList()
+        self._cut: FreeRange | None = None  # what a trim has taken out of the free list and not given back yet
+        self._is_cutting = False  # a chunk beyond the last border is in hand
         self._in_use = 0
+        self._highest = 0  # see ``highest_bytes``
         self._failed: BaseException | None = None
         self._warned_failed = False
         self._home = object()
@@ -133,9 +145,26 @@ class HostArena:
             return self._in_use
 
     @property
+    def highest_bytes(self) -> int:
+        """The end of the block that lay highest since the last ``mark``."""
+        return self._highest
+
+    def mark(self) -> None:
+        """Count ``highest_bytes`` from here on, and from the blocks that are live."""
+        with self._changed:
+            self._collect()
+            end = self._borders[-1] if self._cut is None else self._cut.start
+            self._highest = end - self._free.tail_bytes(end)
+
+    @property
     def has_failed(self) -> bool:
         """Whether the last growth ended with an error. Another ``reserve`` tries again."""
         return self._failed is not None
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether memory is being pinned."""
+        return self._threads.is_running
 
     def owns(self, block: HostBlock) -> bool:
         """Whether ``block`` is a range of this arena, as it is now."""
@@ -166,18 +195,12 @@ class HostArena:
             block = self._take(size)
             began = time.perf_counter()
             while block is None:
-                ready = self._borders[-1]
-                needed = ready + size - self._free.tail_bytes(ready)
-                if self._failed is not None:
-                    self._refuse(str(self._failed))
+                if self._is_trimming:
+                    self._end_trim()  # what it had taken out is there again
+                elif not self._grow_for(size, limit_bytes):
                     return None
-                if needed > min(_whole_pages(limit_bytes), self._capacity):
-                    self._refuse(_beyond(limit_bytes))
-                    return None
-                if not self._grow_to(needed, limit_bytes, whole=True):
-                    self._refuse(self._booking.refusal)
-                    return None
-                self._changed.wait(timeout=60.0)
+                else:
+                    self._changed.wait(timeout=60.0)
                 self._collect()
                 block = self._take(size)
                 self.wait_ms += 1e3 * (time.perf_counter() - began)
@@ -214,6 +237,9 @@ class HostArena:
         """
         with self._changed:
             self._threads.stop()
+            while self._is_trimming or self.is_growing:  # others go on while one is waited for
+                self._end_trim()
+                self._threads.stop()
             self._collect()
             if self._in_use:
                 raise RuntimeError(
@@ -231,6 +257,35 @@ class HostArena:
             self._booking.release()
             return given
 
+    def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None], *, pauses: bool = False) -> int:
+        """Give back the free chunks at the end of the range that lie above ``keep_bytes``; see [Note: Trim]. Returns
+        the bytes given back; nothing is while the arena grows, and no more once it has to.
+
+        Args:
+            keep_bytes: what stays, counted from the start of the range.
+            wait_for_copies: returns when all copies that were started before are done.
+            pauses: rest after each chunk for as long as it took, so that others come to the driver in between.
+        """
+        with self._changed:
+            self._collect()
+            cut = self._cut_tail(keep_bytes)
+        given = 0
+        if cut is None:
+            return given
+        try:
+            wait_for_copies()
+            began = time.perf_counter()
+            while nbytes := self._give_back_last(cut):
+                given += nbytes
+                if pauses:
+                    time.sleep(time.perf_counter() - began)
+                    began = time.perf_counter()
+        finally:
+            with self._changed:
+                if self._cut is cut:
+                    self._end_trim()
+        return given
+
     # -- free list -----------------------------------------------------------------------------------------------------
 
     def _take(self, size: int) -> HostBlock | None:
@@ -238,6 +293,7 @@ class HostArena:
         if found is None:
             return None
         self._in_use += size
+        self._highest = max(self._highest, found.end)
         return HostBlock(found.start, size, found.fence, self._home)
 
     def _collect(self) -> None:
@@ -248,10 +304,83 @@ class HostArena:
             self._in_use -= block.nbytes
             self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
 
+    # -- trim ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_trimming(self) -> bool:
+        return self._cut is not None or self._is_cutting
+
+    def _cut_tail(self, keep_bytes: int) -> FreeRange | None:
+        """Take what ``trim`` may give back out of the free list; None where there is nothing, or no time for it."""
+        if self._is_trimming or self.is_growing:
+            return None
+        ready = self._borders[-1]
+        used = ready - self._free.tail_bytes(ready)
+        at = bisect.bisect_left(self._borders, max(keep_bytes, used))
+        if at >= len(self._borders) - 1:
+            return None
+        self._cut = self._free.cut(self._borders[at])
+        return self._cut
+
+    def _give_back_last(self, cut: FreeRange) -> int:
+        """Give the last chunk back. Returns its bytes; 0 where the trim that has taken ``cut`` out is over."""
+        with self._changed:
+            if self._cut is not cut:
+                return 0
+            end, start, held = self._borders.pop(), self._borders[-1], self._range
+            assert held is not None
+            self._threads.restart(start)
+            cut.end = start
+            if cut.start == start:
+                self._cut = None
+            self._is_cutting = True
+        try:
+            self._pinner.unregister(held.address + start)
+        except BaseException:
+            with self._changed:
+                self._borders.append(end)
+                self._threads.restart(end)
+                self._free.insert(FreeRange(start, end, cut.fence))
+                self._ends_cutting()
+            raise
+        held.give_back(start, end - start)
+        with self._changed:
+            self._registered.pop()
+            self._booking.shrink_to(start)
+            self._ends_cutting()
+        return end - start
+
+    def _ends_cutting(self) -> None:
+        self._is_cutting = False
+        self._changed.notify_all()
+
+    def _end_trim(self) -> None:
+        """What was not given back is free again; wait for what is in hand."""
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            self._free.insert(cut)
+        while self._is_cutting:
+            self._changed.wait()
+
     # -- growth --------------------------------------------------------------------------------------------------------
+
+    def _grow_for(self, size: int, limit_bytes: int) -> bool:
+        """Have the threads grow until a block of ``size`` bytes fits. False, and why, where that cannot be."""
+        ready = self._borders[-1]
+        needed = ready + size - self._free.tail_bytes(ready)
+        if self._failed is not None:
+            self._refuse(str(self._failed))
+        elif needed > min(_whole_pages(limit_bytes), self._capacity):
+            self._refuse(_beyond(limit_bytes))
+        elif not self._grow_to(needed, limit_bytes, whole=True):
+            self._refuse(self._booking.refusal)
+        else:
+            return True
+        return False
 
     def _grow_to(self, nbytes: int, limit_bytes: int, *, whole: bool) -> bool:
         """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all."""
+        self._end_trim()
         # The last chunk under a limit may end between two huge pages, but not between two pages.
         granule = mmap.PAGESIZE if self._exact else _PAGE
         wanted = min(_round_up(nbytes, granule), self._capacity, _whole_pages(limit_bytes))

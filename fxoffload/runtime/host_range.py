@@ -13,6 +13,7 @@ import torch
 log = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
+_PIECE = 16 << 20  # bytes given back at a time
 
 
 class HostRange:
@@ -41,10 +42,12 @@ class HostRange:
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Return the memory behind some whole pages to the operating system; the addresses stay."""
-        try:
-            self._map.madvise(mmap.MADV_DONTNEED, self._skipped + start, nbytes)
-        except OSError as error:
-            log.debug("MADV_DONTNEED refused: %s", error)
+        # madvise() keeps the GIL: a piece at a time, so that no other thread waits for all of it.
+        for at in range(start, start + nbytes, _PIECE):
+            try:
+                self._map.madvise(mmap.MADV_DONTNEED, self._skipped + at, min(_PIECE, start + nbytes - at))
+            except OSError as error:
+                log.debug("MADV_DONTNEED refused: %s", error)
 
 
 _MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()

@@ -65,6 +65,9 @@ class CopyStreams(Protocol):
     def exposed_ms(self) -> float: ...
     def reset_exposed(self) -> None: ...
     def synchronize(self) -> None: ...
+    def wait_for_copies(self) -> None:
+        """Wait, on any thread, until every copy that was started before is done. Others may be started meanwhile."""
+        ...
 
 
 class HostCopies:
@@ -105,6 +108,8 @@ class HostCopies:
 
     def synchronize(self) -> None:
         """Every copy is finished."""
+
+    wait_for_copies = synchronize
 
 
 class CudaCopies:
@@ -198,6 +203,16 @@ class CudaCopies:
     def synchronize(self) -> None:
         self.offload_stream.synchronize()
         self.reload_stream.synchronize()
+
+    def wait_for_copies(self) -> None:
+        # A blocking event takes no core while it waits; to wait for a stream would raise in the user's sync debug mode.
+        events = []
+        for stream in (self.offload_stream, self.reload_stream):
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            events.append(event)
+        for event in events:
+            event.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, pieces: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
         if self.before_copy is not None:

@@ -1,0 +1,106 @@
+"""Gives host memory back that only the steps before a plan over several graphs needed.
+
+[Note: When host memory is trimmed]
+Until a chain of calls has its plan, its steps offload all that may move; the plan then needs less, and what is pinned
+beyond that would stay pinned. When a plan has settled and a few whole steps in a row did what plans say, everything
+above the highest block of those steps goes. That is done once for each plan, and never below what another plan that is
+still there was seen to need: where steps of an actor and of a critic take turns, memory does not come and go with them.
+What is pinned again later (for a longer evaluation, say) stays. Where sizes vary from call to call nothing goes: the
+next batch may be the longest one again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeVar
+
+from fxoffload.runtime.own_threads import begin_thread, device_of_caller
+
+log = logging.getLogger(__name__)
+
+# So many whole steps in a row, behind one that did the same, show what a plan needs.
+STEADY_STEPS = 4
+
+
+class HostMemory(Protocol):
+    """What is trimmed; see ``CopyEngine``."""
+
+    def mark_host_memory(self) -> None:
+        """Count the need from here on."""
+        ...
+
+    def host_bytes_needed(self) -> int:
+        """The end of the highest block since the mark."""
+        ...
+
+    def may_trim(self) -> bool:
+        """Whether a trim can begin now."""
+        ...
+
+    def trim_host_memory(self, keep_bytes: int) -> int:
+        """Give back what is free above ``keep_bytes``. Returns bytes."""
+        ...
+
+
+_P = TypeVar("_P", bound=Hashable)
+
+
+class HostTrim:
+    """See [Note: When host memory is trimmed]. Its methods are called one at a time, when a step is over.
+
+    Args:
+        memory: is trimmed.
+        in_background: whether that is done by a thread of its own.
+    """
+
+    def __init__(self, memory: HostMemory, *, in_background: bool) -> None:
+        self._memory = memory
+        self._in_background = in_background
+        self._turn = threading.Lock()  # of threads that trim
+        self._needs: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # of plans that had theirs
+        self._steps: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # since the mark, by plan
+        self._is_marked = False
+
+    def followed(self, plan: Hashable, may_shrink: Callable[[], bool]) -> None:
+        """A whole step has followed ``plan``, which has settled. ``may_shrink``: whether what steps need stays as it
+        is; asked only before memory would go."""
+        if plan in self._needs:
+            return
+        if not self._is_marked:
+            self._memory.mark_host_memory()
+            self._is_marked = True
+        self._steps[plan] = steps = self._steps.get(plan, -1) + 1
+        if steps >= STEADY_STEPS and may_shrink() and self._memory.may_trim():
+            self._needs[plan] = self._memory.host_bytes_needed()
+            self._begin(max(self._needs.values()))
+
+    def interrupted(self) -> None:
+        """A step was something else: what it needed does not count."""
+        self._steps.clear()
+        self._is_marked = False
+
+    def _begin(self, keep_bytes: int) -> None:
+        if not self._in_background:
+            self._trim(keep_bytes)
+            return
+        device = device_of_caller()
+
+        def work() -> None:
+            begin_thread(device)
+            self._trim(keep_bytes)
+
+        try:
+            threading.Thread(target=work, name="fxoffload-trim", daemon=True).start()
+        except RuntimeError as error:  # no more threads for this process
+            log.warning("host memory that no step needs stays: %s", error)
+
+    def _trim(self, keep_bytes: int) -> None:
+        """No step fails for it."""
+        try:
+            with self._turn:
+                self._memory.trim_host_memory(keep_bytes)
+        except Exception as error:
+            log.warning("host memory that no step needs stays: %s: %s", type(error).__name__, error)

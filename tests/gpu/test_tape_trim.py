@@ -1,0 +1,130 @@
+"""Pinned memory that only the steps before a plan over several graphs needed goes, on a GPU, beside the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxoffload
+from fxoffload.runtime import host_arena
+from fxoffload.runtime.host_arena import CudaPinner, HostArena
+from fxoffload.runtime.host_trim import HostTrim
+from tests.gpu.gpu_support import MIB, deterministic, differing, disturbed, engine, gradients
+from tests.gpu.test_chain_clock import DEPTH, TOKENS, WIDTH, build, join
+
+pytestmark = pytest.mark.gpu
+
+# Steps that are recorded, skipped, measured, planned again, skipped, measured, read; those behind them that count.
+STEPS = 40
+CHUNK = 32 * MIB
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pinned memory, chunks of a quarter of a layer, and nothing known of models of other tests."""
+    found = engine()
+    monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(found.calls, "_trim", HostTrim(found, in_background=True))
+    monkeypatch.setattr(found.calls, "_sites", weakref.WeakSet())
+    start_anew()
+    yield
+    join("fxoffload-trim")
+
+
+def start_anew() -> None:
+    torch.compiler.reset()
+    engine().calls._step = None
+    gc.collect()
+    fxoffload.release_host_memory()
+    fxoffload.reset_stats()
+
+
+def batch() -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(3)
+    return torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def budget_between(x: Tensor) -> int:
+    """A budget under which some is kept and some offloaded."""
+    model = build(disable=("tape_recompute", "calibration"))
+    for _ in range(3):
+        gradients(model, lambda: model(x))
+    join("fxoffload-tape-plan")
+    plan = fxoffload.plans()[-1]
+    assert f"over {DEPTH} calls" in plan.summary
+    return (plan.smallest_budget_bytes + plan.baseline_peak_bytes) // 2
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: bool) -> None:
+    """Once measured and planned again, once with every copy delayed at random and what is given up poisoned."""
+    x = batch()
+    budget = budget_between(x)
+    start_anew()
+    disable = ("tape_recompute", "calibration") if delays else ("tape_recompute",)
+    model = build(disable=disable, max_slowdown=9.0, activation_budget=budget)
+    with deterministic():
+        with fxoffload.override_policy("keep_all"):
+            expected = gradients(model, lambda: model(x))
+        found, reserved = [], []
+        for index in range(STEPS):
+            with disturbed(index) if delays else contextlib.nullcontext():
+                found.append(gradients(model, lambda: model(x)))
+            time.sleep(0.02)  # the trim works beside the next steps
+            reserved.append(fxoffload.stats().host_bytes_reserved)
+            for name in ("fxoffload-tape-plan", "fxoffload-replan"):
+                join(name)
+        join("fxoffload-trim")
+        found.append(gradients(model, lambda: model(x)))
+    torch.cuda.synchronize()
+    assert [differing(grads, expected) for grads in found] == [0] * len(found)
+    stats = fxoffload.stats()
+    assert stats.bytes_host_trimmed > 0
+    assert stats.host_bytes_reserved < max(reserved)
+    assert stats.bytes_kept_host_full == 0
+    # A step behind it finds what it needs, and in whole chunks no more.
+    fxoffload.reset_stats()
+    engine().arena.mark()
+    gradients(model, lambda: model(x))
+    after = fxoffload.stats()
+    assert (after.num_host_growths, after.bytes_host_trimmed) == (0, 0)
+    assert after.bytes_offloaded > 0
+    assert after.host_bytes_reserved < engine().arena.highest_bytes + CHUNK
+
+
+def test_memory_that_was_given_back_is_pinned_again_and_copied_to() -> None:
+    """By real registrations, with a copy under way when the trim begins."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    arena = HostArena(CudaPinner(device), 1 << 30, chunk_bytes=CHUNK)
+    value = torch.randint(256, (128 * MIB,), dtype=torch.uint8, device=device)
+    streams = engine().streams
+    for _ in range(3):
+        block = arena.allocate(value.numel(), 1 << 30)
+        assert block is not None, arena.refusal
+        while arena.is_growing:
+            time.sleep(0.001)
+        streams.offload_waits_for_compute()
+        with streams.offloading():
+            streams.offload((piece, value[at : at + piece.numel()]) for at, piece in arena.pieces(block, value.numel()))
+        streams.synchronize()
+        back = torch.zeros_like(value)
+        streams.reload_waits_for_compute()
+        with streams.reloading():
+            streams.reload((back[at : at + piece.numel()], piece) for at, piece in arena.pieces(block, value.numel()))
+        arena.free(block, None)  # without a fence: the trim waits for the copies
+        trimming = threading.Thread(target=arena.trim, args=(40 * MIB, streams.wait_for_copies))
+        trimming.start()
+        trimming.join(60)
+        assert arena.reserved_bytes == 64 * MIB
+        streams.synchronize()
+        assert torch.equal(back, value)
+        value = value.roll(1)  # other bytes in the next round
+    assert arena.release() == 64 * MIB
