@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.phases import OffloadedError, PhaseManager, Where
+from fxoffload.phases.device_memory import has_expandable_segments
 
 from .gpu_support import MIB, Stack, build, deterministic, fresh_input, sleep
 
@@ -95,6 +96,20 @@ def test_the_driver_gets_the_memory() -> None:
     assert torch.cuda.mem_get_info()[0] - free >= nbytes - 24 * MIB  # small ones share a segment with others
     assert manager.transitions[-1].freed_bytes >= nbytes - 24 * MIB
     assert manager.image.reserved_bytes <= 1.02 * nbytes
+    manager.close()
+
+
+@pytest.mark.skipif(has_expandable_segments(), reason="expandable segments are mapped page by page, whatever the call")
+def test_the_driver_is_asked_for_many_storages_at_once() -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, device="cuda") for _ in range(64)))  # 16 MiB each
+    manager = manager_of(model, None)
+    calls = []
+    for _ in range(2):
+        manager.offload()
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        manager.onload()
+        calls.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
+    assert max(calls) <= 5, "128, 256, 512 MiB and the rest"
     manager.close()
 
 
