@@ -206,11 +206,13 @@ class Host:
 
 @dataclass
 class Digest:
-    """One gradient, reduced in float64: its sum, its norm and its projection on fixed random directions."""
+    """One gradient, reduced in float64: its sum, its norm, its projection on a fixed random direction, and the
+    projections of its ``parts`` on theirs, which add up to it (see gradients_compare.py; "" in reports of before)."""
 
     sum: float
     norm: float
     probe: float
+    parts: str = ""
 
 
 @dataclass
@@ -350,6 +352,7 @@ class Result:
     stats_per_step: dict[str, float] | None = None
     gradients: dict[str, Digest] = field(default_factory=dict)
     gradient_repeat_difference: float | None = None
+    gradient_repeat_differences: dict[str, float] = field(default_factory=dict)
     step_ms_by_rank: list[float] = field(default_factory=list)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     link: dict[str, float] | None = None
