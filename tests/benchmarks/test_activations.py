@@ -155,14 +155,15 @@ def test_what_was_not_repeated_is_not_condemned_and_what_is_not_finite_is() -> N
     assert row["gradients_agree"] is False and row["gradient_worst"] == "late"
 
 
-def test_parts_of_a_gradient_estimate_the_norm_of_a_difference() -> None:
+@pytest.mark.parametrize("rows", [70, 700])  # small, and split into parts
+def test_parts_of_a_gradient_estimate_the_norm_of_a_difference(rows: int) -> None:
     """Of one parameter alone, where a single projection is as often as not off by more than half."""
     generator = torch.Generator().manual_seed(5)
     found = []
     mine = theirs = Digest(0.0, 0.0, 0.0)
     for seed in range(40):
-        gradient = torch.randn(70, 33, generator=generator)
-        error = 1e-3 * torch.randn(70, 33, generator=generator)
+        gradient = torch.randn(rows, 33, generator=generator)
+        error = 1e-3 * torch.randn(rows, 33, generator=generator)
         mine, theirs = _digest(gradient + error, seed), _digest(gradient, seed)
         found.append(max_relative_difference({"w": mine}, {"w": theirs}) / (error.norm() / gradient.norm()).item())
         assert sum(unpack_parts(mine.parts)) == pytest.approx(mine.probe, abs=1e-3)
@@ -172,6 +173,16 @@ def test_parts_of_a_gradient_estimate_the_norm_of_a_difference() -> None:
     assert max_relative_difference({"w": alone}, {"w": theirs}) == pytest.approx(
         max(abs(mine.norm - theirs.norm), abs(mine.probe - theirs.probe)) / theirs.norm
     )
+
+
+def test_an_error_in_one_element_of_a_norm_is_seen() -> None:
+    generator = torch.Generator().manual_seed(6)
+    gradient = torch.randn(128, generator=generator)
+    wrong = gradient.clone()
+    wrong[7] += 0.5
+    for seed in range(20):
+        found = max_relative_difference({"w": _digest(wrong, seed)}, {"w": _digest(gradient, seed)})
+        assert 0.6 < found * gradient.norm().item() / 0.5 < 1.5
 
 
 def test_parts_survive_what_float32_cannot_hold() -> None:

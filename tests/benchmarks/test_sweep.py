@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import launch_sweep, length_search
+from benchmarks import launch_lengths, launch_sweep, length_search
 from benchmarks.arguments import CASES, expand_set, parse_cases, parse_protocol, parse_variants, split_settings
 from benchmarks.bisection import bisect
 from benchmarks.budgets import resolve_budget
 from benchmarks.cli import app
 from benchmarks.hf_models import HF_MODELS
 from benchmarks.launch import start_process
-from benchmarks.launch_lengths import merge
+from benchmarks.launch_lengths import merge, run_max_seq
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.length_search import LengthSearch, _largest_blocks
 from benchmarks.limits import Limit
@@ -156,6 +157,27 @@ def test_peers_are_searched_for_their_longest_length(peers_of_lengths: tuple[Rep
     assert "longest that ran: 64" in table
     first = {record.variant.kind: record.result.probes[0].loss for record in (verl, checkpoint)}
     assert first["verl"] == pytest.approx(first["eager_checkpoint"], rel=1e-5), "the same work at 32 tokens"
+
+
+def test_what_changes_the_model_has_a_process_for_each_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    processes: list[list[tuple[str, list[int]]]] = []
+
+    def sweep_of(request: SweepRequest, caches: Path) -> Iterator[Record]:
+        processes.append([(v.label, v.lengths) for v in request.variants])
+        for variant in request.variants:
+            probes = [Probe(seq, ran=True) for seq in variant.lengths]
+            yield Record("max-seq", TINY, variant, "ok", "", 1.0, Result(probes=probes))
+
+    monkeypatch.setattr(launch_lengths, "run_sweep", sweep_of)
+    variants = [Variant(kind, kind, lengths=[8, 16]) for kind in ("eager", "inductor", "trl", "verl", "checkpoint")]
+    request = SweepRequest("max-seq", TINY, variants, Protocol(), 60.0)
+    records = list(run_max_seq(request, tmp_path))
+    assert [record.variant for record in records] == variants
+    assert processes == [
+        [("eager", [8, 16]), ("inductor", [8, 16])],
+        *([("trl", [8])], [("trl", [16])], [("verl", [8])], [("verl", [16])]),
+        [("checkpoint", [8, 16])],
+    ]
 
 
 def test_a_length_that_fails_in_its_second_step_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
