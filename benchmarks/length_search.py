@@ -2,6 +2,11 @@
 
 A step is ``zero_grad(set_to_none=True)``, forward, backward, ``AdamW(fused=True).step()``. The optimizer's states exist
 before the first probe, as they do from a run's second step on. Weights change from step to step, by very little.
+
+A length runs when ``1 + probe_steps`` steps of it do: what is fragmented, or allocated late, shows in the second.
+
+A peer that changes the model for good has a process to itself for each of its lengths (see launch_lengths.py): what it
+holds after memory has run out would count against the next length.
 """
 
 from __future__ import annotations
@@ -15,15 +20,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from benchmarks import ranks
 from benchmarks.activations.around import Around, around_step
-from benchmarks.activations.kinds import PEERS, is_checkpointed
+from benchmarks.activations.available import NotAvailable
+from benchmarks.activations.kinds import is_checkpointed, is_sharded
+from benchmarks.bisection import bisect
 from benchmarks.clock import new_clock, synchronize
 from benchmarks.limits import empty_cache
 from benchmarks.measure_plan import resolve
 from benchmarks.offload import compile_module, read_stats, reset_stats, uses_fxoffload
 from benchmarks.phases import Phases
 from benchmarks.plans import PlanWatch
-from benchmarks.schema import Probe, Request, Result
+from benchmarks.schema import Probe, Request, Result, Variant
 from benchmarks.single import set_checkpointing
 from benchmarks.workloads import Job, with_length
 
@@ -40,17 +48,33 @@ class LengthSearch:
         self.result = result
         self.device = device
         self._job = job
-        self._optimizer = _optimizer_with_states(job.module)
+        self._optimizer: torch.optim.Optimizer | None = None
 
     def run(self, phases: Phases) -> None:
-        kind = self.request.variant.kind
-        if kind in PEERS and PEERS[kind].alone:
-            self.result.failures["variant"] = f"{kind} changes the model for good: it runs in scenario activations only"
+        try:
+            phases.required("model", self._prepare)
+            self._search(phases)
+        finally:
+            ranks.close()
+
+    def _prepare(self) -> None:
+        """The optimizer's parameters are those that the variant leaves the model with."""
+        if is_sharded(self.request.variant.kind):
+            from benchmarks.activations import verl
+
+            verl.join_and_shard(self.request, self._job, self.device)
+        self._optimizer = _optimizer_with_states(self._job.module)
+
+    def _search(self, phases: Phases) -> None:
+        if self._optimizer is None:
             return
         lengths = self.request.variant.lengths or self.request.protocol.lengths
         for seq in bisect(lengths, self.request.protocol.probes, self._ran):
             self.result.probes.append(Probe(seq))
             phases.optional(f"{seq} tokens", lambda: self._probe(self.result.probes[-1]))
+            if self.result.not_available:
+                self.result.probes.pop()
+                return
         if not any(probe.ran for probe in self.result.probes):
             self.result.failures.setdefault("search", "none of the lengths that were tried runs")
 
@@ -70,8 +94,9 @@ class LengthSearch:
             options = resolve(self.request, self.result, {}, self.device)
             variant = dataclasses.replace(self.request.variant, options=options)
             set_checkpointing(job.module, is_checkpointed(variant.kind))
-            module = compile_module(job.module, variant)
+            module = self._callable(job, variant)
             reset_stats(variant)
+            assert self._optimizer is not None
             step = _Step(probe, job, module, self._optimizer, self.device, around_step(variant, job, self.device))
             self._steps(probe, step, watch)
             probe.stats = read_stats(variant)
@@ -79,6 +104,13 @@ class LengthSearch:
         if watch is not None and probe.plan is None:
             probe.plan = watch.freeze(0)
         gc.collect()
+
+    def _callable(self, job: Job, variant: Variant) -> Callable[..., torch.Tensor]:
+        if variant.kind == "titan":
+            from benchmarks.activations import titan
+
+            return titan.load_step(variant, self.device)(job)
+        return compile_module(job.module, variant)
 
     def _steps(self, probe: Probe, step: _Step, watch: PlanWatch | None) -> None:
         with watch.timing() if watch is not None else contextlib.nullcontext():
@@ -102,7 +134,7 @@ class _Step:
         self,
         probe: Probe,
         job: Job,
-        module: nn.Module,
+        module: Callable[..., torch.Tensor],
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         around: Around,
@@ -138,6 +170,7 @@ class _Step:
             self._optimizer.step()
             clock.mark()
         self._probe.loss = loss.item()
+        self._probe.num_steps += 1
         return clock.gaps_ms()
 
     def finish(self) -> None:
@@ -164,23 +197,6 @@ class _Step:
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
 
-def bisect(lengths: list[int], probes: int, runs: Callable[[int], bool]) -> Iterator[int]:
-    """Which lengths to try: the middle first, then the middle of what is still open. ``runs`` is asked after each.
-
-    Seven lengths are settled by three probes.
-    """
-    low, high = -1, len(lengths)
-    for _ in range(probes):
-        if low + 1 >= high:
-            return
-        middle = (low + high) // 2
-        yield lengths[middle]
-        if runs(lengths[middle]):
-            low = middle
-        else:
-            high = middle
-
-
 def _optimizer_with_states(module: nn.Module) -> torch.optim.Optimizer:
     """AdamW whose states exist, in the parameters' dtype. A step with zero gradients makes them."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -201,6 +217,8 @@ def _note_failure(probe: Probe, device: torch.device) -> Iterator[None]:
         _attach_observer()
     try:
         yield
+    except NotAvailable:
+        raise  # of any length
     except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), "no message")
         probe.reason = f"{type(error).__name__}: {first[:400]}"

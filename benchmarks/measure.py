@@ -11,7 +11,7 @@ from benchmarks.collective_trace import trace_collectives
 from benchmarks.compile_profile import count_graphs, read_compile_times
 from benchmarks.copy_trace import trace_copies
 from benchmarks.gradients import digest_gradients
-from benchmarks.gradients_compare import max_relative_difference
+from benchmarks.gradients_compare import relative_differences
 from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload
 from benchmarks.phases import Phases, host_after, host_before
 from benchmarks.plans import PlanWatch, join_planning
@@ -111,13 +111,18 @@ class Measurement:
             host_after(self.result.host)
 
     def gradients(self) -> None:
-        """Twice with the same inputs: the difference between the two is what the kernels themselves leave open."""
-        seed = self.request.case.seed
         self.stepper.step()
-        self.result.gradients = digest_gradients(self.stepper.job, seed)
+        self.repeat_gradients()
+
+    def repeat_gradients(self) -> None:
+        """Those of the last step, which nothing has zeroed since, and those of one more with the same inputs: what the
+        two differ by is what the kernels themselves leave open."""
+        result, seed = self.result, self.request.case.seed
+        result.gradients = digest_gradients(self.stepper.job, seed)
         self.stepper.step()
         again = digest_gradients(self.stepper.job, seed)
-        self.result.gradient_repeat_difference = max_relative_difference(again, self.result.gradients)
+        result.gradient_repeat_differences = relative_differences(again, result.gradients)
+        result.gradient_repeat_difference = max(result.gradient_repeat_differences.values(), default=0.0)
 
     def trace_allocator(self) -> None:
         self.result.traced_peak = trace_step(self.stepper)

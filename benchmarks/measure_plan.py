@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.budgets import resolve_budget
 from benchmarks.compile_profile import read_compile_times
-from benchmarks.gradients import digest_gradients
 from benchmarks.limits import Limit, empty_cache, run_limited, run_long, total_bytes
 from benchmarks.measure import Measurement
 from benchmarks.offload import budget_bytes, uses_fxoffload
@@ -126,8 +125,8 @@ class PlanMeasurement(Measurement):
         self._num_steps += 1
 
     def gradients(self) -> None:
-        """Those of the last timed step: nothing has zeroed them since."""
-        self.result.gradients = digest_gradients(self.stepper.job, self.request.case.seed)
+        """Those of the last timed step, and of one more."""
+        self.repeat_gradients()
 
     def finish_plan(self) -> None:
         if self._watch is not None and self.result.plan is not None:

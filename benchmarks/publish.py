@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,19 +15,17 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks import moe_convert
-from benchmarks.activations.kinds import CHECKOUTS
 from benchmarks.derived import case_label, derive
 from benchmarks.load import load
-from benchmarks.machine import RECORDED_VARIABLES, ROOT
+from benchmarks.machine import ROOT
 from benchmarks.published import TABLES, Rows, Table
 from benchmarks.published_columns import COLUMNS, CONVERSION_COLUMNS, Measured
-from benchmarks.schema import Report, Scalar, write_atomically
+from benchmarks.reproduce import reproduce
+from benchmarks.schema import Report, write_atomically
 
 RESULTS = Path("benchmarks", "results")
 INDEX = "index"
 OPENING, CLOSING = re.compile(r"^<!-- table:(.*)-->$"), re.compile(r"^<!-- end -->$")
-# What a command says of the place and the time it had, not of what it measured.
-OF_ONE_RUN = ("--deadline-s", "--resume", "--out")
 
 Line = dict[str, str]
 
@@ -70,21 +67,6 @@ def render_table(table: Table, root: Path = ROOT) -> str:
     if table.across:
         lines = [{"": name, **{line["variant"]: line[name] for line in lines}} for name in table.columns]
     return tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True)
-
-
-def reproduce(environment: dict[str, Scalar]) -> str:
-    """The command of a run, without what was particular to one call of it."""
-    words = iter(shlex.split(str(environment["command"])))
-    kept: list[str] = []
-    for word in words:
-        if word in OF_ONE_RUN:
-            next(words, None)
-        else:
-            name, is_setting, _ = word.partition("=")
-            kept.append(f"{name}=PATH" if is_setting and name in CHECKOUTS else word)
-    names = [name for name in RECORDED_VARIABLES if name != "CUDA_VISIBLE_DEVICES"]
-    variables = [f"{name}={environment[name]}" for name in names if environment.get(name)]
-    return " ".join([*variables, shlex.join(kept), "--out DIR"])
 
 
 def _fill(root: Path) -> Iterator[tuple[Path, str, str]]:
@@ -154,13 +136,9 @@ def _index(folder: Path, where: dict[str, Path], root: Path) -> str:
         path = where[table.name]
         link = f"[{path.relative_to(root)}]({os.path.relpath(path, folder)})"
         parts.append(f"- `{table.name}`, in {link}:\n")
-        commands = dict.fromkeys(reproduce(_environment(rows.file, root)) for rows in table.rows)
+        commands = dict.fromkeys(reproduce(_load(root / RESULTS / rows.file)) for rows in table.rows)
         parts += [f"      {command}\n" for command in commands]
     return "\n".join(parts).rstrip("\n")
-
-
-def _environment(file: str, root: Path) -> dict[str, Scalar]:
-    return _load(root / RESULTS / file).environment
 
 
 _load = lru_cache(maxsize=64)(load)

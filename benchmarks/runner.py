@@ -16,6 +16,7 @@ from benchmarks.budgets import with_budget_in_bytes
 from benchmarks.claims import check_claims
 from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
+from benchmarks.launch_lengths import run_max_seq
 from benchmarks.launch_sweep import run_sweep
 from benchmarks.machine import describe_run
 from benchmarks.progress import RunProgress, describe
@@ -106,7 +107,7 @@ def _records(
         memories = {r.variant.label: r.result.memory for r in kept.values() if r.case == case}
         peaks = {label: memory.peak_bytes for label, memory in memories.items() if memory is not None}
         request = SweepRequest(scenario.name, case, variants, protocol, end - time.monotonic(), peaks)
-        yield from run_sweep(request, caches)
+        yield from (run_max_seq if scenario.name == "max-seq" else run_sweep)(request, caches)
 
 
 def _keep(earlier: Report | None, report: Report, asked: list[tuple[Case, Variant]]) -> Kept:

@@ -64,8 +64,9 @@ class Protocol:
     Of sweeps only: ``calibration_steps`` (at most so many steps more until a plan is calibrated), ``long_steps`` (for
     reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
     of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
-    ``probes`` of them at most, ``probe_steps`` timed steps each. ``warm``: each variant once more in a second process
-    with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each layer.
+    ``probes`` of them at most, ``probe_steps`` timed steps each after the first. ``warm``: each variant once more in a
+    second process with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each
+    layer.
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
@@ -206,11 +207,13 @@ class Host:
 
 @dataclass
 class Digest:
-    """One gradient, reduced in float64: its sum, its norm and its projection on fixed random directions."""
+    """One gradient, reduced in float64: its sum, its norm, its projection on a fixed random direction, and the
+    projections of its ``parts`` on theirs, which add up to it (see gradients_compare.py; "" in reports of before)."""
 
     sum: float
     norm: float
     probe: float
+    parts: str = ""
 
 
 @dataclass
@@ -268,12 +271,17 @@ class LimitedRun:
 
 @dataclass
 class Probe:
-    """One sequence length: whether a whole training step of it runs, and what it takes or lacks. Peaks are absolute."""
+    """One sequence length: whether whole training steps of it run, and what they take or lack. Peaks are absolute.
+
+    ``num_steps``: how many ended; all that were asked for where it ``ran`` (0 in reports of before). ``failed_in``: the
+    phase of the step after them that did not.
+    """
 
     seq: int
     ran: bool = False
     reason: str = ""
     failed_in: str = ""
+    num_steps: int = 0
     first_step_ms: float | None = None
     step_ms: float | None = None
     phase_ms: dict[str, float] = field(default_factory=dict)
@@ -350,6 +358,7 @@ class Result:
     stats_per_step: dict[str, float] | None = None
     gradients: dict[str, Digest] = field(default_factory=dict)
     gradient_repeat_difference: float | None = None
+    gradient_repeat_differences: dict[str, float] = field(default_factory=dict)
     step_ms_by_rank: list[float] = field(default_factory=list)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     link: dict[str, float] | None = None

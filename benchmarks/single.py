@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.activations.around import around_step
-from benchmarks.activations.kinds import PEERS, is_checkpointed, is_sharded
+from benchmarks.activations.kinds import is_alone, is_checkpointed, is_sharded
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
@@ -32,8 +32,8 @@ def apply(request: Request, variant: Variant, job: Job, device: torch.device) ->
     Raises:
         ValueError: the variant cannot be taken back from a model.
     """
-    if variant.kind in PEERS and PEERS[variant.kind].alone:
-        raise ValueError(f"{variant.kind} changes the model for good: it runs in scenario activations only")
+    if is_alone(variant.kind):
+        raise ValueError(f"{variant.kind} changes the model for good: it runs in activations, fsdp and max-seq only")
     return _apply(request, variant, job, device)
 
 

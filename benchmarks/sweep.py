@@ -78,7 +78,8 @@ class Sweep:
         result = Result(software=dict(self._software))
         path = self.folder / f"result{index}.json"
         phases = Phases(result, path)
-        request = Request(self.request.scenario, self.request.case, variant, self.request.protocol)
+        store = str(self.folder / f"store{index}")  # where a peer's one rank meets itself
+        request = Request(self.request.scenario, self.request.case, variant, self.request.protocol, rendezvous=store)
         before = self._allocated_bytes()
         with peer_settings(variant):
             if request.scenario == "max-seq":

@@ -1,4 +1,4 @@
-"""The tables of the scenarios ``plan`` and ``longest``."""
+"""The tables of the scenarios ``plan`` and ``max-seq``."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _probe(record: Record, probe: Probe) -> dict[str, str]:
     return {
         "variant": record.variant.label.partition("@lengths")[0],
         "tokens": str(probe.seq),
-        "runs": "yes" if probe.ran else f"no ({probe.failed_in or 'setup'})",
+        "runs": "yes" if probe.ran else f"no ({_failed_in(probe)})",
+        "steps": str(probe.num_steps) if probe.num_steps else "-",
         "step s": _number(probe.step_ms / 1e3 if probe.step_ms else None, 2),
         "tokens/s": _number(probe.seq / probe.step_ms * 1e3 if probe.step_ms else None, 0),
         "before GiB": _gib(probe.allocated_before_bytes),
@@ -135,11 +136,17 @@ def _longest(record: Record) -> str:
         words += f" ({record.reason})"
     if shortest is None:
         return words
-    words += f"; {shortest.seq} ended in the {shortest.failed_in or 'setup'}: {shortest.reason}"
+    words += f"; {shortest.seq} ended in the {_failed_in(shortest)}: {shortest.reason}"
     if shortest.largest_blocks_at_failure:
         blocks = ", ".join(f"{count} x {size / GIB:.2f} GiB" for size, count in shortest.largest_blocks_at_failure)
         words += f"; of {_gib(shortest.allocated_at_failure_bytes)} GiB allocated then: {blocks}"
     return words
+
+
+def _failed_in(probe: Probe) -> str:
+    """The first step is what is meant where no other is named."""
+    phase = probe.failed_in or "setup"
+    return f"{phase} of step {probe.num_steps + 1}" if probe.num_steps else phase
 
 
 def _number(value: float | None, digits: int = 1) -> str:

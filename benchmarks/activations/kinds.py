@@ -16,7 +16,8 @@ class Peer:
         options: names that may follow ``@``; the peer's own, and ``path``: a checkout of its repository.
         checkout: the setting of ``--set`` that gives that checkout to all its variants.
         sharded: under FSDP2, on one rank in ``activations``, on all in ``fsdp``.
-        alone: changes the model for good, so that it is refused where one process runs many variants.
+        alone: changes the model for good, so that nothing else runs in its process: ``max-seq`` gives it processes of
+            its own, the other sweeps refuse it.
     """
 
     says: str
@@ -102,3 +103,8 @@ def is_checkpointed(kind: str) -> bool:
 def is_sharded(kind: str) -> bool:
     """Whether the variant brings its own FSDP2."""
     return kind in PEERS and PEERS[kind].sharded
+
+
+def is_alone(kind: str) -> bool:
+    """Whether nothing else may run in a process that runs the variant."""
+    return kind in PEERS and PEERS[kind].alone

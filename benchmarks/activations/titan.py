@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks.activations.available import NotAvailable
-from benchmarks.schema import Request
+from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
 from benchmarks.workloads import Job, build_job, decoder_layers
 
@@ -35,16 +36,29 @@ PACKAGE = "torchtitan.experiments.graph_trainer"
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """The case, whose first step traces and compiles."""
+    make_step = load_step(request.variant, device)
+    job = build_job(request.case, device)
+    return Stepper(job, make_step(job), device)
+
+
+def load_step(variant: Variant, device: torch.device) -> Callable[[Job], TracedStep]:
+    """What makes the step of a job; asked before there is a model, as torchtitan may not be here.
+
+    Raises:
+        NotAvailable: it cannot run here; the text says why.
+    """
     if device.type == "cpu":
         raise NotAvailable("torchtitan's offload ops need an accelerator's streams; the case is on the CPU")
-    options = dict(request.variant.options)
+    options = dict(variant.options)
     load = _Loader(str(options.pop("path", "")))
-    job = build_job(request.case, device)
-    return Stepper(job, TracedStep(job, load, options), device)
+    return lambda job: TracedStep(job, load, dict(options))
 
 
 class TracedStep:
-    """Called with the inputs, it runs the whole step, adds the gradients up, and returns a loss without a graph."""
+    """Called with the inputs, it runs the whole step, adds the gradients up, and returns a loss without a graph.
+
+    Where there is no gradient yet, the graph's own tensor becomes it, as in any backward.
+    """
 
     def __init__(self, job: Job, load: _Loader, options: dict[str, Any]) -> None:
         self._job = job
@@ -59,8 +73,10 @@ class TracedStep:
         loss, *gradients = self._run(*inputs)
         leaves = [*self._parameters(), *(tensor for tensor in inputs if tensor.requires_grad)]
         for leaf, gradient in zip(leaves, gradients, strict=True):
-            assert leaf.grad is not None
-            leaf.grad.add_(gradient)
+            if leaf.grad is None:
+                leaf.grad = gradient
+            else:
+                leaf.grad.add_(gradient)
         return loss.detach().requires_grad_()
 
     def _parameters(self) -> list[nn.Parameter]:

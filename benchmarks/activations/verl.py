@@ -31,7 +31,11 @@ LEAST_LAYERS = 3
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:
     """The case under FSDP2 on this one rank; with verl's offloading for the variants of that name."""
-    job = build_job(request.case, device)
+    return join_and_shard(request, build_job(request.case, device), device)
+
+
+def join_and_shard(request: Request, job: Job, device: torch.device) -> Stepper:
+    """The same with a job that exists; the process group is left to be closed (``ranks.close``)."""
     ranks.join(request, device)
     return shard(request, job, device, init_device_mesh(device.type, (1,)))
 

@@ -19,7 +19,9 @@ from benchmarks.claims import check_claims
 from benchmarks.cli import app
 from benchmarks.copy_trace import sum_copies
 from benchmarks.derived import derive
+from benchmarks.gradients import _digest
 from benchmarks.gradients_agree import ALLOWED, EPS, claim_gradients_agree, compare_gradients
+from benchmarks.gradients_compare import NUM_PARTS, max_relative_difference, pack_parts, unpack_parts
 from benchmarks.hf_models import HF_MODELS
 from benchmarks.schema import Case, Digest, Protocol, Record, Report, Request, Result, Variant, from_json
 from benchmarks.single import apply, build_stepper
@@ -62,7 +64,9 @@ def test_gradients_are_compared_and_wrong_ones_found(peers_run: tuple[Report, st
     assert rows["verl"]["gradients_compared_with"] == "eager"
     assert rows["verl"]["gradient_difference"] == 0.0 and rows["verl"]["gradients_agree"] is True
     assert rows[wrong]["gradients_agree"] is False and rows[wrong]["gradient_difference"] > 0.1
+    assert rows[wrong]["gradient_ratio"] > 1e4 and rows[wrong]["gradient_worst"] in report.records[0].result.gradients
     (claim,) = report.claims
+    assert rows[wrong]["gradient_worst"] in claim["figures"]["farthest"] and "farthest" in peers_run[1]
     assert claim["held"] is False and claim["figures"]["disagree"] == [wrong]
 
 
@@ -91,10 +95,109 @@ def test_noise_of_the_comparison() -> None:
     assert not compare_gradients(_record("trl", float("nan")), both)["gradients_agree"]
 
 
+LAYERS, ELEMENTS = ("early", "late", "small"), (4096, 4096, 48)
+
+
+def _noisy(kind: str, seed: int, noise: dict[str, float], repeat: dict[str, float] | None = None) -> Record:
+    """A record whose gradients are the same ones plus its own noise, relative to each gradient's norm."""
+    common = torch.Generator().manual_seed(99)
+    own = torch.Generator().manual_seed(seed)
+    digests, repeats = {}, {}
+    for index, (name, size) in enumerate(zip(LAYERS, ELEMENTS, strict=True)):
+        gradient = torch.randn(size, generator=common, dtype=torch.float64)
+        error = torch.randn(size, generator=own, dtype=torch.float64)
+        gradient += error * noise[name]
+        digests[name] = _digest(gradient, index)
+        repeats[name] = (repeat or {}).get(name, 0.0)
+    result = Result(gradients=digests, gradient_repeat_differences=repeats)
+    result.gradient_repeat_difference = max(repeats.values())
+    case = dataclasses.replace(TINY, dtype="bfloat16")
+    return Record("activations", case, Variant(kind, kind), "ok", "", 1.0, result)
+
+
+def test_each_parameter_is_judged_by_its_own_noise() -> None:
+    """A parameter's error is found below the noise of another one, which the worst parameter's noise would hide."""
+    noise = {"early": 0.1, "late": 0.01, "small": 0.03}
+    exact = dict.fromkeys(LAYERS, 0.0)
+    both = {"eager": _noisy("eager", 1, exact), "inductor": _noisy("inductor", 2, noise)}
+    for seed in range(3, 23):
+        row = compare_gradients(_noisy("keep_all", seed, noise), both)
+        assert row["gradients_agree"], row
+        assert row["gradient_ratio"] < 2.5 and row["gradient_worst"] in LAYERS
+    wrong = compare_gradients(_noisy("keep_all", 23, {**noise, "late": 0.08}), both)
+    assert wrong["gradient_worst"] == "late" and wrong["gradients_agree"] is False
+    assert 0.05 < wrong["gradient_difference"] < 0.1, "less than the noise of the other parameter"
+    assert wrong["gradient_ratio"] == wrong["gradient_difference"] / wrong["gradient_noise"] > ALLOWED
+
+
+def test_eager_peers_are_held_to_the_bits_of_parameters_whose_step_repeats_them() -> None:
+    """With half an eps to spare, as a peer's copy of a weight may choose another kernel."""
+    atomics = {"early": 0.03, "late": 0.0, "small": 0.001}
+    repeat = {"early": 0.04, "late": 0.0, "small": 0.001}
+    eager = {"eager": _noisy("eager", 1, atomics, repeat)}
+    row = compare_gradients(_noisy("trl", 2, atomics, repeat), eager)
+    assert row["gradients_agree"] is True and row["gradient_ratio"] < 1.5, row
+    allowed = ALLOWED * EPS["bfloat16"] / 2
+    for factor, agree in ((0.8, True), (1.3, False)):
+        row = compare_gradients(_noisy("trl", 3, {**atomics, "late": factor * allowed}, repeat), eager)
+        assert row["gradients_agree"] is agree and row["gradient_worst"] == "late", row
+        assert row["gradient_noise"] == EPS["bfloat16"] / 2
+
+
+def test_what_was_not_repeated_is_not_condemned_and_what_is_not_finite_is() -> None:
+    noise = dict.fromkeys(LAYERS, 0.02)
+    eager = {"eager": _noisy("eager", 1, noise)}
+    unknown = _noisy("trl", 2, noise)
+    unknown.result.gradient_repeat_difference = None
+    assert compare_gradients(unknown, eager)["gradients_agree"] is None
+    broken = _noisy("trl", 3, {**noise, "late": float("nan")}, {"late": float("inf")})
+    row = compare_gradients(broken, eager)
+    assert row["gradients_agree"] is False and row["gradient_worst"] == "late"
+
+
+@pytest.mark.parametrize("rows", [70, 700])  # small, and split into parts
+def test_parts_of_a_gradient_estimate_the_norm_of_a_difference(rows: int) -> None:
+    """Of one parameter alone, where a single projection is as often as not off by more than half."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    mine = theirs = Digest(0.0, 0.0, 0.0)
+    for seed in range(40):
+        gradient = torch.randn(rows, 33, generator=generator)
+        error = 1e-3 * torch.randn(rows, 33, generator=generator)
+        mine, theirs = _digest(gradient + error, seed), _digest(gradient, seed)
+        found.append(max_relative_difference({"w": mine}, {"w": theirs}) / (error.norm() / gradient.norm()).item())
+        assert sum(unpack_parts(mine.parts)) == pytest.approx(mine.probe, abs=1e-3)
+    assert min(found) > 0.6 and max(found) < 1.5 and sum(found) / 40 == pytest.approx(1.0, abs=0.06)
+    assert max_relative_difference({"w": mine}, {"w": mine}) == 0.0
+    alone = dataclasses.replace(mine, parts="")  # of a report of before
+    assert max_relative_difference({"w": alone}, {"w": theirs}) == pytest.approx(
+        max(abs(mine.norm - theirs.norm), abs(mine.probe - theirs.probe)) / theirs.norm
+    )
+
+
+def test_an_error_in_one_element_of_a_norm_is_seen() -> None:
+    generator = torch.Generator().manual_seed(6)
+    gradient = torch.randn(128, generator=generator)
+    wrong = gradient.clone()
+    wrong[7] += 0.5
+    for seed in range(20):
+        found = max_relative_difference({"w": _digest(wrong, seed)}, {"w": _digest(gradient, seed)})
+        assert 0.6 < found * gradient.norm().item() / 0.5 < 1.5
+
+
+def test_parts_survive_what_float32_cannot_hold() -> None:
+    values = [1e300, -1e300, float("nan"), *[0.0] * (NUM_PARTS - 3)]
+    large, small, broken, *rest = unpack_parts(pack_parts(values))
+    assert large == float("inf") == -small and broken != broken and not any(rest)
+
+
 def test_claim_names_what_disagrees() -> None:
     rows = [{"variant": "a", "gradients_agree": True}, {"variant": "b"}]
     assert claim_gradients_agree(rows)["held"] is True
     assert claim_gradients_agree(rows[1:])["held"] is None
+    farther = {"variant": "d", "gradients_agree": True, "gradient_ratio": 1.25, "gradient_worst": "w"}
+    nearer = {**farther, "variant": "e", "gradient_ratio": 0.5}
+    assert claim_gradients_agree([farther, nearer])["figures"]["farthest"] == "1.2x in w of d"
     undecided = claim_gradients_agree([*rows, {"variant": "c", "gradients_agree": None}])
     assert undecided["held"] is None and undecided["figures"]["undecided"] == ["c"]
     records = [_record("eager", 0.0), _record("save_on_cpu", 0.2)]

@@ -1,18 +1,26 @@
 """Published tables: the documents hold what the committed JSON says, and a document that does not is found out."""
 
+import itertools
 import json
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import publish
+from benchmarks.arguments import expand_set, parse_protocol, split_settings
 from benchmarks.cli import app
+from benchmarks.load import load
 from benchmarks.machine import ROOT
+from benchmarks.moe_convert import parse_protocol as parse_conversions
 from benchmarks.published import TABLES, Rows, Table
 from benchmarks.published_columns import COLUMNS, Measured
-from benchmarks.schema import Case, Memory, Record, Result, Summary, Variant
+from benchmarks.scenarios import SCENARIOS, find_scenario
+from benchmarks.schema import Case, Memory, Protocol, Record, Report, Result, Scalar, Summary, Variant
 
 
 @pytest.fixture
@@ -143,10 +151,40 @@ def test_labels_that_a_newer_file_lacks_are_left_out_where_asked() -> None:
     assert "V" in header and "M" not in header
 
 
+def _report(command: str, scenario: str = "plan", **protocol: Any) -> Report:
+    environment: dict[str, Scalar] = {"command": command, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return Report(scenario, environment, Protocol(**protocol), None, [])
+
+
 def test_commands_lose_what_was_particular_to_one_call() -> None:
-    command = "python -m benchmarks run plan --set verl=/y --resume a.json --variants 'a,b c' --deadline-s 9 --out /x"
-    environment = {"command": command, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    expected = (
-        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set verl=PATH --variants 'a,b c'"
+    command = "python -m benchmarks run plan --set verl=/y steps=9 --resume a.json --variants 'a,b c' --deadline-s 9"
+    report = _report(f"{command} --out /x", steps=9, warmup=3, calibration_steps=4, copy_trace=False, timeout_s=77)
+    assert publish.reproduce(report) == (
+        "PYTORCH_ALLOC_CONF=expandable_segments:True python -m benchmarks run plan --set verl=PATH steps=9 "
+        "warmup=3 calibration_steps=4 long_steps=0 memory_fraction=no --variants 'a,b c' --out DIR"
     )
-    assert publish.reproduce(environment) == f"{expected} --out DIR"
+
+
+def test_commands_name_what_is_no_longer_the_default() -> None:
+    report = _report("python -m benchmarks run max-seq --out /x", "longest", lengths=[8, 16], copy_trace=False)
+    said = publish.reproduce(report)
+    assert "run max-seq --set probes=3 probe_steps=1 allocator_trace=true lengths=8,16 --out DIR" in said
+
+
+@pytest.mark.parametrize("file", sorted({rows.file for table in TABLES for rows in table.rows}))
+def test_commands_have_the_protocol_of_their_file(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as the command line reads it, today and where every default of a scenario is another one."""
+    report = load(ROOT / publish.RESULTS / file)
+    for changed in (False, True):
+        if changed and isinstance(report, Report):
+            scenario = find_scenario(report.scenario)
+            others = {**scenario.protocol_defaults, "warmup": 17, "calibration_steps": 23, "probe_steps": 5}
+            monkeypatch.setitem(SCENARIOS, scenario.name, replace(scenario, protocol_defaults=others))
+        words = expand_set(shlex.split(publish.reproduce(report)))
+        settings = [word for option, word in itertools.pairwise(words) if option == "--set"]
+        if isinstance(report, Report):
+            found = parse_protocol(split_settings(settings), find_scenario(report.scenario).protocol_defaults)
+            assert replace(found, timeout_s=0.0, caches="") == replace(report.protocol, timeout_s=0.0, caches="")
+        else:
+            assert parse_conversions(settings) == report.protocol
+        assert words[-2:] == ["--out", "DIR"]

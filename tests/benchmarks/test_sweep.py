@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,24 +11,31 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import launch_sweep
+from benchmarks import launch_lengths, launch_sweep, length_search
 from benchmarks.arguments import CASES, expand_set, parse_cases, parse_protocol, parse_variants, split_settings
+from benchmarks.bisection import bisect
 from benchmarks.budgets import resolve_budget
 from benchmarks.cli import app
 from benchmarks.hf_models import HF_MODELS
 from benchmarks.launch import start_process
+from benchmarks.launch_lengths import merge, run_max_seq
 from benchmarks.launch_sweep import run_sweep
-from benchmarks.length_search import _largest_blocks, bisect
+from benchmarks.length_search import LengthSearch, _largest_blocks
 from benchmarks.limits import Limit
+from benchmarks.phases import Phases
 from benchmarks.runner import _keep
 from benchmarks.scenarios import find_scenario
 from benchmarks.schema import (
     Case,
     LimitedRun,
     Memory,
+    Probe,
     Protocol,
+    Record,
     Report,
+    Request,
     Result,
+    Status,
     SweepRequest,
     Variant,
     from_json,
@@ -35,6 +43,7 @@ from benchmarks.schema import (
 )
 from benchmarks.tables import render
 from benchmarks.workloads import build_job
+from tests.benchmarks.peer_checkouts import write_verl
 
 TINY_WORDS = ["layers=3", "seq=64", "hidden=32", "ffn=64", "heads=4", "kv_heads=2", "head_dim=8", "dtype=float32"]
 TINY_WORDS += ["device=cpu", "link_mib=1", "link_copies=2", "inner=aot_eager", "device_types=cpu", "min_bytes=1KiB"]
@@ -124,6 +133,104 @@ def test_the_longest_length_is_searched(tmp_path: Path) -> None:
     assert [(p.seq, p.ran, p.failed_in) for p in auto.result.probes] == [(32, False, "forward"), (16, False, "forward")]
     assert auto.status == "failed"
     assert "longest that ran: 32" in table and "BudgetError" in table
+
+
+@pytest.fixture(scope="module")
+def peers_of_lengths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
+    """One peer that wraps the model for good, between others; and one that is not there."""
+    folder = tmp_path_factory.mktemp("lengths")
+    words = ["case=causal_lm", "vocab=64", "lengths=16,32,64", "probes=2", f"verl={write_verl(folder / 'verl')}"]
+    variants = f"eager@lengths=16,verl,trl@path={folder / 'nothing'},eager_checkpoint@lengths=32"
+    return run(folder, "max-seq", words, variants)
+
+
+def test_peers_are_searched_for_their_longest_length(peers_of_lengths: tuple[Report, str]) -> None:
+    """``verl`` wraps the model for good, and each of its lengths runs in a fresh process."""
+    report, table = peers_of_lengths
+    eager, verl, trl, checkpoint = report.records
+    assert [record.variant.kind for record in report.records] == ["eager", "verl", "trl", "eager_checkpoint"]
+    assert [(p.seq, p.ran, p.num_steps) for p in verl.result.probes] == [(32, True, 2), (64, True, 2)], verl.log_tail
+    assert verl.status == "ok" and verl.variant.lengths == []
+    assert [(p.seq, p.ran, p.num_steps) for p in eager.result.probes] == [(16, True, 2)]
+    assert [(p.seq, p.ran) for p in checkpoint.result.probes] == [(32, True)]
+    assert (trl.status, trl.result.probes) == ("skipped", []) and "expected a checkout of trl" in trl.reason
+    assert "longest that ran: 64" in table
+    first = {record.variant.kind: record.result.probes[0].loss for record in (verl, checkpoint)}
+    assert first["verl"] == pytest.approx(first["eager_checkpoint"], rel=1e-5), "the same work at 32 tokens"
+
+
+def test_what_changes_the_model_has_a_process_for_each_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    processes: list[list[tuple[str, list[int]]]] = []
+
+    def sweep_of(request: SweepRequest, caches: Path) -> Iterator[Record]:
+        processes.append([(v.label, v.lengths) for v in request.variants])
+        for variant in request.variants:
+            probes = [Probe(seq, ran=True) for seq in variant.lengths]
+            yield Record("max-seq", TINY, variant, "ok", "", 1.0, Result(probes=probes))
+
+    monkeypatch.setattr(launch_lengths, "run_sweep", sweep_of)
+    variants = [Variant(kind, kind, lengths=[8, 16]) for kind in ("eager", "inductor", "trl", "verl", "checkpoint")]
+    request = SweepRequest("max-seq", TINY, variants, Protocol(), 60.0)
+    records = list(run_max_seq(request, tmp_path))
+    assert [record.variant for record in records] == variants
+    assert processes == [
+        [("eager", [8, 16]), ("inductor", [8, 16])],
+        *([("trl", [8])], [("trl", [16])], [("verl", [8])], [("verl", [16])]),
+        [("checkpoint", [8, 16])],
+    ]
+
+
+def test_a_length_that_fails_in_its_second_step_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    variant = Variant("eager", "eager", lengths=[16])
+    calls: list[int] = []
+
+    def failing(module: torch.nn.Module, _: Variant) -> object:
+        def call(*inputs: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("fragmented")
+            return module(*inputs)
+
+        return call
+
+    monkeypatch.setattr(length_search, "compile_module", failing)
+    result = Result()
+    request = Request("max-seq", TINY, variant, Protocol())
+    LengthSearch(request, result, device, build_job(TINY, device)).run(Phases(result, tmp_path / "answer"))
+    (probe,) = result.probes
+    assert (probe.ran, probe.num_steps, probe.failed_in) == (False, 1, "forward")
+    assert "fragmented" in probe.reason and result.failures
+    record = Record("max-seq", TINY, variant, "failed", "", 1.0, result)
+    assert "16 ended in the forward of step 2: RuntimeError" in render(
+        Report("max-seq", {}, Protocol(), None, [record])
+    )
+
+
+def _of_length(seq: int, probe: Probe | None, status: Status = "ok", reason: str = "") -> Record:
+    result = Result(probes=[probe] if probe else [])
+    return Record("max-seq", TINY, Variant("trl", "trl", lengths=[seq]), status, reason, 2.0, result, f"log of {seq}")
+
+
+def test_records_of_single_lengths_become_one() -> None:
+    variant = Variant("trl", "trl", lengths=[8, 16, 32])
+    ran, full = Probe(16, ran=True), Probe(32, reason="OutOfMemoryError: x", failed_in="backward")
+    answered = {16: _of_length(16, ran), 32: _of_length(32, full, "failed", "search: none of the lengths")}
+    one = merge(variant, answered)
+    assert (one.status, one.reason, one.result.probes, one.wall_s) == ("ok", "", [ran, full], 4.0)
+    assert one.variant is variant
+    died = {16: _of_length(16, ran), 32: _of_length(32, None, "failed", "exit status -9")}
+    one = merge(variant, died)
+    assert (one.status, one.reason) == ("partial", "32 tokens: exit status -9")
+    assert one.result.probes[1] == Probe(32, reason="exit status -9")
+    hung = merge(variant, {32: _of_length(32, Probe(32, failed_in="forward"), "timeout", "not finished after 9 s")})
+    assert (hung.status, hung.reason) == ("failed", "32 tokens: not finished after 9 s")
+    none = merge(variant, {32: answered[32]})
+    assert (none.status, none.reason) == ("failed", "search: none of the lengths that were tried runs")
+    late = merge(variant, {16: _of_length(16, ran), 32: _of_length(32, None, "skipped", "too little time")})
+    assert (late.status, late.reason, late.result.probes) == ("partial", "too little time", [ran])
+    absent = merge(variant, {16: _of_length(16, None, "skipped", "no checkout")})
+    assert (absent.status, absent.reason, absent.result.probes) == ("skipped", "no checkout", [])
 
 
 # -- processes that are lost ----------------------------------------------------------------------------------------
