@@ -354,7 +354,7 @@ class TestPieces:
         engine.calls._step = None
         gc.collect()
         monkeypatch.setattr(engine.calls, "_sites", weakref.WeakSet())  # nothing of other tests
-        monkeypatch.setattr(engine.calls, "_trim", HostTrim(engine, in_background=False))
+        monkeypatch.setattr(engine.calls, "_trim", HostTrim(engine))
         model = make_model(3)
         for layer in model.layers:  # type: ignore[union-attr]
             options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}

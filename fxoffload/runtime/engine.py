@@ -93,8 +93,7 @@ class CopyEngine:
         self.tape = Tape()
         on_gpu = device.type == "cuda"
         memory = cuda_memory(device) if on_gpu else None
-        trim = HostTrim(self, in_background=on_gpu)
-        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, trim=trim)
+        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, trim=HostTrim(self))
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()
@@ -433,10 +432,9 @@ class CopyEngine:
         return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def trim_host_memory(self, keep_bytes: int) -> int:
-        """See ``HostMemory``. Waits for copies, so a GPU's is trimmed by a thread of its own."""
+        """See ``HostMemory``."""
         began = time.perf_counter()
-        on_gpu = self.device.type == "cuda"
-        given = self.arena.trim(max(keep_bytes, self._asked_bytes), self.streams.wait_for_copies, pauses=on_gpu)
+        given = self.arena.trim(max(keep_bytes, self._asked_bytes), self.streams.wait_for_copies)
         if given:
             counters.add("bytes_host_trimmed", given)
             log.info(

@@ -257,14 +257,13 @@ class HostArena:
             self._booking.release()
             return given
 
-    def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None], *, pauses: bool = False) -> int:
+    def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None]) -> int:
         """Give back the free chunks at the end of the range that lie above ``keep_bytes``; see [Note: Trim]. Returns
         the bytes given back; nothing is while the arena grows, and no more once it has to.
 
         Args:
             keep_bytes: what stays, counted from the start of the range.
             wait_for_copies: returns when all copies that were started before are done.
-            pauses: rest after each chunk for as long as it took, so that others come to the driver in between.
         """
         with self._changed:
             self._collect()
@@ -274,12 +273,8 @@ class HostArena:
             return given
         try:
             wait_for_copies()
-            began = time.perf_counter()
             while nbytes := self._give_back_last(cut):
                 given += nbytes
-                if pauses:
-                    time.sleep(time.perf_counter() - began)
-                    began = time.perf_counter()
         finally:
             with self._changed:
                 if self._cut is cut:

@@ -1,4 +1,4 @@
-"""Pinned memory that only the steps before a plan over several graphs needed goes, on a GPU, beside the steps."""
+"""Pinned memory that only the steps before a plan over several graphs needed goes, on a GPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pinned memory, chunks of a quarter of a layer, and nothing known of models of other tests."""
     found = engine()
     monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(found.calls, "_trim", HostTrim(found, in_background=True))
+    monkeypatch.setattr(found.calls, "_trim", HostTrim(found))
     monkeypatch.setattr(found.calls, "_sites", weakref.WeakSet())
     start_anew()
     yield
-    join("fxoffload-trim")
 
 
 def start_anew() -> None:
@@ -52,25 +51,13 @@ def batch() -> Tensor:
     return torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
 
 
-def budget_between(x: Tensor) -> int:
-    """A budget under which some is kept and some offloaded."""
-    model = build(disable=("tape_recompute", "calibration"))
-    for _ in range(3):
-        gradients(model, lambda: model(x))
-    join("fxoffload-tape-plan")
-    plan = fxoffload.plans()[-1]
-    assert f"over {DEPTH} calls" in plan.summary
-    return (plan.smallest_budget_bytes + plan.baseline_peak_bytes) // 2
-
-
 @pytest.mark.parametrize("delays", [False, True])
 def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: bool) -> None:
     """Once measured and planned again, once with every copy delayed at random and what is given up poisoned."""
     x = batch()
-    budget = budget_between(x)
-    start_anew()
     disable = ("tape_recompute", "calibration") if delays else ("tape_recompute",)
-    model = build(disable=disable, max_slowdown=9.0, activation_budget=budget)
+    # The link is far slower than these layers: few of them can move within that.
+    model = build(disable=disable, max_slowdown=0.05)
     with deterministic():
         with fxoffload.override_policy("keep_all"):
             expected = gradients(model, lambda: model(x))
@@ -78,15 +65,15 @@ def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: b
         for index in range(STEPS):
             with disturbed(index) if delays else contextlib.nullcontext():
                 found.append(gradients(model, lambda: model(x)))
-            time.sleep(0.02)  # the trim works beside the next steps
             reserved.append(fxoffload.stats().host_bytes_reserved)
             for name in ("fxoffload-tape-plan", "fxoffload-replan"):
                 join(name)
-        join("fxoffload-trim")
         found.append(gradients(model, lambda: model(x)))
     torch.cuda.synchronize()
     assert [differing(grads, expected) for grads in found] == [0] * len(found)
-    stats = fxoffload.stats()
+    plan, stats = fxoffload.plans()[-1], fxoffload.stats()
+    assert f"over {DEPTH} calls" in plan.summary
+    assert 0 < plan.predicted.bytes_offloaded < 0.8 * max(reserved), "the plan needs as much as the steps before it"
     assert stats.bytes_host_trimmed > 0
     assert stats.host_bytes_reserved < max(reserved)
     assert stats.bytes_kept_host_full == 0

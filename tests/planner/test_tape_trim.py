@@ -41,7 +41,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
     found.release_host_memory()
     monkeypatch.setattr(host_arena, "_PAGE", PAGE)
     monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", PAGE)
-    monkeypatch.setattr(found.calls, "_trim", HostTrim(found, in_background=False))
+    monkeypatch.setattr(found.calls, "_trim", HostTrim(found))
     monkeypatch.setattr(found.calls, "_sites", weakref.WeakSet())
     fxoffload.reset_stats()
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.runtime import chunk_threads, host_arena, host_range, host_trim
+from fxoffload.runtime import chunk_threads, host_arena, host_range
 from fxoffload.runtime.engine import CopyEngine
 from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
 from fxoffload.runtime.host_ledger import Booking, Ledger
@@ -278,7 +278,7 @@ class Held:
         self.arena, self.driver, self.ledger = make(tmp_path, 12 * MIB)
         self.gate, self.is_in_hand = threading.Event(), threading.Event()
         self.driver.on_unregister = self._wait
-        self.trim = InThread(lambda: self.arena.trim(2 * MIB, nothing, pauses=True))
+        self.trim = InThread(lambda: self.arena.trim(2 * MIB, nothing))
         assert self.is_in_hand.wait(20)
 
     def _wait(self, chunk: int) -> None:
@@ -464,7 +464,6 @@ class Memory:
     is_capturing: bool = False
     kept: list[int] = field(default_factory=list)
     num_marks: int = 0
-    threads: list[str] = field(default_factory=list)
     fails: bool = False
 
     def mark_host_memory(self) -> None:
@@ -478,7 +477,6 @@ class Memory:
         return not self.is_capturing
 
     def trim_host_memory(self, keep_bytes: int) -> int:
-        self.threads.append(threading.current_thread().name)
         if self.fails:
             raise RuntimeError("on purpose")
         self.kept.append(keep_bytes)
@@ -488,9 +486,9 @@ class Memory:
 class Steps:
     """Steps over one engine."""
 
-    def __init__(self, *, in_background: bool = False) -> None:
+    def __init__(self) -> None:
         self.memory = Memory()
-        self.trim = HostTrim(self.memory, in_background=in_background)
+        self.trim = HostTrim(self.memory)
         self.varies = False
 
     def follow(self, plan: Plan, count: int, needed: int) -> None:
@@ -575,30 +573,10 @@ def test_not_while_a_graph_is_captured_but_behind_it() -> None:
     assert steps.memory.kept == [30]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_no_step_fails_for_it(in_background: bool, caplog: pytest.LogCaptureFixture) -> None:
-    steps, plan = Steps(in_background=in_background), Plan()
+def test_no_step_fails_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    steps, plan = Steps(), Plan()
     steps.memory.fails = True
     steps.follow(plan, 3 * STEADY_STEPS, 30)
-    until(lambda: bool(caplog.records))
     assert [r.getMessage() for r in caplog.records] == [
         "host memory that no step needs stays: RuntimeError: on purpose"
     ]
-
-
-def test_where_there_is_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    steps, plan = Steps(in_background=True), Plan()
-    monkeypatch.setattr(host_trim.threading.Thread, "start", start)
-    steps.follow(plan, 3 * STEADY_STEPS, 30)
-    (told,) = [r.getMessage() for r in caplog.records]
-    assert told == "host memory that no step needs stays: can't start new thread"
-
-
-def test_in_the_background() -> None:
-    steps, plan = Steps(in_background=True), Plan()
-    steps.follow(plan, STEADY_STEPS + 1, 30)
-    until(lambda: steps.memory.kept == [30])
-    assert steps.memory.threads == ["fxoffload-trim"]
