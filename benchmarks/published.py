@@ -72,6 +72,8 @@ PHASES = (
     "`stream_weights`, of the link",
     "bits",
 )
+PLAIN = ("plain copies of the same memory, GB/s: to the host, back", "of plain copies: to the host, back")
+PHASES_PLAIN = (*PHASES[:4], *PLAIN, *PHASES[4:])
 STRATEGIES = {
     "fxoffload": "fxoffload",
     "verl": "verl's strategy",
@@ -342,6 +344,11 @@ TABLES = (
         of="case",
     ),
     Table(
+        "activations-by-layer",
+        PEERS,
+        (Rows("2026-11-22-h200-activations-by-layer.json", BASELINES | DEFAULT),),
+    ),
+    Table(
         "activations-bounds",
         ("GB down", "GB up", "forward / bound", "backward / bound", "backward / bound of all bytes"),
         tuple(
@@ -424,6 +431,16 @@ TABLES = (
             ),
             Rows("2026-11-22-2xh200-phases.json", {"fxoffload": "fxoffload, 2 GPUs, half of it each"}),
             Rows("2026-11-22-4xh200-phases.json", {"fxoffload": "fxoffload, 4 GPUs, a quarter each"}),
+        ),
+        across=True,
+    ),
+    Table(
+        "phases-two-gpus",
+        PHASES_PLAIN,
+        (
+            Rows("2026-11-22-2xh200-phases-alone.json", {"fxoffload": "expandable segments"}),
+            Rows("2026-11-22-2xh200-phases-malloc-before.json", {"fxoffload": "default allocator, before"}),
+            Rows("2026-11-22-2xh200-phases-malloc.json", {"fxoffload": "default allocator"}),
         ),
         across=True,
     ),

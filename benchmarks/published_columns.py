@@ -176,6 +176,23 @@ def _way(m: Measured, name: str) -> str:
     return f"{_switching(m).moved_bytes / 1e9 / rate:.3f}{link}"
 
 
+def _of_plain_copies(m: Measured) -> str:
+    """Both ways, each by the rank that is furthest below what plain copies of the same memory reach there."""
+    shares = []
+    for name, way in (("offload", "d2h"), ("onload", "h2d")):
+        rates = [(r.get(f"{name}_gb_per_s"), r.get(f"copies_alone_{way}_gb_per_s")) for r in _switching(m).by_rank]
+        known = [mine / plain for mine, plain in rates if mine is not None and plain]
+        if not known:
+            return ""
+        shares.append(f"{min(known):.2f}")
+    return ", ".join(shares)
+
+
+def _plain_copies(m: Measured) -> str:
+    found = [_of_ranks(m, f"copies_alone_{way}_gb_per_s", min) for way in ("d2h", "h2d")]
+    return ", ".join(f"{rate:.1f}" for rate in found if rate is not None)
+
+
 def _around_log_probs(m: Measured) -> str:
     found, share = _switching(m).exposed, _of_ranks(m, "exposed_vs_serial", max)
     return "" if found is None or share is None else f"{share * found.serial_s:.3f} of {found.serial_s:.3f}"
@@ -239,6 +256,8 @@ COLUMNS: dict[str, Column] = {
     "first onload, s": lambda m: _first(_switching(m).first_onload_s, _switching(m).first_onload_gb_per_s),
     "steady offload, s": lambda m: _way(m, "offload"),
     "steady onload, s": lambda m: _way(m, "onload"),
+    "plain copies of the same memory, GB/s: to the host, back": _plain_copies,
+    "of plain copies: to the host, back": _of_plain_copies,
     "optimizer around log-probs: exposed of serial, s": _around_log_probs,
     "first forward after onload, of loading everything": _first_forward,
     "not free in the rollout, MiB: first cycle, at the end": _not_free,
