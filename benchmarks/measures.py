@@ -16,7 +16,7 @@ from benchmarks.schema import Case, Memory, Record, Summary
 
 GIB, MIB = 1 << 30, 1 << 20
 # What tells the rows of ``pinning`` apart; the rest of a row is measured.
-PINNING_KEYS = ("gib", "huge", "threads", "chunk_mib", "touch", "staged", "resize_mib", "n")
+PINNING_KEYS = ("gib", "huge", "threads", "chunk_mib", "touch", "staged", "resize_mib", "room_mib", "give_back", "n")
 
 
 @dataclass(frozen=True)

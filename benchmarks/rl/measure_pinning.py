@@ -8,6 +8,7 @@ Rows as in results/2026-11-22-h200-pinning.json. ``touch`` says who faults the p
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -37,11 +38,19 @@ STAGED_THREADS = (4, 8, 16)
 STAGE_MIB = 32
 RESIZES = (2, 16, 64)
 NUM_RESIZED = 200
+# Storages that are allocated again, and for how many MiB the driver is asked at once; 0: for each of them.
+ROOM_STORAGE_MIB, NUM_ROOM_STORAGES = 16, 800
+ROOMS_MIB = (0, 128, 256, 1024)
+# Chunks that are unregistered, and steps meanwhile: 40 products of 8192 x 8192 matrices, about 60 ms.
+GIVEN_MIB, GIVEN_STEPS, STEP_PRODUCTS = 128, 8, 40
 
 
 class MeasurePinning:
     """``huge`` and ``small``: registration with MADV_HUGEPAGE and without; ``staged``: the alternative, copies through
-    small pinned buffers into plain memory; ``resize``: what freeing and allocating device storages takes."""
+    small pinned buffers into plain memory; ``resize``: what freeing and allocating device storages takes; ``room``: the
+    same for many storages, with a call of the driver for each or for so many bytes; ``give_back``: how long steps take
+    while memory is unregistered, by a thread ("thread"), by one that rests after each chunk ("resting"), or between two
+    steps ("between")."""
 
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.request, self.device = request, device
@@ -51,7 +60,10 @@ class MeasurePinning:
 
     def run(self, phases: Phases) -> None:
         kind = self.request.variant.kind
-        phases.required(kind, {"staged": self.staged, "resize": self.resizes}.get(kind, self.registrations))
+        phases.required(kind, self._others().get(kind, self.registrations))
+
+    def _others(self) -> dict[str, Callable[[], None]]:
+        return {"staged": self.staged, "resize": self.resizes, "room": self.rooms, "give_back": self.give_back}
 
     def registrations(self) -> None:
         huge = self.request.variant.kind == "huge"
@@ -126,10 +138,86 @@ class MeasurePinning:
             del blocks, storages
             self._empty_cache()
 
+    def rooms(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        storages = [
+            torch.empty(ROOM_STORAGE_MIB * MIB, dtype=torch.uint8, device=self.device).untyped_storage()
+            for _ in range(NUM_ROOM_STORAGES if on_gpu else 4)
+        ]
+        for room_mib in ROOMS_MIB:
+            for storage in storages:
+                storage.resize_(0)
+            self._empty_cache()
+            seconds = _seconds(lambda mib=room_mib: self._allocate(storages, mib))
+            self.rl.pinning.append({"room_mib": room_mib, "n": len(storages), "alloc_ms": 1e3 * seconds})
+
+    def _allocate(self, storages: list[torch.UntypedStorage], room_mib: int) -> None:
+        at_once = max(room_mib // ROOM_STORAGE_MIB, 1)
+        for i, storage in enumerate(storages):
+            if room_mib and i % at_once == 0:
+                torch.empty(room_mib * MIB, dtype=torch.uint8, device=self.device)
+            storage.resize_(ROOM_STORAGE_MIB * MIB)
+
+    def give_back(self) -> None:
+        for how in ("none", "thread", "resting", "between"):
+            self.rl.pinning.append(self._given_back(how))
+
+    def _given_back(self, how: str) -> dict[str, Any]:
+        mapping, registrar = Mapping(self.nbytes, huge=True), Registrar(self.device)
+        chunks = mapping.chunks(GIVEN_MIB * MIB)
+        in_threads(min(16, max(self.cores, 1)), lambda *chunk: (touch(*chunk), registrar.register(*chunk))[1], chunks)
+        steps = _Steps(self.device)
+        for _ in range(GIVEN_STEPS):
+            steps.run()  # warm-up
+        took: list[float] = []
+
+        def give() -> None:
+            def all_of_them() -> None:
+                for address, size in reversed(chunks):
+                    seconds = _seconds(lambda a=address, s=size: registrar.unregister(a, s))
+                    if how == "resting":
+                        time.sleep(seconds)
+
+            took.append(_seconds(all_of_them))
+
+        thread = threading.Thread(target=give)
+        times = []
+        if how in ("thread", "resting"):
+            thread.start()
+        elif how == "between":
+            give()
+        while len(times) < GIVEN_STEPS or thread.is_alive():
+            times.append(1e3 * steps.run())
+        if how == "none":
+            give()
+        mapping.close()
+        row = {"give_back": how, "gib": self.nbytes / (1 << 30), "n": len(chunks), "unregister_ms": 1e3 * took[0]}
+        row |= {"steps": len(times), "step_ms": statistics.median(times), "longest_step_ms": max(times)}
+        return {**row, "bad": registrar.num_failures}
+
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+
+class _Steps:
+    """Work for the device that takes the host far less, then a wait for it, as a training step has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = 8192 if device.type == "cuda" else 64
+        self._factor = torch.zeros(size, size, device=device, dtype=torch.bfloat16)
+        self._device = device
+
+    def run(self) -> float:
+        """Seconds of one."""
+        return _seconds(self._work)
+
+    def _work(self) -> None:
+        for _ in range(STEP_PRODUCTS):
+            torch.mm(self._factor, self._factor)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _memmove(target: int, source: int, nbytes: int) -> None:

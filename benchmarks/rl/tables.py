@@ -79,7 +79,7 @@ def _step(rl: RlResult) -> dict[str, str]:
 
 def _pinning(report: Report) -> str:
     rows = [row for record in report.records for row in (record.result.rl or RlResult()).pinning]
-    tables = [[row for row in rows if key in row] for key in ("touch", "staged", "resize_mib")]
+    tables = [[row for row in rows if key in row] for key in ("touch", "staged", "resize_mib", "room_mib", "give_back")]
     return "\n\n".join(tabulate(table, headers="keys", tablefmt="github", floatfmt=".2f") for table in tables if table)
 
 

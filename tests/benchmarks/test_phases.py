@@ -23,7 +23,7 @@ from benchmarks.rl.mixed_adamw import MixedAdamW
 from benchmarks.rl.plot import draw
 from benchmarks.rl.records import Endurance, Exposed, FirstForward, RlResult, Spread, Streamed, Switching, Way
 from benchmarks.rl.strategy import EVERYTHING, Strategy
-from benchmarks.rl.variants import KINDS, parse_variants
+from benchmarks.rl.variants import parse_variants
 from benchmarks.schema import Case, Protocol, Record, Report, Request, Result, Variant, from_json, to_json
 from benchmarks.tables import render
 from benchmarks.worker import serve
@@ -173,7 +173,17 @@ def test_layers_may_be_compiled_and_states_may_be_wider(tmp_path: Path, monkeypa
     assert len(asked) == TINY.layers
 
 
-@pytest.mark.parametrize("kind", KINDS["pinning"])
+def test_pinning_measures_steps_while_memory_goes_and_storages_that_are_had_again(tmp_path: Path) -> None:
+    rows, _ = measure(tmp_path, "pinning", "give_back")
+    assert [row["give_back"] for row in rows.pinning] == ["none", "thread", "resting", "between"]
+    assert all(row["longest_step_ms"] >= row["step_ms"] > 0 and row["steps"] >= 8 for row in rows.pinning)
+    assert all(row["unregister_ms"] > 0 and row["bad"] == 0 for row in rows.pinning)
+    rows, _ = measure(tmp_path, "pinning", "room")
+    assert [(row["room_mib"], row["n"]) for row in rows.pinning] == [(mib, 4) for mib in (0, 128, 256, 1024)]
+    assert all(row["alloc_ms"] > 0 for row in rows.pinning)
+
+
+@pytest.mark.parametrize("kind", ["huge", "small", "staged", "resize"])
 def test_pinning_writes_the_rows_of_the_published_file(kind: str, tmp_path: Path) -> None:
     published = json.loads((ROOT / "benchmarks/results/2026-11-22-h200-pinning.json").read_text())
     columns = {frozenset(row) for row in published}
