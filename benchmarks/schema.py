@@ -71,7 +71,8 @@ class Protocol:
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
     that), ``bucket`` (of ``stream_weights``), ``rollout_s`` and ``kv_fraction`` (of the free memory; ``rl-step``),
-    ``pin_gib`` (``pinning``).
+    ``pin_gib`` (``pinning``), ``trace_overlap`` (where the time beside copies went, by one run each under the profiler;
+    ``phases``).
     """
 
     warmup: int = 2
@@ -99,6 +100,7 @@ class Protocol:
     rollout_s: float = 1.0
     kv_fraction: float = 0.9
     pin_gib: float = 8.0
+    trace_overlap: bool = False
 
 
 @dataclass(frozen=True)

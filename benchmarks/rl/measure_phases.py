@@ -16,6 +16,7 @@ from benchmarks.rl.machine_memory import Stopwatch, difference, free_bytes, rese
 from benchmarks.rl.make_strategy import make_strategy
 from benchmarks.rl.mark import Mark
 from benchmarks.rl.ours import Fxoffload
+from benchmarks.rl.overlap_trace import trace_work
 from benchmarks.rl.process import RlProcess, spread
 from benchmarks.rl.records import CopiesAlone, Endurance, Exposed, FirstForward, Switching, Way
 from benchmarks.rl.strategy import EVERYTHING, PARAMS
@@ -131,6 +132,9 @@ class MeasurePhases:
         # In turn, so that whatever else changes on the machine falls on both.
         without: list[float] = []
         beside: list[float] = []
+        if protocol.trace_overlap:
+            self._trace("alone", alone)
+            self._trace("around", around)
         for _ in range(self._repeats(self.found.offload)):
             without.append(self._timed(alone))
             beside.append(self._timed(around))
@@ -146,15 +150,22 @@ class MeasurePhases:
             return
         starts: list[float] = []
         loads: list[float] = []
+
+        def first_forward() -> None:
+            self.strategy.begin_onload(*PARAMS)
+            self.job.logprobs(1)
+            self.strategy.finish()
+
+        if self.process.request.protocol.trace_overlap:
+            self.strategy.offload(*PARAMS)
+            self._trace("first forward", first_forward)
         for _ in range(self._repeats(self.found.offload)):
             self.strategy.offload(*PARAMS)
             loads.append(self._timed(lambda: self.strategy.onload(*PARAMS)))
             self.strategy.offload(*PARAMS)
             self.job.barrier()
             mark = Mark(self.device, self.job.first_matmul())
-            self.strategy.begin_onload(*PARAMS)
-            self.job.logprobs(1)
-            self.strategy.finish()
+            first_forward()
             starts.append(mark.seconds())
         first, load = spread(starts), spread(loads)
         self.found.first_forward = FirstForward(first, load, first.median / load.median)
@@ -271,6 +282,10 @@ class MeasurePhases:
             dist.all_gather_object(found.by_rank, mine)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _trace(self, name: str, work: Callable[[], None]) -> None:
+        self.job.barrier()
+        self.found.traces[name] = trace_work(work, self.device)
 
     def _timed(self, work: Callable[[], None]) -> float:
         self.job.barrier()

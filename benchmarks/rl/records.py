@@ -85,6 +85,35 @@ class Streamed:
 
 
 @dataclass
+class WhereTimeWent:
+    """Of one run under the profiler, which slows the host down; see ``overlap_trace``.
+
+    Attributes:
+        host_ms: until the calling thread had queued all of it.
+        until_first_kernel_ms: since the beginning; None: there was no kernel.
+        until_last_kernel_ms: likewise.
+        kernels_ms: in which kernels ran that are no collectives.
+        collectives_ms: in which NCCL's kernels ran, waits for other ranks included.
+        device_busy_ms: in which either ran.
+        copies_ms: in which copies ran, by way.
+        ours_on_host_ms: in which the calling thread was in a range of fxoffload's.
+        ours_ms: of each such range, on any thread.
+        driver_calls_ms: of calls of CUDA's runtime, on any thread, that took a millisecond in all.
+    """
+
+    host_ms: float
+    until_first_kernel_ms: float | None
+    until_last_kernel_ms: float | None
+    kernels_ms: float
+    collectives_ms: float
+    device_busy_ms: float
+    copies_ms: dict[str, float]
+    ours_on_host_ms: float
+    ours_ms: dict[str, float]
+    driver_calls_ms: dict[str, float]
+
+
+@dataclass
 class CopiesAlone:
     """See ``Switching.copies_alone``. Medians of three rounds."""
 
@@ -100,7 +129,8 @@ class Switching:
     ``residue_bytes``: free memory as the driver sees it after context, communicators and a warm-up kernel, minus free
     memory with everything away: after the first cycle, and after everything (``residue_later_bytes``).
     ``host_bytes``: what the strategy says it reserves, or else the growth of RSS; ``host_vs_device`` over the bytes
-    that are away. ``by_rank``: every rank's main figures.
+    that are away. ``traces``: of the log-probs and the training step alone and with the
+    optimizer leaving and coming, and of a first forward, where asked for. ``by_rank``: every rank's main figures.
     """
 
     parameter_bytes: int = 0
@@ -127,6 +157,7 @@ class Switching:
     endurance: Endurance | None = None
     stream: Streamed | None = None
     copies_alone: CopiesAlone | None = None
+    traces: dict[str, WhereTimeWent] = field(default_factory=dict)
     by_rank: list[dict[str, float | None]] = field(default_factory=list)
 
 

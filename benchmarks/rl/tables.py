@@ -22,6 +22,8 @@ def render_phases(report: Report) -> str:
             {"variant": r.variant.label, **row(r.result.rl or RlResult()), "status": r.status} for r in report.records
         ]
         body = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+        if traces := _traces(report):
+            body += "\n\n" + tabulate(traces, headers="keys", tablefmt="github", floatfmt=".1f")
     claims = [_claim(claim) for claim in report.claims]
     failures = [f"- {r.variant.label}: {r.status}: {r.reason}" for r in report.records if r.reason]
     return "\n\n".join(part for part in (_sizes(report), body, "\n".join(claims), "\n".join(failures)) if part)
@@ -81,6 +83,37 @@ def _pinning(report: Report) -> str:
     rows = [row for record in report.records for row in (record.result.rl or RlResult()).pinning]
     tables = [[row for row in rows if key in row] for key in ("touch", "staged", "resize_mib", "room_mib", "give_back")]
     return "\n\n".join(tabulate(table, headers="keys", tablefmt="github", floatfmt=".2f") for table in tables if table)
+
+
+def _traces(report: Report) -> list[dict[str, Any]]:
+    """Milliseconds of each run under the profiler."""
+    rows = []
+    for record in report.records:
+        switching = record.result.rl.switching if record.result.rl is not None else None
+        for name, found in (switching.traces if switching is not None else {}).items():
+            rows.append(
+                {
+                    "variant": record.variant.label,
+                    "under the profiler, ms": name,
+                    "host": found.host_ms,
+                    "first kernel": found.until_first_kernel_ms,
+                    "last kernel": found.until_last_kernel_ms,
+                    "kernels": found.kernels_ms,
+                    "collectives": found.collectives_ms,
+                    "device busy": found.device_busy_ms,
+                    "copies down": found.copies_ms.get("down", 0.0),
+                    "copies up": found.copies_ms.get("up", 0.0),
+                    "ours, on the host": found.ours_on_host_ms,
+                    "longest of ours": _longest(found.ours_ms),
+                    "longest call of CUDA": _longest(found.driver_calls_ms),
+                }
+            )
+    return rows
+
+
+def _longest(ms: dict[str, float]) -> str:
+    name = max(ms, key=lambda name: ms[name], default=None)
+    return "-" if name is None else f"{name} {ms[name]:.1f}"
 
 
 def _sizes(report: Report) -> str:

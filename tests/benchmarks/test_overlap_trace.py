@@ -1,0 +1,78 @@
+"""Where the time of work went, from the profiler's events."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import record_function
+
+from benchmarks.rl.overlap_trace import WORK, summarize_work, trace_work
+from benchmarks.schema import Record, Report, Variant
+from benchmarks.tables import render
+from tests.benchmarks.test_phases import SHORT, TINY, measure
+
+
+def event(name: str, start: float, end: float, *, device: bool = False, thread: int = 1) -> Any:
+    kind = DeviceType.CUDA if device else DeviceType.CPU
+    return SimpleNamespace(
+        name=name, device_type=kind, thread=thread, time_range=SimpleNamespace(start=1e3 * start, end=1e3 * end)
+    )
+
+
+def test_host_and_device_are_told_apart() -> None:
+    found = summarize_work(
+        [
+            event(WORK, 10, 30),
+            event("fxoffload::offload(optimizer)", 11, 15),
+            event("fxoffload::copies to the host", 16, 40, thread=2),
+            event("fxoffload::offload(optimizer)", 11, 15, device=True),
+            event("cudaMalloc", 20, 23),
+            event("cudaMalloc", 25, 26, thread=2),
+            event("cudaEventRecord", 25, 25.5),
+            event("gemm", 17, 20, device=True),
+            event("gemm", 19, 22, device=True),
+            event("ncclDevKernel_AllGather_RING_LL(x)", 21, 25, device=True),
+            event("Memcpy DtoH (Device -> Pinned)", 12, 42, device=True),
+            event("Memcpy DtoD (Device -> Device)", 12, 13, device=True),
+            event("Memset (Device)", 50, 51, device=True),
+        ]
+    )
+    assert (found.host_ms, found.until_first_kernel_ms, found.until_last_kernel_ms) == (20, 7, 12)
+    assert (found.kernels_ms, found.collectives_ms, found.device_busy_ms) == (5, 4, 8)
+    assert found.copies_ms == {"down": 30, "within": 1}
+    assert found.ours_on_host_ms == 4
+    assert found.ours_ms == {"fxoffload::copies to the host": 24, "fxoffload::offload(optimizer)": 4}
+    assert found.driver_calls_ms == {"cudaMalloc": 4}
+
+
+def test_work_is_run_once_and_measured() -> None:
+    ran = []
+
+    def work() -> None:
+        ran.append(1)
+        with record_function("fxoffload::something"):
+            time.sleep(0.02)
+
+    found = trace_work(work, torch.device("cpu"))
+    assert ran == [1]
+    assert found.host_ms >= found.ours_on_host_ms >= 20
+    assert found.until_first_kernel_ms is None
+
+
+def test_a_run_of_phases_traces_where_asked(tmp_path: Path) -> None:
+    asked = dataclasses.replace(SHORT, trace_overlap=True)
+    rl, result = measure(tmp_path, "phases", "fxoffload", protocol=asked)
+    assert rl.switching is not None
+    assert list(rl.switching.traces) == ["alone", "around", "first forward"]
+    assert rl.switching.traces["around"].ours_on_host_ms > 0 == rl.switching.traces["alone"].ours_on_host_ms
+    assert any("offload(optimizer)" in name for name in rl.switching.traces["around"].ours_ms)
+    record = Record("phases", TINY, Variant("fxoffload", "fxoffload"), "ok", "", 1.0, result)
+    assert "| first forward" in render(Report("phases", {}, asked, None, [record]))
+    rl, _ = measure(tmp_path, "phases", "fxoffload", case=TINY)
+    assert rl.switching is not None and rl.switching.traces == {}
