@@ -17,12 +17,10 @@ import pytest
 import torch
 
 from fxoffload.runtime import chunk_threads, host_arena
-from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
+from fxoffload.runtime.host_arena import Fence, HostArena
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_range import HUGE_PAGE
-
-MIB = 1 << 20
-LARGE = 64 * MIB
+from tests.runtime.arenas import LARGE, MIB, take, until
 
 
 @dataclass
@@ -61,19 +59,6 @@ def make(tmp_path: Path, pinner: Chunks, **options: bool) -> HostArena:
     arena = HostArena(pinner, LARGE, booking=Booking(Ledger(tmp_path)), **options)
     arena.free(take(arena, 2 * MIB), None)
     return arena
-
-
-def take(arena: HostArena, nbytes: int) -> HostBlock:
-    block = arena.allocate(nbytes, LARGE)
-    assert block is not None, arena.refusal
-    return block
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_four_threads_register_at_the_same_time(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
 from fxoffload.runtime.streams import HostCopies
+from tests.runtime.arenas import LARGE, MIB, take, until
 
-MIB = 1 << 20
 CHUNK = 2 * MIB
-LARGE = 64 * MIB
 
 
 @dataclass
@@ -80,19 +79,6 @@ def make(tmp_path: Path, nbytes: int) -> tuple[HostArena, Driver, Ledger]:
 
 def settled(arena: HostArena) -> None:
     until(lambda: not arena.is_growing)
-
-
-def take(arena: HostArena, nbytes: int) -> HostBlock:
-    block = arena.allocate(nbytes, LARGE)
-    assert block is not None, arena.refusal
-    return block
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def nothing() -> None:
