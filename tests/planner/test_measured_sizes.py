@@ -26,6 +26,8 @@ alone = tape.alone
 DEPTH = 6
 # What eager code takes for each row of a batch.
 EACH = 1 << 14
+# What is there whether steps run or not.
+ALWAYS = 1 << 30
 
 
 def model() -> nn.Module:
@@ -33,7 +35,7 @@ def model() -> nn.Module:
 
 
 class Allocator:
-    """Has bytes in proportion to the length of the batch from the second call of a step on, and nothing before."""
+    """Has bytes in proportion to the length of the batch, from the second call of a step on, above ``ALWAYS``."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -44,7 +46,7 @@ class Allocator:
         assert step is not None and self.run is not None
         length = self.run.x.shape[1]
         self.read.append(length)
-        nbytes = EACH * length if len(step.live_bytes) else 0
+        nbytes = ALWAYS + (EACH * length if len(step.live_bytes) else 0)
         return Memory(nbytes, nbytes)
 
     def measured(self, run: Run, lengths: Sequence[int]) -> list[int]:
