@@ -132,6 +132,16 @@ def test_until_its_plan_is_there_a_size_follows_a_larger_one(allocator: Allocato
     assert planned_lengths() == ["2, 48", "2, 32"]
 
 
+def test_training_begins_with_plans_of_all_lengths_that_were_profiled(allocator: Allocator, budget: int) -> None:
+    run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
+    with in_background():
+        found = [len(fxoffload.profile_step(at(run, length).step)) for length in (LONG, MIDDLE, MIDDLE)]
+        middle, long = moved_at(run, plain, (MIDDLE, LONG))
+    assert found == [1, 1, 0]
+    assert middle == 0 < long
+    assert allocator.read == [n for n in (LONG, LONG, MIDDLE) for _ in range(2 * DEPTH)]
+
+
 def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -> None:
     """But for the longer one, if it came first: something may have been compiled in it."""
     with pytest.warns(UserWarning, match="expected an activation_budget"):
