@@ -312,8 +312,9 @@ class TapePlanning:
 
     def _beside(self, compiled: TapeOption, live_bytes: Mapping[CallAt, int]) -> Beside:
         """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``). Where sizes
-        vary it is an estimate: eager code takes more or less with other sizes than ``compiled`` has, parameters that
-        FSDP gathers take the same."""
+        vary they are those of the first step of this size, or nearly: it may have been shorter than what is planned
+        for, by less than a step of the grid. Where no such step could be measured, it is an estimate from steps of
+        another size: eager code takes more or less there, parameters that FSDP gathers take the same."""
         chain = compiled.chain
         goes: dict[str, bool] = {}
         for k, part in enumerate(self.parts):

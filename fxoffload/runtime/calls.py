@@ -3,8 +3,8 @@
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
 reverse. ``StepCalls`` (one per copy engine) watches the chain go by. Two steps that ran through the same graphs are
 handed to a planner, with what was seen of the memory that passes between calls; from the next step on, each call
-follows the plan of its place in the chain. Where sizes vary from step to step, each has a plan of its own
-(``fxoffload.runtime.chains``).
+follows the plan of its place in the chain. Where sizes vary from step to step, each has a plan of its own, made from
+what is on the device in its first step (``fxoffload.runtime.chains``).
 
 Nothing here can make a result wrong: what a call does is settled when it begins, and its tokens say what it did. A step
 that is not the chain that was planned (other graphs, several forwards before a backward, a forward in the middle of a
@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxoffload._torch_compat import (
     StorageRef,
     compiled_autograd_active,
     in_backward,
-    is_traceable_wrapper_subclass,
     saved_tensor_hooks_active,
     version_of,
 )
@@ -48,10 +46,10 @@ from fxoffload.runtime.chains import (
     SizedChain,
     Sizes,
 )
-from fxoffload.runtime.held import CallAt, Edges, Held, Moment
+from fxoffload.runtime.held import CallAt, Edges, Moment
 from fxoffload.runtime.host_trim import HostTrim
-from fxoffload.runtime.lent import Lent
 from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 
@@ -73,7 +71,8 @@ class Site:
         may_follow: whether the graph does what a plan says, at the moment.
         followed: what the forward that begins now is to do; None: what it does without a plan.
         written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
-        at_first: what a forward does until its chain is planned, in the first steps; None: what it does without a plan.
+        at_first: what a forward does until its chain is planned, in the first steps, and in those in which a size is
+            measured; None: what it does without a plan, and nothing is measured.
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
@@ -159,18 +158,8 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Watched:
-    """Memory at the edge of a call, while a step is recorded."""
-
-    ref: StorageRef
-    phase: Phase
-    members: list[tuple[int, str]]
-    until: Moment
-
-
-@dataclass(eq=False)
 class _Step:
-    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded for."""
+    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded or measured for."""
 
     sizes: Sizes = ()
     calls: list[_Call] = field(default_factory=list)
@@ -183,17 +172,19 @@ class _Step:
     was_planned: bool = False
     awaits_plan: bool = False
     records: bool = False
+    measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
     regular: bool = True
     missed: bool = False
     is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
     record: Record | None = None  # of a step that is complete
-    now: Moment = field(default_factory=lambda: Moment("forward", 0))
-    lent: Lent | None = None
-    left_bytes: int = 0
-    live_bytes: dict[CallAt, int] = field(default_factory=dict)  # as the allocator says
-    watched: list[_Watched] = field(default_factory=list)
-    by_key: dict[int, _Watched] = field(default_factory=dict)
+    live_bytes: LiveBytes = field(default_factory=LiveBytes)
+    edges: EdgeWatch = field(default_factory=EdgeWatch)
+
+    @property
+    def expected(self) -> Following | Known | None:
+        """What it is to be, as far as it was that; None: nobody knows."""
+        return (self.plan or self.measures) if self.regular else None
 
     def sites_and_sizes(self) -> tuple[tuple[weakref.ref[Site], ...], tuple[Sizes, ...]]:
         """Of its calls."""
@@ -205,8 +196,7 @@ class _Step:
         self.missed = self.missed or missed
         self.plan = None
         self.records = False
-        self.watched.clear()
-        self.by_key.clear()
+        self.edges.clear()
         self.end_recording()
 
     def end_recording(self) -> None:
@@ -299,7 +289,7 @@ class StepCalls:
             place = len(step.calls)
             if place and step.calls[-1].group is None:
                 step.spoil()  # it raised, or another thread runs it
-            if step.plan is not None and not step.plan.has(place, site):
+            if step.expected is not None and not step.expected.has(place, site):
                 step.spoil(missed=True)
             sizes = site.sizes_of(args)
             if step.plan is not None and not step.plan.serves(place, sizes):
@@ -307,7 +297,7 @@ class StepCalls:
                 step.is_outgrown = step.awaits_plan = True
             if step.plan is not None and not site.may_follow():
                 step.spoil()
-            if step.records and not (site.part is not None and site.may_follow()):
+            if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
             step.calls.append(_Call(weakref.ref(site), place, sizes))
             if step.plan is not None:
@@ -317,10 +307,10 @@ class StepCalls:
             if step.recording is not None:
                 site.measure = partial(step.recording.begin, "forward", place)
                 step.recording.given(place, args)
+            self._read(step, ("forward", place), args)
             if step.records and site.edges is not None:
-                self._read(step, ("forward", place), args)
                 self._look(step)
-                step.now = Moment("forward", place)
+                step.edges.now = Moment("forward", place)
                 self._watch(step, "forward", place, site.edges.inputs, args)
                 step.calls[-1].inputs = [
                     (name, weakref.ref(value), version)
@@ -369,13 +359,17 @@ class StepCalls:
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None:
             step.recording = follower.step_begins()
-        if chains.may_plan(chain):
+        is_unknown = self._memory is not None and site.at_first is not None and chains.may_measure(chain)
+        if is_unknown and site.may_follow():
+            step.measures = chains.begin_measuring(chain)
+        elif not is_unknown and chains.may_plan(chain):
             self._plan(site, chain)
         # The follower may have replaced it. One that was made this moment may have to be made ready: the next step does
         # that, and follows it.
-        step.plan = chain.ready
-        if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
-            step.sizes, step.plan = larger.sizes, larger.ready
+        if step.measures is None:
+            step.plan = chain.ready
+            if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
+                step.sizes, step.plan = larger.sizes, larger.ready
         step.was_planned = step.plan is not None
         step.followed = None if step.plan is None else weakref.ref(step.plan)
         if not step.was_planned:
@@ -402,7 +396,7 @@ class StepCalls:
                     call.kept, call.is_bundled = StorageRef(token), True
                 elif not len(group):
                     call.empty = group
-            if token is None and not len(group) and (step.plan is not None or step.records):
+            if token is None and not len(group) and (step.expected is not None or step.records):
                 saved = site.edges.saved if site.edges is not None else ()
                 call.kept = StorageRef(results[saved[0]]) if saved else None
             if step.records and site.edges is not None:
@@ -423,7 +417,8 @@ class StepCalls:
                 call = next((c for c in reversed(step.pending) if c.site() is site and _is_of(c, group)), None)
                 if call is None:
                     return group
-            if step.phase == "forward" and step.plan is not None and len(step.calls) != len(step.plan.sites):
+            expected = step.expected
+            if step.phase == "forward" and expected is not None and len(step.calls) != len(expected.sites):
                 step.spoil(missed=True)
             step.phase = "backward"
             step.pending.remove(call)
@@ -433,10 +428,10 @@ class StepCalls:
             site.written.update(
                 name for name, ref, version in call.inputs if (v := ref()) is not None and version_of(v) != version
             )
+            self._read(step, ("backward", call.place), args)
             if step.records and site.edges is not None:
-                self._read(step, ("backward", call.place), args)
                 self._look(step)
-                step.now = Moment("backward", call.place)
+                step.edges.now = Moment("backward", call.place)
                 self._watch(step, "backward", call.place, site.edges.tangents, args)
             empty, call.empty = call.empty, None
             return empty if empty is not None and not len(group) else group
@@ -461,57 +456,26 @@ class StepCalls:
 
     def _look(self, step: _Step) -> None:
         """Which of what is watched is still held by others than the engine."""
-        in_flight = self._in_flight()
-        for key, item in list(step.by_key.items()):
-            if item.ref.is_alive(in_flight.get(key, 0)):
-                item.until = step.now
-            elif item.ref.is_expired():
-                # It does not come back; what gets its key next is something else.
-                del step.by_key[key]
+        step.edges.look(self._in_flight())
 
     def _read(self, step: _Step, at: CallAt, args: Sequence[Any]) -> None:
-        """What is on the device when a call begins."""
-        if self._memory is None:
-            return
-        if not step.live_bytes:
-            step.lent = Lent(args)
-        elif step.lent is not None:
-            step.left_bytes, step.lent = step.lent.left_bytes(), None
-        step.live_bytes[at] = self._memory().allocated
+        """What is on the device when a call begins, if anybody is to know."""
+        if self._memory is not None and (step.records or (step.measures is not None and step.regular)):
+            step.live_bytes.read(at, args, self._memory().allocated)
 
-    def _watch(self, step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
-        for name, value in zip(names, values, strict=False):
-            if name is None or not isinstance(value, Tensor):
-                continue
-            if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
-                step.spoil()  # what it holds is not in one storage
-                return
-            ref = StorageRef(value)
-            known = step.by_key.get(ref.key)
-            if known is not None:
-                if known.phase != phase:
-                    step.spoil()  # a forward's memory is a backward's gradient: no step says so
-                    return
-                known.until = step.now
-                if (place, name) not in known.members:
-                    known.members.append((place, name))
-                continue
-            item = _Watched(ref, phase, [(place, name)], step.now)
-            step.watched.append(item)
-            step.by_key[ref.key] = item
+    @staticmethod
+    def _watch(step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
+        if not step.edges.watch(phase, place, names, values):
+            step.spoil()
 
     @staticmethod
     def _record(step: _Step) -> Record:
         """What was seen of a step whose last backward has run."""
-        last = step.now
-        held = tuple(Held(tuple(w.members), None if w.until == last else w.until) for w in step.watched)
-        step.watched.clear()
-        step.by_key.clear()
+        held = step.edges.held()
+        step.edges.clear()
         step.records = False
-        base = next(iter(step.live_bytes.values()), 0) - step.left_bytes
-        live_bytes = {at: nbytes - base for at, nbytes in step.live_bytes.items()}
         sites, sizes = step.sites_and_sizes()
-        return Record(sites, held, live_bytes, sizes)
+        return Record(sites, held, step.live_bytes.above_start(), sizes)
 
     def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
         chains = first.chains
@@ -524,8 +488,18 @@ class StepCalls:
             return
         chains.before = None
         chains.known = Known(record.sites, merged, [before.sizes, record.sizes])
+        chains.known.measured(step.sizes, record.live_bytes, record.sizes)
         chain = chains.at(step.sizes)
         if chains.may_plan(chain):
+            self._plan(first, chain)
+
+    def _plan_as_measured(self, first: Site, chain: SizedChain, step: _Step) -> None:
+        """Make the plan for the sizes of a step that was measured."""
+        known = step.measures
+        if known is None or first.chains.known is not known:
+            return
+        known.measured(chain.sizes, step.live_bytes.above_start(), step.sites_and_sizes()[1])
+        if first.chains.may_plan(chain):
             self._plan(first, chain)
 
     def _plan(self, first: Site, chain: SizedChain) -> None:
@@ -537,7 +511,7 @@ class StepCalls:
             first.chains.known = None  # it was compiled anew
             return
         first.chains.begin_planning(chain)
-        args = (sites, chain, known.seen, known.sizes_at(chain.sizes))
+        args = (sites, chain, known.seen_at(chain.sizes), known.sizes_at(chain.sizes))
         if self._in_background:
             self._planning = threading.Thread(
                 target=self._make_plan, args=args, name="fxoffload-tape-plan", daemon=True
@@ -572,12 +546,13 @@ class StepCalls:
             return
         self._watch_host_memory(step)
         chain, known = first.chains.get(step.sizes), first.chains.known
-        if not step.was_planned:
+        if not step.was_planned and step.measures is None:
             self._plan_if_seen_twice(first, step)
         elif chain is None:
             return  # forgotten meanwhile
         elif step.regular and step.is_complete:
             chain.num_misses = 0
+            self._plan_as_measured(first, chain, step)
         elif step.is_outgrown and known is not None and known.learns(*step.sites_and_sizes()):
             first.chains.outgrown(chain)
         elif step.missed and first.chains.missed(chain):

@@ -1,8 +1,9 @@
 """The chains of calls that begin at one compiled graph, and their plans: one for each size of the first call.
 
 Where sizes vary from call to call, which memory passes between the calls of a step does not. So a chain that was
-recorded twice, whatever its sizes were, is planned for other sizes without being recorded again. Sizes are rounded up
-to a coarse grid; a plan serves all calls that are no larger than those that it was made for.
+recorded twice, whatever its sizes were, is planned for other sizes without being recorded again. What else is on the
+device does depend on them: where that counts (a budget) and can be read, the first step of each size is measured.
+Sizes are rounded up to a coarse grid; a plan serves all calls that are no larger than those that it was made for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +34,9 @@ _MOST_RECORDS = 16
 # So many sizes have a plan at a time, and so many plans are made in all.
 _MOST_SIZES = 16
 _MOST_PLANS_IN_ALL = 64
+# So many steps of one size are measured until one was what it was to be, and so many in all.
+_MOST_MEASURED = 3
+_MOST_MEASURED_IN_ALL = 2 * _MOST_PLANS_IN_ALL
 
 
 class CallSizes(Protocol):
@@ -152,11 +157,36 @@ class Known:
         sites: the graphs, in the order of the forwards.
         seen: of it.
         steps: sizes of the calls of steps; grows when a step is larger than its plan.
+        seen_first: what was seen where the first call has these sizes.
+        num_measured: how many steps were to be measured, by the sizes of the first call.
     """
 
     sites: tuple[weakref.ref[Site], ...]
     seen: Seen
     steps: list[tuple[Sizes, ...]]
+    seen_first: dict[Sizes, Seen] = field(default_factory=dict)
+    num_measured: Counter[Sizes] = field(default_factory=Counter)
+
+    def has(self, place: int, site: Site) -> bool:
+        """Whether the call at ``place`` is one of ``site``."""
+        return place < len(self.sites) and self.sites[place]() is site
+
+    def seen_at(self, first: Sizes) -> Seen:
+        """What was seen where the sizes of the first call are ``first``; where nothing was, what the largest step that
+        was recorded had."""
+        return self.seen_first.get(first, self.seen)
+
+    def may_measure(self, first: Sizes) -> bool:
+        """Whether a step whose first call has these sizes is worth measuring."""
+        return first not in self.seen_first and self.num_measured[first] < _MOST_MEASURED
+
+    def measured(self, first: Sizes, live_bytes: Mapping[CallAt, int], sizes: tuple[Sizes, ...]) -> None:
+        """A step of this chain had these bytes on the device, and calls of these sizes; see ``Seen``. ``first``: what
+        those of its first call are planned as."""
+        self.seen_first[first] = Seen(self.seen.held, live_bytes, sizes)
+        planned = self.sizes_at(first)
+        if planned and not all(map(_fits, sizes, planned)):
+            self.learns(self.sites, sizes)
 
     def sizes_at(self, first: Sizes) -> tuple[Sizes, ...]:
         """Sizes of all calls where those of the first are ``first``. Each is one of them if it always was the same one;
@@ -229,6 +259,7 @@ class Chains:
         self.is_planning = False
         self.num_records = 0
         self._num_plans = 0
+        self._num_measured = 0
         self._found: dict[Sizes, SizedChain] = {}  # the one that was asked for last at the end
 
     @property
@@ -268,6 +299,22 @@ class Chains:
             return False
         return not chain.sizes or self._num_plans < _MOST_PLANS_IN_ALL
 
+    def may_measure(self, chain: SizedChain) -> bool:
+        """Whether the step of ``chain`` that begins is to be measured before the chain is planned."""
+        if self.known is None or not chain.sizes or chain.plan is not None or chain.is_tired:
+            return False
+        if self._num_plans >= _MOST_PLANS_IN_ALL or self._num_measured >= _MOST_MEASURED_IN_ALL:
+            return False
+        return self.known.may_measure(chain.sizes)
+
+    def begin_measuring(self, chain: SizedChain) -> Known | None:
+        """A step of ``chain`` is measured. Returns what it is to be."""
+        known = self.known
+        if known is not None:
+            known.num_measured[chain.sizes] += 1
+            self._num_measured += 1
+        return known
+
     def awaits_plan(self, chain: SizedChain) -> bool:
         """Whether a step of ``chain``, which has no plan, does until then what is right for the first steps. Where so
         many sizes come by that not all of them get a plan, it goes on doing that."""
@@ -294,9 +341,14 @@ class Chains:
         """The plan of ``chain`` was made for smaller calls than there are, which is known by now."""
         chain.plan = None
         chain.num_plans -= 1
+        if self.known is not None:
+            self.known.seen_first.pop(chain.sizes, None)  # it was seen in smaller calls
 
     def missed(self, chain: SizedChain) -> bool:
-        """A step was not what was planned. Whether that was so often enough that steps are recorded again."""
+        """A step was not what was planned, or known where there is no plan: then a larger plan, which it would have
+        followed, is the one that was missed. Whether that was so often enough that steps are recorded again."""
+        if chain.plan is None:
+            chain = self.larger(chain.sizes) or chain
         chain.num_misses += 1
         if chain.num_misses < _MOST_MISSES:
             return False

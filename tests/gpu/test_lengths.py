@@ -73,7 +73,7 @@ def test_only_what_does_not_fit_moves(how: str) -> None:
     model = Stack(WIDTH, 8, DEPTH).to("cuda", torch.bfloat16)
     call = compiled(model, how)
     with deterministic():
-        # Steps of a length follow a plan of their own from the second one that begins when it is made.
+        # The first step of a short length is measured. Its plan is begun as the second one begins: the third follows.
         for length in [LONGEST] * 4 + [SHORTEST] * 2:
             gradients(model, lambda length=length: call(batch(length)))
             wait_for_plans()

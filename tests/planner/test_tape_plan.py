@@ -29,7 +29,7 @@ from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime import calls
+from fxoffload.runtime import step_memory
 from fxoffload.runtime.engine import engine_for
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects
@@ -984,7 +984,7 @@ def test_watching_that_fails_harms_no_step(monkeypatch: pytest.MonkeyPatch) -> N
     model(batch()).square().mean().backward()
     expected_grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    monkeypatch.setattr(calls, "StorageRef", _raise)
+    monkeypatch.setattr(step_memory, "StorageRef", _raise)
     for _ in range(3):
         model(batch()).square().mean().backward()
         for p, g in zip((p for p in model.parameters() if p.grad is not None), expected_grads, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 import fxoffload
 from fxoffload.compiler import session, tape_plan
 from fxoffload.runtime import chains, host_arena
-from fxoffload.runtime.allocator_trace import Memory
 from fxoffload.runtime.engine import engine_for
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
@@ -287,28 +285,6 @@ def test_a_budget_that_nothing_fits_into_warns_once() -> None:
     assert "sizes 2, 32" in found
     assert len(new_plans()) == 4
     assert all(p.predicted_peak_bytes < p.baseline_peak_bytes for p in new_plans())
-
-
-def test_what_is_beside_the_graphs_is_that_of_the_largest_recorded() -> None:
-    """Whatever length is planned. Nothing but 1 MiB is on the device, from the second call of a step on."""
-    extra = 1 << 20
-
-    def memory() -> Memory:
-        step = engine_for(CPU).calls._step
-        assert step is not None
-        return Memory(extra if step.live_bytes else 0, extra)
-
-    with mock.patch.object(engine_for(CPU).calls, "_memory", memory), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = varying(activation_budget=1)
-        for length in (LONG, SHORT, LONG, SHORT, 64):
-            at(run, length).step()
-    beside = [chain.beside for chain in tape.CHAINS]
-    assert len(beside) == 3
-    assert beside[0] == beside[1] == beside[2]
-    assert extra > max(map(max, beside[0])) > 0
-    # The last forward began with what those before it had saved offloaded: only its own input was there.
-    assert beside[0][0][-1] == extra - 2 * LONG * 16 * 4
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,0 +1,103 @@
+"""Memory of a step as its calls go by: how much is on the device when each begins, and what passes between them.
+
+Neither is thread-safe: ``fxoffload.runtime.calls`` has a lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
+from fxoffload.runtime.held import CallAt, Held, Moment
+from fxoffload.runtime.lent import Lent
+from fxoffload.runtime.segment_readings import Phase
+
+
+class LiveBytes:
+    """What is on the device when each call of a step begins, as the allocator says."""
+
+    def __init__(self) -> None:
+        self._read: dict[CallAt, int] = {}
+        self._lent: Lent | None = None
+        self._left_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def read(self, at: CallAt, args: Sequence[Any], allocated: int) -> None:
+        """A call with these arguments begins."""
+        if not self._read:
+            self._lent = Lent(args)
+        elif self._lent is not None:
+            self._left_bytes, self._lent = self._lent.left_bytes(), None
+        self._read[at] = allocated
+
+    def above_start(self) -> dict[CallAt, int]:
+        """Above what is there whether the step runs or not."""
+        base = next(iter(self._read.values()), 0) - self._left_bytes
+        return {at: nbytes - base for at, nbytes in self._read.items()}
+
+
+@dataclass(eq=False)
+class _Watched:
+    """Memory at the edge of a call."""
+
+    ref: StorageRef
+    phase: Phase
+    members: list[tuple[int, str]]
+    until: Moment
+
+
+class EdgeWatch:
+    """The memory at the edges of a step's calls.
+
+    Attributes:
+        now: the call that began last.
+    """
+
+    def __init__(self) -> None:
+        self.now = Moment("forward", 0)
+        self._watched: list[_Watched] = []
+        self._by_key: dict[int, _Watched] = {}
+
+    def look(self, in_flight: Mapping[int, int]) -> None:
+        """Which of what is watched is still held by others than the engine, which holds so many sources of each."""
+        for key, item in list(self._by_key.items()):
+            if item.ref.is_alive(in_flight.get(key, 0)):
+                item.until = self.now
+            elif item.ref.is_expired():
+                # It does not come back; what gets its key next is something else.
+                del self._by_key[key]
+
+    def watch(self, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> bool:
+        """From here on. False: nobody can say what happens to all of it."""
+        for name, value in zip(names, values, strict=False):
+            if name is None or not isinstance(value, Tensor):
+                continue
+            if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+                return False  # what it holds is not in one storage
+            ref = StorageRef(value)
+            known = self._by_key.get(ref.key)
+            if known is None:
+                known = self._by_key[ref.key] = _Watched(ref, phase, [], self.now)
+                self._watched.append(known)
+            elif known.phase != phase:
+                return False  # a forward's memory is a backward's gradient: no step says so
+            known.until = self.now
+            if (place, name) not in known.members:
+                known.members.append((place, name))
+        return True
+
+    def held(self) -> tuple[Held, ...]:
+        """All of it. The step's last call has returned."""
+        return tuple(Held(tuple(w.members), None if w.until == self.now else w.until) for w in self._watched)
+
+    def clear(self) -> None:
+        """Nothing is watched any longer."""
+        self._watched.clear()
+        self._by_key.clear()
