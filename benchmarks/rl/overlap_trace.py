@@ -18,7 +18,8 @@ from benchmarks.rl.records import WhereTimeWent
 
 WORK = "benchmark::work"
 OURS = "fxoffload::"
-# Calls of CUDA's runtime that are not worth a row: less than that in all.
+CALLS = ("cuda", "cuMem")  # of the runtime, and of the driver what maps memory
+# Calls that are not worth a row: less than that in all.
 LEAST_MS = 1.0
 
 
@@ -39,7 +40,7 @@ def summarize_work(events: Iterable[Any]) -> WhereTimeWent:
     collectives: list[Interval] = []
     copies: dict[str, list[Interval]] = defaultdict(list)
     ranges: list[Any] = []
-    calls: dict[str, float] = defaultdict(float)
+    calls: list[Any] = []
     host: Any = None
     for event in events:
         interval = Interval(event.time_range.start, event.time_range.end)
@@ -54,9 +55,11 @@ def summarize_work(events: Iterable[Any]) -> WhereTimeWent:
             host = event
         elif event.name.startswith(OURS):
             ranges.append(event)
-        elif event.name.startswith("cuda"):
-            calls[event.name] += (event.time_range.end - event.time_range.start) / 1e3
+        elif event.name.startswith(CALLS):
+            calls.append(event)
     began = host.time_range.start if host is not None else 0.0
+    ended = host.time_range.end if host is not None else float("inf")
+    calls = [call for call in calls if call.time_range.start < ended]  # not the wait behind the work
     own = [r for r in ranges if host is not None and r.thread == host.thread]
     return WhereTimeWent(
         host_ms=span_ms([Interval(began, host.time_range.end)]) if host is not None else 0.0,
@@ -68,7 +71,7 @@ def summarize_work(events: Iterable[Any]) -> WhereTimeWent:
         copies_ms={way: busy_ms(found) for way, found in sorted(copies.items())},
         ours_on_host_ms=busy_ms([Interval(r.time_range.start, r.time_range.end) for r in own]),
         ours_ms=_sums(ranges),
-        driver_calls_ms={name: ms for name, ms in sorted(calls.items(), key=lambda c: -c[1]) if ms >= LEAST_MS},
+        cuda_calls_ms={name: ms for name, ms in _sums(calls).items() if ms >= LEAST_MS},
     )
 
 

@@ -98,7 +98,7 @@ class WhereTimeWent:
         copies_ms: in which copies ran, by way.
         ours_on_host_ms: in which the calling thread was in a range of fxoffload's.
         ours_ms: of each such range, on any thread.
-        driver_calls_ms: of calls of CUDA's runtime, on any thread, that took a millisecond in all.
+        cuda_calls_ms: of calls of CUDA, on any thread, until then, that took a millisecond in all.
     """
 
     host_ms: float
@@ -110,7 +110,7 @@ class WhereTimeWent:
     copies_ms: dict[str, float]
     ours_on_host_ms: float
     ours_ms: dict[str, float]
-    driver_calls_ms: dict[str, float]
+    cuda_calls_ms: dict[str, float]
 
 
 @dataclass

@@ -105,7 +105,7 @@ def _traces(report: Report) -> list[dict[str, Any]]:
                     "copies up": found.copies_ms.get("up", 0.0),
                     "ours, on the host": found.ours_on_host_ms,
                     "longest of ours": _longest(found.ours_ms),
-                    "longest call of CUDA": _longest(found.driver_calls_ms),
+                    "longest call of CUDA": _longest(found.cuda_calls_ms),
                 }
             )
     return rows

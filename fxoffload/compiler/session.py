@@ -52,6 +52,7 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import Movable, backward_callable, forward_callable, no_clock
+from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.host_limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.segment_clock import SegmentClock
@@ -329,9 +330,9 @@ class CompileSession:
         moved = sum(c.nbytes or 0 for c in chosen)
         first = None if self._planned is None else self._planned.first
         keeps_turn = self._runtime.keeps_turn and planned is None
-        stays = [c for c in chosen if keeps_turn and c.name in state.turn.names]
+        leaving = [c for c in chosen if not (keeps_turn and c.name in state.turn.names)]
         # Pinned behind the rest of the compilation.
-        reserved = moved - sum(c.nbytes or 0 for c in stays)
+        reserved = sum(block_bytes(c.nbytes or 0) for c in leaving)
         if first is not None:
             reserved = max(reserved, first.simulation.bytes_offloaded)
         engine.reserve(reserved, self._runtime.budgets)
@@ -355,6 +356,7 @@ class CompileSession:
         )
         by_size = self._by_size(state)
         site = self._site = engine.calls.site()
+        site.reserved_bytes = reserved
         site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         variants = self._variants
 

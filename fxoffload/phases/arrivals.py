@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from fxoffload.phases.mover import AT_ONCE, Mover
+from fxoffload.phases.room import go_together
 from fxoffload.phases.storages import Holding, Where
 
 FIRST_BYTES = 640 << 20
@@ -67,10 +68,10 @@ class Arrivals:
         return list(itertools.islice(self._queue, count))
 
     def upcoming_bytes(self, nbytes: int) -> list[Holding]:
-        """The next ones on one device, as many as have so many bytes in all; at least those of a slice."""
+        """The next ones that go together, as many as have so many bytes in all; at least a slice, whatever it has."""
         found: list[Holding] = []
         for holding in self._queue:
-            if len(found) >= SLICE and (nbytes <= 0 or holding.device != found[0].device):
+            if len(found) >= SLICE and (nbytes <= 0 or not go_together(found[0], holding)):
                 break
             found.append(holding)
             nbytes -= holding.nbytes

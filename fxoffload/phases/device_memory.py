@@ -27,8 +27,19 @@ def return_to_driver(device_types: Iterable[str]) -> None:
 
 def has_expandable_segments() -> bool:
     """Whether the caching allocator maps and unmaps pages (``PYTORCH_ALLOC_CONF``), or calls ``cudaMalloc``."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return "expandable_segments:true" in settings.replace(" ", "").lower()
+    return "expandable_segments:true" in _allocator_settings()
+
+
+def splits_large_blocks() -> bool:
+    """Whether what the allocator has of the driver in one piece serves smaller requests, whatever its size."""
+    if torch.cuda.get_allocator_backend() != "native" or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        return False
+    return "max_split_size_mb" not in _allocator_settings()
+
+
+def _allocator_settings() -> str:
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return settings.replace(" ", "").lower()
 
 
 class Returner:

@@ -2,12 +2,15 @@
 
 [Note: Room]
 Memory that was given back to the driver has to be had again. ``cudaMalloc`` takes 0.4 ms a call and 1 ms a GiB, so that
-with one call for each of a thousand storages of 18 MB the link of two H200s waits for the host: 13.2 GB came in 320 ms,
-and in 255 ms, as fast as plain copies, where the allocator first asks for a GiB, which it then splits. Expandable
-segments are mapped in pages of 20 MiB, whatever the call, which takes 8 ms a GiB, and 17 ms where two processes on one
-machine do it at the same time, for the driver takes them in turn: there, large pieces gain less, and behind other work
-nothing, as nobody else gets memory meanwhile (two H200s, 2026-11-22). ``empty`` lets other threads have the
-interpreter, ``resize_`` does not.
+with one call for each of 700 storages of 18 MB the link of two H200s waits for the host: 13.2 GB came in 320 ms, and in
+255 ms, as fast as plain copies, where the allocator first asks for a GiB, which it then splits. Expandable segments are
+mapped in pages of 20 MiB, whatever the call, which takes 8 ms a GiB, and 17 ms where two processes on one machine do it
+at the same time, for the driver takes them in turn: there, large pieces gain less, and behind other work nothing, as
+nobody else gets memory meanwhile (two H200s, 2026-11-22, a script; ``benchmarks run pinning``, variants ``room`` and
+``give_back``, measures the like). ``empty`` lets other threads have the interpreter, ``resize_`` does not.
+
+What somebody allocates meanwhile may come to lie in a piece, and then keeps all of it from the driver when the storages
+leave again. So pieces are of one group, and behind other work they are small.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fxoffload.phases.device_memory import has_expandable_segments
+from fxoffload.phases.device_memory import has_expandable_segments, splits_large_blocks
 from fxoffload.phases.storages import Holding
 
 # The first pieces are small, so that copies begin soon; with expandable segments the last, so that they end soon.
 FIRST_ROOM_BYTES = 128 << 20
 ROOM_BYTES = 1 << 30
+# Behind other work.
+ROOM_BEHIND_BYTES = 256 << 20
 # What is not larger has a pool of its own in the allocator; sizes are multiples of ``_GRANULE``.
 _SMALL = 1 << 20
 _GRANULE = 512
@@ -52,12 +57,12 @@ def make_room_behind(upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> 
 
 
 def stretches(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
-    """What room is made for at a time, on one device."""
+    """What room is made for at a time: of one group, on one device."""
     stretch: list[Holding] = []
     nbytes, most = 0, FIRST_ROOM_BYTES
     last = FIRST_ROOM_BYTES if has_expandable_segments() else ROOM_BYTES
     for holding in holdings:
-        if stretch and (nbytes + holding.nbytes > most or holding.device != stretch[0].device):
+        if stretch and (nbytes + holding.nbytes > most or not go_together(stretch[0], holding)):
             yield stretch
             stretch, nbytes, most = [], 0, min(2 * most, last)
         stretch.append(holding)
@@ -66,9 +71,14 @@ def stretches(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
         yield stretch
 
 
+def go_together(one: Holding, other: Holding) -> bool:
+    """Whether they may lie in one piece of the driver's memory: they leave together."""
+    return one.device == other.device and one.group == other.group
+
+
 def _ask_for(needed: Sequence[Holding], wanted: Sequence[Holding]) -> int:
     device = next((h.device for h in needed if h.device.type == "cuda"), None)
-    if device is None or torch.cuda.get_allocator_backend() != "native":
+    if device is None or not splits_large_blocks():
         return 0
     idle = _idle_bytes(device)
     if idle >= _bytes_on(device, needed):
@@ -85,7 +95,10 @@ def _bytes_on(device: torch.device, holdings: Iterable[Holding]) -> int:
 
 
 def _idle_bytes(device: torch.device) -> int:
-    """What the allocator has of the driver and nobody uses, for large blocks."""
+    """What the allocator has of the driver and nobody uses, for large blocks.
+
+    Also what other streams and CUDA graphs have, which the next request cannot get: then each storage asks for itself.
+    """
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active = (stats[kind]["large_pool"]["current"] for kind in ("reserved_bytes", "active_bytes"))
     return reserved - active

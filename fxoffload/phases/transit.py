@@ -38,11 +38,11 @@ from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Ahead, Mover
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.room import ROOM_BYTES, make_room_behind
+from fxoffload.phases.room import ROOM_BEHIND_BYTES, make_room_behind
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
-from fxoffload.runtime.host_arena import ALIGNMENT
+from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
@@ -338,7 +338,7 @@ class Transit:
         while True:
             began = time.perf_counter()
             with self.lock:
-                upcoming, beyond = self._arrivals.upcoming(), self._arrivals.upcoming_bytes(ROOM_BYTES)
+                upcoming, beyond = self._arrivals.upcoming(), self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
             with self._room:
                 make_room_behind(upcoming, beyond)
             self._stand_back()
@@ -522,7 +522,7 @@ def _on(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
 
 def bytes_of(holdings: Iterable[Holding]) -> int:
     """Bytes that storages take in the host image."""
-    return sum(-(-holding.nbytes // ALIGNMENT) * ALIGNMENT for holding in holdings)
+    return sum(block_bytes(holding.nbytes) for holding in holdings)
 
 
 def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:

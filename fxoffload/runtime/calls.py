@@ -75,6 +75,7 @@ class Site:
             measured; None: what it does without a plan, and nothing is measured.
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
+        reserved_bytes: of host memory, pinned for one call of it when it was compiled.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
     """
 
@@ -89,6 +90,7 @@ class Site:
     measure: Callable[[], Recorder | None] | None = None
     sizes: CallSizes | None = None
     chains: Chains = field(default_factory=Chains)
+    reserved_bytes: int = 0
     may_trim: bool = True
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
@@ -565,9 +567,16 @@ class StepCalls:
             return
         plan = None if step.followed is None else step.followed()
         if plan is not None and step.regular and step.is_complete and plan.is_settled:
-            trim.followed(plan, lambda: all(site.may_trim for site in self._sites))
+            trim.followed(plan, lambda: all(site.may_trim for site in self._sites), self._bytes_of_others)
         elif step.was_planned or step.awaits_plan:
             trim.interrupted()
+
+    def _bytes_of_others(self) -> int:
+        """What was pinned for graphs that are in no plan which the trim knows."""
+        assert self._trim is not None
+        plans = (p for p in self._trim.plans if isinstance(p, Following))
+        known = {id(site) for plan in plans for ref in plan.sites if (site := ref()) is not None}
+        return sum(site.reserved_bytes for site in self._sites if id(site) not in known)
 
 
 def _is_of(call: _Call, group: Group) -> bool:

@@ -429,7 +429,10 @@ class CopyEngine:
         might break it."""
         if self.arena.is_growing:
             return False
-        return self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        if self.device.type != "cuda":
+            return True
+        with torch.cuda.device(self.device):
+            return not torch.cuda.is_current_stream_capturing()
 
     def trim_host_memory(self, keep_bytes: int) -> int:
         """See ``HostMemory``."""

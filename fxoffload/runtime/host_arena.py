@@ -179,14 +179,14 @@ class HostArena:
         """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
         with self._changed:
             self._collect()
-            return self._take(_round_up(max(nbytes, 1), ALIGNMENT))
+            return self._take(block_bytes(nbytes))
 
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes; None where more than ``limit_bytes`` would be in use or reserved.
 
         Blocks the caller while memory that fits the limit is still being pinned; the time is added to ``wait_ms``.
         """
-        size = _round_up(max(nbytes, 1), ALIGNMENT)
+        size = block_bytes(nbytes)
         with self._changed:
             self._collect()
             if self._in_use + size > _whole_pages(limit_bytes):
@@ -247,9 +247,9 @@ class HostArena:
                     "backward passes (delete their losses) first"
                 )
             given = self._borders[-1]
-            for address in self._registered:
-                self._pinner.unregister(address)
+            _unregister_all(self._pinner, self._registered)
             self._registered.clear()
+            self._highest = 0
             # Unmapped with the last view that somebody holds.
             self._range, self._borders, self._free, self._failed = None, [0], FreeList(), None
             self._threads.restart()
@@ -273,7 +273,7 @@ class HostArena:
             return given
         try:
             wait_for_copies()
-            while nbytes := self._give_back_last(cut):
+            while nbytes := self._try_give_back_last(cut):
                 given += nbytes
         finally:
             with self._changed:
@@ -317,6 +317,13 @@ class HostArena:
         self._cut = self._free.cut(self._borders[at])
         return self._cut
 
+    def _try_give_back_last(self, cut: FreeRange) -> int:
+        try:
+            return self._give_back_last(cut)
+        except RuntimeError as error:
+            log.warning("host memory that no step needs stays: %s", error)
+            return 0
+
     def _give_back_last(self, cut: FreeRange) -> int:
         """Give the last chunk back. Returns its bytes; 0 where the trim that has taken ``cut`` out is over."""
         with self._changed:
@@ -351,11 +358,12 @@ class HostArena:
 
     def _end_trim(self) -> None:
         """What was not given back is free again; wait for what is in hand."""
-        cut, self._cut = self._cut, None
-        if cut is not None:
-            self._free.insert(cut)
-        while self._is_cutting:
-            self._changed.wait()
+        while self._is_trimming:
+            cut, self._cut = self._cut, None
+            if cut is not None:
+                self._free.insert(cut)
+            if self._is_cutting:
+                self._changed.wait()
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
@@ -458,9 +466,17 @@ _ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
 def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
     """Take leave of the driver before the addresses go: it would not register new memory there."""
     if os.getpid() == owner:
-        for address in registered:
-            pinner.unregister(address)
+        _unregister_all(pinner, registered)
     booking.release()
+
+
+def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
+    """What the driver does not let go goes with the process."""
+    for address in registered:
+        try:
+            pinner.unregister(address)
+        except RuntimeError as error:
+            log.warning("host memory stays registered: %s", error)
 
 
 def _after_fork_in_child() -> None:
@@ -473,6 +489,11 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def block_bytes(nbytes: int) -> int:
+    """What a block of ``nbytes`` bytes takes of an arena."""
+    return _round_up(max(nbytes, 1), ALIGNMENT)
 
 
 def _whole_pages(nbytes: int) -> int:

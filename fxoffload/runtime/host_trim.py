@@ -4,7 +4,8 @@
 Until a chain of calls has its plan, its steps offload all that may move; the plan then needs less, and what is pinned
 beyond that would stay pinned. When a plan has settled and a few whole steps in a row did what plans say, everything
 above the highest block of those steps goes. That is done once for each plan, and never below what another plan that is
-still there was seen to need: where steps of an actor and of a critic take turns, memory does not come and go with them.
+still there was seen to need, nor below what was pinned for graphs that are in no such plan (a model that is one graph):
+where steps of an actor and of a critic take turns, memory does not come and go with them.
 What is pinned again later (for a longer evaluation, say) stays. Where sizes vary from call to call nothing goes: the
 next batch may be the longest one again.
 
@@ -59,9 +60,19 @@ class HostTrim:
         self._steps: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # since the mark, by plan
         self._is_marked = False
 
-    def followed(self, plan: Hashable, may_shrink: Callable[[], bool]) -> None:
-        """A whole step has followed ``plan``, which has settled. ``may_shrink``: whether what steps need stays as it
-        is; asked only before memory would go."""
+    @property
+    def plans(self) -> list[Hashable]:
+        """Those that steps were seen to follow, as far as they are still there."""
+        return list({*self._needs, *self._steps})
+
+    def followed(self, plan: Hashable, may_shrink: Callable[[], bool], others_bytes: Callable[[], int]) -> None:
+        """A whole step has followed ``plan``, which has settled.
+
+        Args:
+            plan: that was followed.
+            may_shrink: whether what steps need stays as it is.
+            others_bytes: what graphs need that are in none of ``plans``. Both are asked only before memory would go.
+        """
         if plan in self._needs:
             return
         if not self._is_marked:
@@ -70,7 +81,7 @@ class HostTrim:
         self._steps[plan] = steps = self._steps.get(plan, -1) + 1
         if steps >= STEADY_STEPS and may_shrink() and self._memory.may_trim():
             self._needs[plan] = self._memory.host_bytes_needed()
-            self._trim(max(self._needs.values()))
+            self._trim(max(*self._needs.values(), others_bytes()))
 
     def interrupted(self) -> None:
         """A step was something else: what it needed does not count."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from typing import Protocol
 
 import torch
 
 from fxoffload.runtime.capture_mode import outside_captures
 
-log = logging.getLogger(__name__)
-
 
 class Pinner(Protocol):
     """Makes host memory fit for asynchronous copies, or leaves it alone (the CPU rehearsal).
 
     Called by several threads at once, each with a chunk of its own. ``register`` of pinned memory is called with pages
-    that have been touched: the driver would fault them in with one thread, however many register.
+    that have been touched: the driver would fault them in with one thread, however many register. Both raise where the
+    driver refuses.
     """
 
     pinned: bool
@@ -64,7 +62,7 @@ class CudaPinner:
         with torch.cuda.device(self.device), outside_captures():
             result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
         if int(result) != 0:
-            log.debug("cudaHostUnregister failed: %s", result)
+            raise RuntimeError(f"cudaHostUnregister failed: {result}")
 
 
 def touch(address: int, nbytes: int) -> None:

@@ -30,6 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fxoffload.runtime.capture_mode import outside_captures
+
 
 class Wait(enum.Enum):
     """The orderings of [Note: Copies and fences]."""
@@ -207,12 +209,13 @@ class CudaCopies:
     def wait_for_copies(self) -> None:
         # A blocking event takes no core while it waits; to wait for a stream would raise in the user's sync debug mode.
         events = []
-        for stream in (self.offload_stream, self.reload_stream):
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-            events.append(event)
-        for event in events:
-            event.synchronize()
+        with outside_captures():
+            for stream in (self.offload_stream, self.reload_stream):
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                events.append(event)
+            for event in events:
+                event.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, pieces: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
         if self.before_copy is not None:

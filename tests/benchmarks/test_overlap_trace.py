@@ -35,6 +35,8 @@ def test_host_and_device_are_told_apart() -> None:
             event("cudaMalloc", 20, 23),
             event("cudaMalloc", 25, 26, thread=2),
             event("cudaEventRecord", 25, 25.5),
+            event("cuMemMap", 26, 28, thread=2),
+            event("cudaDeviceSynchronize", 30, 50),
             event("gemm", 17, 20, device=True),
             event("gemm", 19, 22, device=True),
             event("ncclDevKernel_AllGather_RING_LL(x)", 21, 25, device=True),
@@ -48,7 +50,7 @@ def test_host_and_device_are_told_apart() -> None:
     assert found.copies_ms == {"down": 30, "within": 1}
     assert found.ours_on_host_ms == 4
     assert found.ours_ms == {"fxoffload::copies to the host": 24, "fxoffload::offload(optimizer)": 4}
-    assert found.driver_calls_ms == {"cudaMalloc": 4}
+    assert found.cuda_calls_ms == {"cudaMalloc": 4, "cuMemMap": 2}
 
 
 def test_work_is_run_once_and_measured() -> None:

@@ -112,7 +112,7 @@ def test_the_driver_is_asked_for_many_storages_at_once() -> None:
         before = torch.cuda.memory_stats()["num_device_alloc"]
         manager.onload()
         calls.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
-    assert max(calls) <= 5, "128, 256, 512 MiB and the rest"
+    assert 1 <= min(calls) <= max(calls) <= 5, "128, 256, 512 MiB and the rest"
     manager.close()
 
 

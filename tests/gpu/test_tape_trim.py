@@ -17,7 +17,8 @@ import fxoffload
 from fxoffload.runtime import host_arena
 from fxoffload.runtime.host_arena import CudaPinner, HostArena
 from fxoffload.runtime.host_trim import HostTrim
-from tests.gpu.gpu_support import MIB, deterministic, differing, disturbed, engine, gradients
+from fxoffload.runtime.streams import CudaCopies
+from tests.gpu.gpu_support import MIB, deterministic, differing, disturbed, engine, gradients, sleep
 from tests.gpu.test_chain_clock import DEPTH, TOKENS, WIDTH, build, join
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +107,7 @@ def test_memory_that_was_given_back_is_pinned_again_and_copied_to() -> None:
         streams.reload_waits_for_compute()
         with streams.reloading():
             streams.reload((back[at : at + piece.numel()], piece) for at, piece in arena.pieces(block, value.numel()))
-        arena.free(block, None)  # without a fence: the trim waits for the copies
+        arena.free(block, None)  # without a fence
         trimming = threading.Thread(target=arena.trim, args=(40 * MIB, streams.wait_for_copies))
         trimming.start()
         trimming.join(60)
@@ -115,3 +116,16 @@ def test_memory_that_was_given_back_is_pinned_again_and_copied_to() -> None:
         assert torch.equal(back, value)
         value = value.roll(1)  # other bytes in the next round
     assert arena.release() == 64 * MIB
+
+
+def test_the_wait_for_copies_is_one() -> None:
+    streams = engine().streams
+    assert isinstance(streams, CudaCopies)
+    for stream in (streams.offload_stream, streams.reload_stream):
+        with torch.cuda.stream(stream):
+            sleep(200.0)
+            event = torch.cuda.Event()
+            event.record()
+        assert not event.query()
+        streams.wait_for_copies()
+        assert event.query()

@@ -16,8 +16,14 @@ from fxoffload.phases.room import FIRST_ROOM_BYTES, ROOM_BYTES, make_room, stret
 MIB = 1 << 20
 
 
-def holdings(*mib: float, device: str = "cuda:0") -> Any:
-    return [SimpleNamespace(nbytes=int(size * MIB), device=torch.device(device)) for size in mib]
+@pytest.fixture(autouse=True)
+def default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def holdings(*mib: float, device: str = "cuda:0", group: str = "params") -> Any:
+    return [SimpleNamespace(nbytes=int(size * MIB), device=torch.device(device), group=group) for size in mib]
 
 
 def sizes(found: Any) -> list[int]:
@@ -45,6 +51,11 @@ def test_a_piece_is_of_one_device() -> None:
     assert [{h.device.index for h in stretch} for stretch in found] == [{0}, {1}, {0}]
 
 
+def test_a_piece_is_of_one_group() -> None:
+    """What leaves alone must not leave a piece behind that others lie in."""
+    assert sizes(stretches([*holdings(4, 4), *holdings(4, 4, 4, group="optimizer")])) == [8, 12]
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the allocator, which has 64 MiB idle, is asked for."""
@@ -69,6 +80,26 @@ def test_behind_other_work_room_is_made_for_what_follows_too(asked: list[int]) -
     assert asked == [56 * MIB]
 
 
+def test_pages_that_are_mapped_one_by_one_are_asked_for_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int]
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    room.make_room_behind([*holdings(30, 40), *holdings(5, device="cpu")], holdings(30, 40, 50))
+    assert asked == [30 * MIB, 40 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"), ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")],
+)
+def test_nothing_is_asked_for_that_could_not_be_split(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, asked: list[int]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert make_room(holdings(100, 100)) == 0
+    assert asked == []
+
+
 def test_want_of_memory_is_not_said_here(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no")
@@ -88,3 +119,5 @@ def test_what_comes_next_is_of_one_device_and_at_least_a_slice() -> None:
     assert len(arrivals.upcoming_bytes(1000 * MIB)) == 10
     assert len(arrivals.upcoming_bytes(300 * MIB)) == SLICE
     assert len(arrivals.upcoming_bytes(10_000 * MIB)) == 12
+    arrivals._queue = deque([*holdings(*[100] * 10), *holdings(*[1] * 20, group="optimizer")])
+    assert len(arrivals.upcoming_bytes(10_000 * MIB)) == 10

@@ -98,6 +98,21 @@ def test_memory_is_registered_and_given_back_outside_captures(driver: Driver, mo
     assert seen == [RELAXED, RELAXED] and driver.mode == GLOBAL
 
 
+def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else memory that is still registered would be given back, and could not be registered again."""
+
+    class Runtime:
+        cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 713)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: outside_captures())
+    pinner = pinners.CudaPinner(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="cudaHostRegister of 1 bytes failed: 713"):
+        pinner.register(0, 1)
+    with pytest.raises(RuntimeError, match="cudaHostUnregister failed: 713"):
+        pinner.unregister(0)
+
+
 def test_without_cuda_there_is_nothing_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_mode._function.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
