@@ -68,9 +68,9 @@ class Arrivals:
         return list(itertools.islice(self._queue, count))
 
     def upcoming_bytes(self, nbytes: int) -> list[Holding]:
-        """The next ones that go together, as many as have so many bytes in all; at least a slice, whatever it has."""
+        """The next ones that go together, as many as have so many bytes in all; at least a slice, and at most eight."""
         found: list[Holding] = []
-        for holding in self._queue:
+        for holding in itertools.islice(self._queue, 8 * SLICE):
             if len(found) >= SLICE and (nbytes <= 0 or not go_together(found[0], holding)):
                 break
             found.append(holding)

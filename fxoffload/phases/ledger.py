@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,7 @@ class Ledger:
         self._owner = owner
         self._free_block = free_block
         self._held: dict[int, Holding] = {}  # by the storage's address
+        self._num_held: Counter[str] = Counter()  # by group
         self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
@@ -56,7 +58,14 @@ class Ledger:
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """What is not just on the device, of these groups, in these states (all for none)."""
         groups = tuple(groups)
+        if not self.holds(groups):
+            return []
         return [h for h in self._held.values() if h.group in groups and (not where or h.where in where)]
+
+    def holds(self, groups: Iterable[str] = GROUPS) -> bool:
+        """Whether something of these groups is not just on the device. Asked for every few storages that arrive, beside
+        a program that wants the interpreter: it takes no longer where there are many."""
+        return any(self._num_held[group] for group in groups)
 
     def arrived(self) -> list[Holding]:
         """What is arriving and has arrived. Copies of a device end in their order: few need be asked."""
@@ -167,7 +176,9 @@ class Ledger:
         for holding in holdings:
             key = holding.storage._cdata
             self._homes.pop(key, None)
+            self._drop(key)
             self._held[key] = holding
+            self._num_held[holding.group] += 1
             holding.where, holding.serial = Where.LEAVING, 0
             for tensor in holding.tensors:
                 send_away(tensor, holding)
@@ -177,7 +188,7 @@ class Ledger:
         for holding in holdings:
             key = holding.storage._cdata
             holding.where = Where.DEVICE
-            self._held.pop(key, None)
+            self._drop(key)
             for tensor in holding.tensors:
                 bring_back(tensor, holding)
             self._homes[key] = (StorageWeakRef(holding.storage), holding)
@@ -191,7 +202,7 @@ class Ledger:
             holding.tensors = []
             holding.tensors = [tensor for tensor in (ref() for ref in watched) if tensor is not None]
             if not holding.tensors:
-                self._held.pop(holding.storage._cdata, None)
+                self._drop(holding.storage._cdata)
                 self._give_up(holding)
                 holding.let_go()
 
@@ -200,6 +211,11 @@ class Ledger:
         for _, holding in self._homes.values():
             self._give_up(holding)
         self._homes.clear()
+
+    def _drop(self, key: int) -> None:
+        holding = self._held.pop(key, None)
+        if holding is not None:
+            self._num_held[holding.group] -= 1
 
     def _add(
         self, found: dict[int, Holding], wanted: tuple[str, ...], group: str, name: str, tensor: Tensor, plain: Tensor

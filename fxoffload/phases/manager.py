@@ -345,7 +345,7 @@ class PhaseManager:
         self._transit.worker.drain()
         with self._transit.lock:
             self._transit.harvest()
-            if self._transit.ledger.held():
+            if self._transit.ledger.holds():
                 raise RuntimeError(
                     f"expected everything on the device, found {self.state}: call onload() before release_host_memory()"
                 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -335,6 +336,7 @@ class Transit:
 
     def _start_rest(self, holdings: list[Holding]) -> None:
         retried = False
+        left = deque(holdings)
         while True:
             began = time.perf_counter()
             with self.lock:
@@ -343,15 +345,16 @@ class Transit:
                 make_room_behind(upcoming, beyond)
             self._stand_back()
             with self.lock:
-                unstarted = [held for held in holdings if held.where is Where.ARRIVING and not held.serial]
-                if not unstarted:
+                while left and not _is_unstarted(left[0]):
+                    left.popleft()
+                if not left:
                     return
                 try:
                     self._begun(self._arrivals.start())
                     oom = False
                 except torch.OutOfMemoryError:
                     if retried:
-                        self._arrivals.cancel(unstarted)
+                        self._arrivals.cancel(filter(_is_unstarted, left))
                         raise
                     oom = True
             if not oom:
@@ -361,7 +364,7 @@ class Transit:
             retried = True
             if not self._make_room():
                 with self.lock:
-                    self._arrivals.cancel(unstarted)
+                    self._arrivals.cancel(filter(_is_unstarted, left))
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
 
     def _stand_back(self) -> None:
@@ -495,11 +498,11 @@ class Transit:
     def _settle(self, holdings: Iterable[Holding]) -> None:
         """These are on the device again."""
         self.ledger.settle(list(holdings))
-        if not self.ledger.held(groups=(GRADS,)):
+        if not self.ledger.holds((GRADS,)):
             self._gradients.unguard()
-        if not self.ledger.held(groups=_READ_BY_FORWARDS):
+        if not self.ledger.holds(_READ_BY_FORWARDS):
             self._gates.remove()
-        if self.guards is not None and not self.ledger.held():
+        if self.guards is not None and not self.ledger.holds():
             self.guards.remove()
 
     def close(self) -> None:
@@ -509,6 +512,10 @@ class Transit:
             self.guards.close()
         self.worker.stop()
         self._bringer.stop()
+
+
+def _is_unstarted(holding: Holding) -> bool:
+    return holding.where is Where.ARRIVING and not holding.serial
 
 
 @contextlib.contextmanager

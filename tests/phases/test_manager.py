@@ -55,6 +55,35 @@ def test_nothing_is_noticed(name: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(value[-1], theirs[key][-1], strict=True)), key
 
 
+def test_the_book_knows_what_it_holds_without_looking_at_everything() -> None:
+    model, optimizer = make()
+    train(model, optimizer, 0, zero=False)
+    manager = rehearse(model, optimizer)
+    ledger = manager._transit.ledger
+
+    def check(*away: str) -> None:
+        counted = {group for group in GROUPS if ledger.holds((group,))}
+        assert counted == {h.group for h in ledger._held.values()} == set(away)
+
+    check()
+    manager.offload("optimizer", "params")
+    check("optimizer", "params")
+    manager.offload("optimizer")  # again
+    manager.onload("params")
+    check("optimizer")
+    manager.offload("grads")
+    check("optimizer", "grads")
+    for parameter in model.parameters():
+        parameter.grad = None
+    manager.onload("optimizer", "grads")  # the dead ones are dropped
+    check()
+    train(model, optimizer, 1)
+    manager.offload()
+    manager.onload()
+    check()
+    manager.close()
+
+
 def test_a_hundred_cycles() -> None:
     model, optimizer = make()
     train(model, optimizer, 0)
