@@ -32,14 +32,14 @@ class Gradients:
         Raises:
             RuntimeError: there are some, and ``grads="error"``.
         """
+        if self._policy == "keep":
+            return []
         owners = [(name, owner) for name, owner in self._inventory.gradient_owners() if owner.grad is not None]
         if self._policy == "error" and owners:
             raise RuntimeError(
                 f'expected no gradients (grads="error"), found {len(owners)}, the first of {owners[0][0]}: call '
                 'optimizer.zero_grad(), or choose grads="keep" or "drop"'
             )
-        if self._policy != "drop":
-            return []
         dropped = [(owner, owner.grad) for _, owner in owners if owner.grad is not None]
         for _, owner in owners:
             owner.grad = None

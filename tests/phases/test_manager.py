@@ -186,7 +186,8 @@ def test_what_is_away_says_so_and_answers_questions_about_its_form() -> None:
     assert "tensor(" in repr(weight)
 
 
-def test_arriving_tensors_are_fenced_one_by_one() -> None:
+def test_arriving_tensors_are_fenced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # a copy for each, though they are small
     copies = DelayedCopies()
     model, optimizer = make()
     reference, _ = make()

@@ -206,7 +206,8 @@ def test_other_uses_of_what_is_arriving_are_fenced(way: str) -> None:
     assert not [name for m in found.modules() for name, value in vars(m).items() if is_ours(value)]
 
 
-def test_a_copy_made_while_another_model_is_away_takes_no_guards_along() -> None:
+def test_a_copy_made_while_another_model_is_away_takes_no_guards_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # else both models arrive with one copy
     here, away = Tied(), Tied()
     manager = PhaseManager({"here": here, "away": away}, device_types=("cpu",))
     manager.offload()
