@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 REPORTS = sorted(
     path
     for path in RESULTS.glob("*.json")
-    if not path.stem.endswith(("-plans", "-sustained-rates")) and path.name != "2026-11-22-h200-pinning.json"
+    if not path.stem.endswith(("-plans", "-sustained-rates", "-bench")) and path.name != "2026-11-22-h200-pinning.json"
 )
 
 

@@ -123,7 +123,8 @@ def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEng
     assert trimmed() == grown - reserved()
     engine.arena.mark()
     run.step()
-    assert reserved() - PAGE < engine.arena.highest_bytes <= reserved()
+    # What was freed in between lies otherwise: a step may come to need a page less than those that counted.
+    assert reserved() - 2 * PAGE < engine.arena.highest_bytes <= reserved()
 
 
 def test_later_growth_stays() -> None:
