@@ -97,7 +97,8 @@ def test_memory_is_told_apart_by_kind() -> None:
     assert len(held) == 48 * MIB and len(objects) == 5000
     for kind in ("resident", "anonymous", "malloc_used"):
         assert abs(getattr(grown, kind) - 48 * MIB) < 8 * MIB, kind
-    assert abs(grown.file) < 8 * MIB and abs(grown.shared) < 8 * MIB
+    # The kernel may take pages of files back meanwhile.
+    assert grown.file < 8 * MIB and abs(grown.shared) < 8 * MIB
     assert 5000 <= grown.objects < 5500
     first, second = lengths_run.Settings("inductor").lengths()
     assert not set(first) & set(second) and len(set(second)) == len(second) == 200
