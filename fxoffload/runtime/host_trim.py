@@ -12,7 +12,8 @@ next batch may be the longest one again.
 It is done between two steps, by the thread that begins the second one: the driver lets everything on the device end
 before it gives the first chunk up, whichever thread asks for it, and takes 2.1 ms for each of 128 MiB after that. A
 thread of its own, which rested between chunks, let 48 steps of 65 ms wait 2 ms each for 6 GiB; at once it is one step
-that waits 0.1 s (H200, 2026-11-22).
+that waits 0.1 s (H200, 2026-11-22, a script that was not kept; ``benchmarks run pinning --variants give_back`` measures
+the like).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,6 @@ class HostMemory(Protocol):
     def trim_host_memory(self, keep_bytes: int) -> int:
         """Give back what is free above ``keep_bytes``. Returns bytes."""
         ...
-
-
-_P = TypeVar("_P", bound=Hashable)
 
 
 class HostTrim:

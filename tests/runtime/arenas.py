@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Callable
 
@@ -24,3 +26,12 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def resident_share(arena: HostArena, start: int, end: int) -> float:
+    """Of the pages of some bytes of an arena, those that have memory."""
+    assert arena._range is not None
+    pages = (ctypes.c_ubyte * ((end - start) // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(arena._range.address + start)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(end - start), pages) == 0
+    return sum(page & 1 for page in pages) / len(pages)

@@ -20,7 +20,7 @@ from fxoffload.runtime import chunk_threads, host_arena
 from fxoffload.runtime.host_arena import Fence, HostArena
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_range import HUGE_PAGE
-from tests.runtime.arenas import LARGE, MIB, take, until
+from tests.runtime.arenas import LARGE, MIB, resident_share, take, until
 
 
 @dataclass
@@ -293,14 +293,6 @@ def assert_set(gate: threading.Event) -> None:
 def offsets(pinner: Chunks) -> list[int]:
     assert pinner.base is not None
     return sorted(address - pinner.base for address in list(pinner.registered))
-
-
-def resident_share(arena: HostArena, start: int, end: int) -> float:
-    assert arena._range is not None
-    pages = (ctypes.c_ubyte * ((end - start) // mmap.PAGESIZE))()
-    address = ctypes.c_void_p(arena._range.address + start)
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(end - start), pages) == 0
-    return sum(page & 1 for page in pages) / len(pages)
 
 
 def is_mapped(address: int, nbytes: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import multiprocessing
 import os
 import threading
@@ -21,7 +19,7 @@ from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
 from fxoffload.runtime.host_ledger import Booking, Ledger
 from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
 from fxoffload.runtime.streams import HostCopies
-from tests.runtime.arenas import LARGE, MIB, take, until
+from tests.runtime.arenas import LARGE, MIB, resident_share, take, until
 
 CHUNK = 2 * MIB
 
@@ -94,14 +92,6 @@ def fill(arena: HostArena, block: HostBlock, seed: int) -> torch.Tensor:
 
 def read(arena: HostArena, block: HostBlock) -> torch.Tensor:
     return torch.cat([piece for _, piece in arena.pieces(block, block.nbytes)])
-
-
-def resident_share(arena: HostArena, start: int, end: int) -> float:
-    assert arena._range is not None
-    pages = (ctypes.c_ubyte * ((end - start) // mmap.PAGESIZE))()
-    address = ctypes.c_void_p(arena._range.address + start)
-    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(end - start), pages) == 0
-    return sum(page & 1 for page in pages) / len(pages)
 
 
 class InThread:
