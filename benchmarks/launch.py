@@ -15,10 +15,12 @@ from benchmarks.schema import Record, Request, Result, Status, WarmStart, from_j
 
 LOG_TAIL_CHARACTERS = 3000
 GRACE_S = 20.0
+# What ``faulthandler.dump_traceback_later`` writes first, in the workers.
+DUMP_BEGINS = "Timeout ("
 
 
 @dataclass(frozen=True)
-class _Exit:
+class Exit:
     codes: list[int | None]
     timed_out: bool
 
@@ -51,9 +53,10 @@ def _run_once(request: Request, time_left_s: float, folder: Path, name: str) -> 
     processes = [_start(replace(request, rank=rank), folder, name) for rank in _ranks(request)]
     ended = _wait(processes, timeout_s)
     results = [read_result(folder / name / f"result{r}.json") for r in _ranks(request)]
-    logs = [_tail(folder / name / f"log{r}.txt") for r in _ranks(request)]
-    status, reason = _judge(ended, results, logs, timeout_s)
-    log_tail = "" if status == "ok" else "\n".join(logs)[-2 * LOG_TAIL_CHARACTERS :]
+    logs = [_log(folder / name / f"log{r}.txt") for r in _ranks(request)]
+    status, reason = judge(ended, results, logs, timeout_s)
+    tails = "\n".join(log[-LOG_TAIL_CHARACTERS:] for log in logs)[-2 * LOG_TAIL_CHARACTERS :]
+    log_tail = "" if status == "ok" else tails
     wall_s = time.monotonic() - start
     return Record(request.scenario, request.case, request.variant, status, reason, wall_s, results[0], log_tail)
 
@@ -106,7 +109,7 @@ def start_process(words: list[str], log_path: Path, caches: Path, ranks: int = 1
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> _Exit:
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> Exit:
     """Until all ended or the time is up. Where one rank failed the others hang in a collective: a short grace."""
     deadline = time.monotonic() + timeout_s
     timed_out = False
@@ -122,7 +125,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> _Exit:
         codes = [p.poll() for p in processes]
         for process in processes:
             end_session(process)
-    return _Exit(codes, timed_out)
+    return Exit(codes, timed_out)
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -140,11 +143,11 @@ def read_result(path: Path) -> Result:
         return Result()
 
 
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if path.exists() else ""
+def _log(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
+def judge(ended: Exit, results: list[Result], logs: list[str], timeout_s: float) -> tuple[Status, str]:
     """Partial: the steps were measured, something after them was not."""
     if results[0].not_available:
         return "skipped", results[0].not_available
@@ -152,14 +155,21 @@ def _judge(ended: _Exit, results: list[Result], logs: list[str], timeout_s: floa
     failures = [f"{_of_rank(r)}{p}: {why}" for r, result in enumerate(results) for p, why in result.failures.items()]
     if failures:
         return "partial" if measured else "failed", "; ".join(failures)
-    if ended.timed_out:
+    if ended.timed_out or any(map(_ended_in_dump, ended.codes, logs)):
         finished = ", ".join(results[0].finished) or "none"
         return "timeout", f"not finished after {timeout_s:.0f} s; finished phases: {finished}"
-    for code, log in zip(ended.codes, logs, strict=True):
+    # One that failed says why; those without a code waited for it.
+    for code, log in sorted(zip(ended.codes, logs, strict=True), key=lambda one: one[0] is None):
         if code != 0:
             last = log.strip().splitlines()[-1:] or ["no output"]
             return "partial" if measured else "failed", f"exit status {code} ({signal_name(code)}): {last[0][:300]}"
     return "ok", ""
+
+
+def _ended_in_dump(code: int | None, log: str) -> bool:
+    """Whether a process ended while it wrote where it was, as it does shortly before its time is up: reading the stacks
+    of threads that run can end it."""
+    return code is not None and code < 0 and any(line.startswith(DUMP_BEGINS) for line in log.splitlines())
 
 
 def _of_rank(rank: int) -> str:

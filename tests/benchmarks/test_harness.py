@@ -23,7 +23,7 @@ from benchmarks.copy_trace import Interval, summarize_copies
 from benchmarks.derived import derive
 from benchmarks.gradients import digest_gradients
 from benchmarks.gradients_compare import max_relative_difference
-from benchmarks.launch import run_variant
+from benchmarks.launch import Exit, judge, run_variant
 from benchmarks.quartiles import summarize
 from benchmarks.schema import (
     Case,
@@ -69,6 +69,18 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     return json.loads((out / "activations.json").read_text()), done.output
+
+
+def test_a_process_that_its_last_words_end_was_out_of_time() -> None:
+    """On Python 3.12 the dump of stacks shortly before the time is up has ended processes."""
+    results, dump = [Result(finished=["device", "build"])] * 2, "step\nTimeout (0:00:19)!\nThread 0x1:\n  File\n"
+    assert judge(Exit([None, -11], False), results, ["", dump], 20.0) == (
+        "timeout",
+        "not finished after 20 s; finished phases: device, build",
+    )
+    status, reason = judge(Exit([None, -11], False), results, ["", "step\nSegmentation fault\n"], 20.0)
+    assert (status, reason) == ("failed", "exit status -11 (SIGSEGV): Segmentation fault")
+    assert judge(Exit([0, 1], False), results, ["", dump], 20.0)[0] == "failed"
 
 
 def test_run_measures_every_variant_and_survives_the_failing_one(tiny_run: tuple[dict, str]) -> None:
