@@ -5,7 +5,7 @@ To publish a newer run, put its file into ``results/`` and change its name here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
@@ -77,6 +77,7 @@ PHASES_PLAIN = (*PHASES[:4], *PLAIN, *PHASES[4:])
 STRATEGIES = {
     "fxoffload": "fxoffload",
     "verl": "verl's strategy",
+    "verl_checkout": "verl's own functions",
     "packed": "packed",
     "pageable": "pageable",
     "module_to": "`Module.to`",
@@ -87,10 +88,10 @@ EAGER_PEERS = {
     "eager_checkpoint": "eager + checkpointing",
     "save_on_cpu": "eager, torch's `save_on_cpu`",
     "trl": "eager, TRL's `OffloadActivations`",
-    "trl_checkpoint": "the same + checkpointing (TRL's default)",
+    "trl_checkpoint": "eager, TRL's offloading + checkpointing (its default)",
     "eager_fsdp": "eager FSDP2 (one rank)",
     "verl": "eager FSDP2, verl's activation offloading",
-    "verl_checkpoint": "the same + verl's checkpointing",
+    "verl_checkpoint": "eager FSDP2, verl's offloading + checkpointing",
 }
 PEERS = (
     "step ms [quartiles]",
@@ -102,13 +103,23 @@ PEERS = (
     "host GiB",
     "gradients",
 )
-# What the deadline came before, or what this torch cannot: rows all the same.
-UNFINISHED = {
-    "torch_budget@0.5": "torch `activation_memory_budget` 0.5",
-    "torch_offload": "torch's activation offloading",
-    "torch_offload_streams": "the same, on streams of its own",
-    "offload_all": "offload_all",
-}
+TORCH_OFFLOAD = Rows("2026-11-22-h200-activations-torch.json", {"torch_offload": "torch's activation offloading"})
+RL_STEP = (
+    "first whole step, s",
+    "whole step, s",
+    "nothing to switch, s",
+    "switching, s",
+    "of the step",
+    *(f"{phase}, s" for phase in ("rollout", "logprob", "train", "sync")),
+)
+STREAM = (
+    "stream, s",
+    "stream, GB/s",
+    "stream, of the link",
+    "above what was there, MiB",
+    "promised, MiB",
+    "stream, bits",
+)
 CONVERSIONS = ("seconds [quartiles]", "GB/s", "of its baseline's rate", "peak RSS GiB", "above imports MiB")
 
 TABLES = (
@@ -145,6 +156,7 @@ TABLES = (
                     **EAGER_PEERS,
                 },
             ),
+            TORCH_OFFLOAD,
         ),
     ),
     Table("readme-phases", PHASES, (Rows(README_PHASES, STRATEGIES, where_there=True),), across=True),
@@ -317,19 +329,32 @@ TABLES = (
         "activations-peers",
         (*PEERS, "compile s"),
         (
-            Rows(README_PEERS, BASELINES | DEFAULT | AT_CHECKPOINT | EAGER_PEERS | UNFINISHED, of="16 x 16,384"),
+            Rows(README_PEERS, BASELINES | DEFAULT | AT_CHECKPOINT | EAGER_PEERS, of="16 x 16,384"),
+            replace(
+                TORCH_OFFLOAD,
+                names=TORCH_OFFLOAD.names | {"inductor": "inductor", "eager": "eager"},
+                of="16 x 16,384, again",
+            ),
             Rows(
                 "2026-11-22-h200-activations-36-layers.json",
-                BASELINES
-                | DEFAULT
-                | AT_CHECKPOINT
-                | {k: EAGER_PEERS[k] for k in ("eager", "trl", "trl_checkpoint", "verl_checkpoint")},
+                BASELINES | DEFAULT | AT_CHECKPOINT | {"eager": "eager"},
                 of="36 x 8,192",
             ),
             Rows(
+                "2026-11-22-h200-activations-36-layers-peers.json",
+                {"inductor": "inductor"}
+                | {k: EAGER_PEERS[k] for k in ("eager", "trl", "trl_checkpoint", "verl_checkpoint")},
+                of="36 x 8,192, again",
+            ),
+            Rows(
                 "2026-11-22-h200-activations-moe.json",
-                BASELINES | DEFAULT | {k: EAGER_PEERS[k] for k in ("eager", "trl", "trl_checkpoint")},
+                BASELINES | DEFAULT | {"eager": "eager"},
                 of="MoE, 16 x 8,192",
+            ),
+            Rows(
+                "2026-11-22-h200-activations-moe-by-layer.json",
+                BASELINES | DEFAULT | {k: EAGER_PEERS[k] for k in ("eager", "trl", "trl_checkpoint")},
+                of="MoE, each layer compiled",
             ),
         ),
         of="layers x tokens",
@@ -374,15 +399,26 @@ TABLES = (
     ),
     Table(
         "compile-time",
-        ("compile s", "compile, of inductor's"),
-        tuple(
-            Rows(
-                "2026-11-21-h200-compile-time.json",
-                {"inductor": "inductor", "keep_all": "keep_all"},
-                case=f"stack {layers}x2048",
-                of=layers,
-            )
-            for layers in ("16", "36")
+        ("compile s", "compile, of inductor's", "with warm caches"),
+        (
+            *(
+                Rows(
+                    f"2026-11-22-h200-compile-time-{layers}.json",
+                    {"inductor": "inductor"} | DEFAULT,
+                    case=f"stack {layers}x2048",
+                    of=layers,
+                )
+                for layers in ("8", "16")
+            ),
+            *(
+                Rows(
+                    "2026-11-21-h200-compile-time.json",
+                    {"inductor": "inductor", "keep_all": "keep_all"},
+                    case=f"stack {layers}x2048",
+                    of=f"{layers}, commit 2d5fb37",
+                )
+                for layers in ("16", "36")
+            ),
         ),
         of="layers (2,048 tokens)",
     ),
@@ -454,6 +490,21 @@ TABLES = (
             Rows("2026-11-22-h200-phases-slices.json", {"fxoffload": "fxoffload, slices, expandable segments"}),
         ),
         across=True,
+    ),
+    Table("rl-step", RL_STEP, (Rows("2026-11-22-h200-rl-step.json", STRATEGIES, where_there=True),), across=True),
+    Table(
+        "weight-sync",
+        STREAM,
+        (
+            Rows(
+                "2026-11-22-h200-weight-sync.json",
+                {
+                    "stream": "`stream_weights`, from the host",
+                    "stream_resident": "the same, from parameters on the device",
+                    "load_all": "load everything, read, offload",
+                },
+            ),
+        ),
     ),
     Table("moe-convert", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert.json"),)),
     Table("moe-convert-cached", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert-cached.json"),)),

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.derived import slowest_step_ms
 from benchmarks.moe_convert import Row
 from benchmarks.offload import budget_bytes
-from benchmarks.rl.records import Switching, Way
+from benchmarks.rl.records import RlResult, Switching, Way
+from benchmarks.rl.tables import step_row, stream_row
 from benchmarks.schema import Memory, Probe, Record
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -216,6 +217,16 @@ def _bits(m: Measured) -> str:
     return "" if equal is None else "equal" if equal else "DIFFER"
 
 
+def _of_rl(row: Callable[[RlResult], dict[str, str]], name: str) -> Column:
+    """As the scenario's own table has it."""
+
+    def column(m: Measured) -> str:
+        found = row(m.record.result.rl or RlResult()).get(name, "-")
+        return "" if found == "-" else found.replace("%", " %")
+
+    return column
+
+
 COLUMNS: dict[str, Column] = {
     "step ms": _step,
     "step ms [quartiles]": _step_with_quartiles,
@@ -242,6 +253,7 @@ COLUMNS: dict[str, Column] = {
     "calibrated ms": lambda m: _planned_step(m, "calibrated"),
     "plan s": lambda m: _number(m.record.result.plan.planning_s if m.record.result.plan else None),
     "compile s": lambda m: _number(m.record.result.compile_s),
+    "with warm caches": lambda m: _number(m.record.result.warm.compile_s if m.record.result.warm else None),
     "compile, of inductor's": lambda m: _number(m.derived.get("compile_vs_inductor"), 2),
     "GB down": lambda m: _moved(m, "bytes_offloaded"),
     "GB up": lambda m: _moved(m, "bytes_reloaded"),
@@ -264,6 +276,18 @@ COLUMNS: dict[str, Column] = {
     "host bytes / device bytes": lambda m: _number(_switching(m).host_vs_device, 3),
     "`stream_weights`, of the link": _streamed,
     "bits": _bits,
+    "first whole step, s": _of_rl(step_row, "first step s"),
+    "whole step, s": _of_rl(step_row, "step s"),
+    "nothing to switch, s": _of_rl(step_row, "alone s"),
+    "switching, s": _of_rl(step_row, "switching s"),
+    "of the step": _of_rl(step_row, "of the step"),
+    **{f"{phase}, s": _of_rl(step_row, f"{phase} s") for phase in ("rollout", "logprob", "train", "sync")},
+    "stream, s": _of_rl(stream_row, "s"),
+    "stream, GB/s": _of_rl(stream_row, "GB/s"),
+    "stream, of the link": _of_rl(stream_row, "of link"),
+    "above what was there, MiB": _of_rl(stream_row, "peak MiB"),
+    "promised, MiB": _of_rl(stream_row, "promised MiB"),
+    "stream, bits": _of_rl(stream_row, "bits"),
 }
 
 

@@ -17,7 +17,7 @@ def render_phases(report: Report) -> str:
     if report.scenario == "pinning":
         body = _pinning(report)
     else:
-        row = {"phases": _switching, "weight-sync": _stream, "rl-step": _step}[report.scenario]
+        row = {"phases": _switching, "weight-sync": stream_row, "rl-step": step_row}[report.scenario]
         rows = [
             {"variant": r.variant.label, **row(r.result.rl or RlResult()), "status": r.status} for r in report.records
         ]
@@ -51,7 +51,8 @@ def _switching(rl: RlResult) -> dict[str, str]:
     }
 
 
-def _stream(rl: RlResult) -> dict[str, str]:
+def stream_row(rl: RlResult) -> dict[str, str]:
+    """What a stream of weights took."""
     found: Streamed | None = rl.stream
     if found is None:
         return dict.fromkeys(("s", "GB/s", "of link", "peak MiB", "promised MiB", "bits"), "-")
@@ -65,7 +66,8 @@ def _stream(rl: RlResult) -> dict[str, str]:
     }
 
 
-def _step(rl: RlResult) -> dict[str, str]:
+def step_row(rl: RlResult) -> dict[str, str]:
+    """What a whole step took; its phases with switching and without."""
     found = rl.step or RlStep()
     phases = {f"{name} s": _both(seconds, found.phase_alone_s.get(name)) for name, seconds in found.phase_s.items()}
     return {
