@@ -104,7 +104,9 @@ SUITE = (
         "max-seq",
         "timeout_s=1500",
         "inductor@lengths=16384+18432+20480,checkpoint@lengths=131072+147456+155648+163840,"
-        "auto@activation_budget=0.94*free@host_budget=98GiB@lengths=245760+262144+278528+294912",
-        seconds=4500,
+        "auto@activation_budget=0.94*free@host_budget=98GiB@lengths=245760+262144+278528+294912,"
+        # Not run yet: where eager logits (three times in bfloat16) leave room is an estimate.
+        "trl_checkpoint@lengths=49152+65536+81920+98304,verl_checkpoint@lengths=49152+65536+81920+98304",
+        seconds=6000,
     ),
 )
