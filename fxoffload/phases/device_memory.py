@@ -15,8 +15,12 @@ SLICE_BYTES = 1 << 30
 
 def free_bytes(holdings: Iterable[Holding]) -> int:
     """Of the GPUs that the holdings live on. 0 for a CPU."""
-    devices = {held.device for held in holdings if held.device.type == "cuda"}
-    return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+    return sum(torch.cuda.mem_get_info(device)[0] for device in gpus_of(holdings))
+
+
+def gpus_of(holdings: Iterable[Holding]) -> list[torch.device]:
+    """That the holdings live on, each once. ``device.type`` makes a string every time, so it is asked of few."""
+    return [device for device in {held.device for held in holdings} if device.type == "cuda"]
 
 
 def return_to_driver(device_types: Iterable[str]) -> None:
@@ -58,7 +62,9 @@ class Returner:
 
     def freed(self, holding: Holding) -> None:
         """The bytes of a holding are with the allocator."""
+        if not self._wanted:
+            return
         self._freed += holding.nbytes if holding.device.type == "cuda" else 0
-        if self._wanted and self._freed >= SLICE_BYTES:
+        if self._freed >= SLICE_BYTES:
             self._freed = 0
             torch.cuda.empty_cache()

@@ -219,7 +219,7 @@ def can_be_emptied(storage: torch.UntypedStorage) -> bool:
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """
-    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+    return storage.resizable() and not (storage.is_shared() and storage.device.type == "cpu")
 
 
 def _shards(module: nn.Module) -> list[Tensor]:

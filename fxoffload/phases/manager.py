@@ -153,7 +153,7 @@ class PhaseManager:
         own = [held for held in holdings_of(tensor) if held.owner is self._transit]
         return own[0] if own else None
 
-    def host_pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]:
+    def host_pieces(self, holding: Holding) -> list[tuple[int, Tensor]]:
         """(offset, bytes) of a holding in the host image, without a copy."""
         assert holding.block is not None
         return self.image.pieces(holding.block, holding.nbytes)

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 from fxoffload.phases import sharded
 from fxoffload.phases.arrivals import Arrivals
-from fxoffload.phases.device_memory import Returner, free_bytes, return_to_driver
+from fxoffload.phases.device_memory import Returner, free_bytes, gpus_of, return_to_driver
 from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
@@ -181,13 +181,15 @@ class Transit:
     ) -> None:
         """In the background thread."""
 
-        def empty(holding: Holding) -> None:
+        def empty(part: list[Holding]) -> None:
             with self.lock:
-                if holding.where is not Where.LEAVING:
-                    return  # whoever began this was interrupted, and has taken it back
-                holding.storage.resize_(0)
-                holding.where = Where.HOST
-            returner.freed(holding)
+                # Others were taken back: whoever began this was interrupted.
+                emptied = [held for held in part if held.where is Where.LEAVING]
+                for held in emptied:
+                    held.storage.resize_(0)
+                    held.where = Where.HOST
+            for held in emptied:
+                returner.freed(held)
 
         error: BaseException | None = None
         try:
@@ -294,8 +296,7 @@ class Transit:
 
     def _streams_of(self, holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
         """The caller's, one for each device."""
-        devices = {held.device for held in holdings if held.device.type == "cuda"}
-        return [torch.cuda.current_stream(device) for device in devices]
+        return [torch.cuda.current_stream(device) for device in gpus_of(holdings)]
 
     def _start_all(self, pending: list[Holding]) -> list[Holding]:
         return [held for waiting in pending for held in self._start_until(waiting)]
@@ -319,7 +320,9 @@ class Transit:
             with record_function("fxoffload::copies to the device"), _on(streams):
                 self._start_rest(holdings)
             for i in range(0, len(holdings), _SETTLED):
-                part = holdings[i : i + _SETTLED]
+                part = [held for held in holdings[i : i + _SETTLED] if held.where is Where.ARRIVING]
+                if not part:
+                    continue
                 for held in part:
                     event = held.event
                     if held.where is Where.ARRIVING and event is not None:
