@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.phases.host_image import HostImage
-from fxoffload.phases.room import make_room, stretches
+from fxoffload.phases.room import Room
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
@@ -85,6 +85,7 @@ class Mover:
         self._make = make_copies or (lambda device: CudaCopies(device) if device.type == "cuda" else HostCopies())
         self._copies: dict[torch.device, CopyStreams] = {}
         self._serials = itertools.count(1)
+        self.room = Room()
 
     def copies(self, device: torch.device) -> CopyStreams:
         """The copy streams of a device."""
@@ -157,6 +158,10 @@ class Mover:
         with copies.offloading():
             return copies.offload(())
 
+    def begin_arrivals(self) -> None:
+        """A transition to the device begins: what was found out about the allocator's memory may be wrong by now."""
+        self.room = Room()
+
     def arrive(self, holdings: Sequence[Holding]) -> None:
         """Allocates and starts the copies to the device, in the caller's thread and order.
 
@@ -175,9 +180,8 @@ class Mover:
         Raises:
             torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
         """
-        for stretch in stretches(holdings):
-            make_room(stretch)
-            for part in parts(stretch):
+        for piece in self.room.pieces(holdings):
+            for part in parts(piece):
                 allocated: list[Holding] = []
                 try:
                     for holding in part:

@@ -39,7 +39,7 @@ from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Ahead, Mover
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.room import ROOM_BEHIND_BYTES, make_room_behind
+from fxoffload.phases.room import ROOM_BEHIND_BYTES
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
@@ -211,6 +211,7 @@ class Transit:
             self._settle([held for held in holdings if held.where is Where.LEAVING])
             self._gradients.restore(dropped)
             try:
+                self.mover.begin_arrivals()
                 self.mover.arrive(gone)
                 for held in gone:
                     if held.event is not None:
@@ -275,6 +276,7 @@ class Transit:
             transition.is_over = False
             handle = Handle(f"onload of {', '.join(groups)}", transition)
             self._latest |= dict.fromkeys((held.group for held in holdings), transition)
+            self.mover.begin_arrivals()
             try:
                 if at_once:
                     self._begun(self._start_all(pending))
@@ -343,9 +345,12 @@ class Transit:
         while True:
             began = time.perf_counter()
             with self.lock:
-                upcoming, beyond = self._arrivals.upcoming(), self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
-            with self._room:
-                make_room_behind(upcoming, beyond)
+                upcoming = self._arrivals.upcoming()
+            if self.mover.room.lacks(upcoming):
+                with self.lock:
+                    beyond = self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
+                with self._room:
+                    self.mover.room.make_behind(upcoming, beyond)
             self._stand_back()
             with self.lock:
                 while left and not _is_unstarted(left[0]):
