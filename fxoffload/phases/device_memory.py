@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -21,6 +22,20 @@ def free_bytes(holdings: Iterable[Holding]) -> int:
 def gpus_of(holdings: Iterable[Holding]) -> list[torch.device]:
     """That the holdings live on, each once. ``device.type`` makes a string every time, so it is asked of few."""
     return [device for device in {held.device for held in holdings} if device.type == "cuda"]
+
+
+def streams_of(holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
+    """The caller's, one for each GPU."""
+    return [torch.cuda.current_stream(device) for device in gpus_of(holdings)]
+
+
+@contextlib.contextmanager
+def on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """Memory is allocated on these streams."""
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def return_to_driver(device_types: Iterable[str]) -> None:

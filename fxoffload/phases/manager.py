@@ -16,7 +16,7 @@ from fxoffload.phases.guards import Guards
 from fxoffload.phases.handle import Handle, Handles
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.host_reads import read_tensor
-from fxoffload.phases.inventory import Inventory
+from fxoffload.phases.inventory import Inventory, find_device
 from fxoffload.phases.metrics import Transition, summed
 from fxoffload.phases.phase import (
     BUFFERS,
@@ -30,8 +30,8 @@ from fxoffload.phases.phase import (
     returning,
 )
 from fxoffload.phases.sentinel import holdings_of, untouched
-from fxoffload.phases.storages import Holding, Where, plain_tensors
-from fxoffload.phases.transit import Transit, bytes_of, find_device
+from fxoffload.phases.storages import Holding, Where, bytes_of, plain_tensors
+from fxoffload.phases.transit import Transit
 from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.pinners import CudaPinner, HeapMemory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload._torch_private import StorageWeakRef
-from fxoffload.runtime.host_arena import HostBlock
+from fxoffload.runtime.host_arena import HostBlock, block_bytes
 
 
 class Where(enum.Enum):
@@ -81,6 +82,11 @@ class Holding:
     def bytes_on_device(self) -> Tensor:
         """The storage as a vector of bytes. It shares memory and version counter with no tensor of the user."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
+
+
+def bytes_of(holdings: Iterable[Holding]) -> int:
+    """Bytes that storages take in the host image."""
+    return sum(block_bytes(holding.nbytes) for holding in holdings)
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch.profiler import record_function
 
 from fxoffload.phases import sharded
 from fxoffload.phases.arrivals import Arrivals
-from fxoffload.phases.device_memory import Returner, free_bytes, gpus_of, return_to_driver
+from fxoffload.phases.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
 from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
@@ -38,12 +37,11 @@ from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Ahead, Mover
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, OPTIMIZER, PARAMS
 from fxoffload.phases.room import ROOM_BEHIND_BYTES
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
-from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
@@ -131,7 +129,7 @@ class Transit:
                     lambda: self._give_back(holdings, transition, free_before, at_once),
                 )
                 returner = Returner(at_once and self._empty_cache)
-                streams = self._streams_of(holdings)
+                streams = streams_of(holdings)
                 self.ledger.leave(holdings)
                 # Only now: what other threads have queued until nobody could touch these any more comes before it.
                 self.mover.before_leaving(holdings)
@@ -197,7 +195,7 @@ class Transit:
                 self.mover.leave(holdings, ahead, empty)
         except BaseException as caught:
             error = caught
-            with _on(streams):
+            with on_streams(streams):
                 self._roll_back(holdings, dropped)
         finally:
             dropped.clear()
@@ -290,15 +288,11 @@ class Transit:
                 transition.finish(failed=True)
                 raise
             self._handles.append(handle)
-            streams = self._streams_of(holdings)
+            streams = streams_of(holdings)
             head_start_s = 0.0 if at_once else self._arrivals.head_start_s
             self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams, head_start_s))
             transition.stood_still_since(began)
         return handle
-
-    def _streams_of(self, holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
-        """The caller's, one for each device."""
-        return [torch.cuda.current_stream(device) for device in gpus_of(holdings)]
 
     def _start_all(self, pending: list[Holding]) -> list[Holding]:
         return [held for waiting in pending for held in self._start_until(waiting)]
@@ -319,7 +313,7 @@ class Transit:
         error: BaseException | None = None
         try:
             time.sleep(head_start_s)
-            with record_function("fxoffload::copies to the device"), _on(streams):
+            with record_function("fxoffload::copies to the device"), on_streams(streams):
                 self._start_rest(holdings)
             for i in range(0, len(holdings), _SETTLED):
                 part = [held for held in holdings[i : i + _SETTLED] if held.where is Where.ARRIVING]
@@ -524,28 +518,3 @@ class Transit:
 
 def _is_unstarted(holding: Holding) -> bool:
     return holding.where is Where.ARRIVING and not holding.serial
-
-
-@contextlib.contextmanager
-def _on(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
-    """Memory is allocated on these streams."""
-    with contextlib.ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
-
-
-def bytes_of(holdings: Iterable[Holding]) -> int:
-    """Bytes that storages take in the host image."""
-    return sum(block_bytes(holding.nbytes) for holding in holdings)
-
-
-def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:
-    """The device that most of this is about: of the first tensor on one of the types."""
-    for group in inventory.order(list(groups)):
-        for _, tensor in inventory.collect(group):
-            if tensor.device.type in device_types:
-                return tensor.device
-    if "cuda" in device_types and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
