@@ -227,10 +227,18 @@ def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
+def is_gone(weak: StorageWeakRef) -> bool:
+    """``weak.expired()``, in a tenth of the time."""
+    return torch.UntypedStorage._expired(weak.cdata)  # type: ignore[attr-defined]
+
+
+_set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+
+
 def shift_version(tensor: torch.Tensor, by: int) -> None:
     """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing."""
     if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + by,))  # type: ignore[attr-defined]
+        _set_version_counters((tensor,), (tensor._version + by,))
 
 
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------

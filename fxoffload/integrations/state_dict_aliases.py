@@ -62,8 +62,7 @@ class Aliases:
                     ours = Holding(held.storage, held.nbytes, held.device, held.group, held.name, self)
                     ours.where = Where.HOST
                     self._away[key] = ours, held
-                for tensor in (alias, plain):
-                    send_away(tensor, self._away[key][0])
+                send_away((alias, plain), self._away[key][0])
 
     def any_away(self) -> bool:
         """Whether there are aliases that nobody has read since the offload."""
@@ -96,8 +95,7 @@ class Aliases:
 
     def _bring_back(self, ours: Holding) -> None:
         for alias in self._alive():
-            for tensor in (alias, *_plain(alias)):
-                bring_back(tensor, ours)
+            bring_back((alias, *_plain(alias)), ours)
 
     def _alive(self) -> Iterator[Tensor]:
         for ref in list(self._seen):

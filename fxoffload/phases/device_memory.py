@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -15,8 +16,26 @@ SLICE_BYTES = 1 << 30
 
 def free_bytes(holdings: Iterable[Holding]) -> int:
     """Of the GPUs that the holdings live on. 0 for a CPU."""
-    devices = {held.device for held in holdings if held.device.type == "cuda"}
-    return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+    return sum(torch.cuda.mem_get_info(device)[0] for device in gpus_of(holdings))
+
+
+def gpus_of(holdings: Iterable[Holding]) -> list[torch.device]:
+    """That the holdings live on, each once. ``device.type`` makes a string every time, so it is asked of few."""
+    return [device for device in {held.device for held in holdings} if device.type == "cuda"]
+
+
+def streams_of(holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
+    """The caller's, one for each GPU."""
+    return [torch.cuda.current_stream(device) for device in gpus_of(holdings)]
+
+
+@contextlib.contextmanager
+def on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """Memory is allocated on these streams."""
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def return_to_driver(device_types: Iterable[str]) -> None:
@@ -58,7 +77,9 @@ class Returner:
 
     def freed(self, holding: Holding) -> None:
         """The bytes of a holding are with the allocator."""
+        if not self._wanted:
+            return
         self._freed += holding.nbytes if holding.device.type == "cuda" else 0
-        if self._wanted and self._freed >= SLICE_BYTES:
+        if self._freed >= SLICE_BYTES:
             self._freed = 0
             torch.cuda.empty_cache()

@@ -36,11 +36,17 @@ class ForkSafeRLock:
                 self._owner = 0
         self._lock.release()
 
+    # Written out: it is taken thousands of times in a transition.
     def __enter__(self) -> bool:
-        return self.acquire()
+        self._lock.acquire()
+        self._owner, self._depth = threading.get_ident(), self._depth + 1
+        return True
 
     def __exit__(self, *exception: object) -> None:
-        self.release()
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
 
     def _after_fork_in_child(self) -> None:
         depth = self._depth if self._owner == threading.get_ident() else 0

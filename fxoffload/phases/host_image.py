@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 from torch import Tensor
@@ -138,7 +138,7 @@ class HostImage:
         """Return a block. ``block.fence``: what the next owner must wait for before it writes."""
         (self._rest if self._rest.owns(block) else self._first).free(block, None)
 
-    def pieces(self, block: HostBlock, nbytes: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
         return (self._rest if self._rest.owns(block) else self._first).pieces(block, nbytes)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 
-def read_tensor(plain: Tensor, pieces: Iterator[tuple[int, Tensor]]) -> Tensor:
+def read_tensor(plain: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
     """A copy of a tensor, with its shape and strides, in memory of its own on the CPU.
 
     Args:

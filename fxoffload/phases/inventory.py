@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,7 +219,18 @@ def can_be_emptied(storage: torch.UntypedStorage) -> bool:
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """
-    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+    return storage.resizable() and not (storage.is_shared() and storage.device.type == "cpu")
+
+
+def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:
+    """The device that most of this is about: of the first tensor on one of the types."""
+    for group in inventory.order(list(groups)):
+        for _, tensor in inventory.collect(group):
+            if tensor.device.type in device_types:
+                return tensor.device
+    if "cuda" in device_types and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _shards(module: nn.Module) -> list[Tensor]:

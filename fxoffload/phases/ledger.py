@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fxoffload._torch_private import StorageWeakRef, storage_behind
+from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.sentinel import bring_back, holdings_of, send_away, untouched
+from fxoffload.phases.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.runtime.host_arena import HostBlock
 from fxoffload.sizes import format_bytes
@@ -48,11 +49,10 @@ class Ledger:
         self._free_block = free_block
         self._held: dict[int, Holding] = {}  # by the storage's address
         self._num_held: Counter[str] = Counter()  # by group
-        self._homes: dict[int, tuple[StorageWeakRef, Holding]] = {}
+        self._homes: dict[int, Holding] = {}  # what was away before
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
-        self._others: dict[int, Any] = {}  # storages of groups that the present search is not about
         self.has_immovable = False  # something was found that torch cannot empty
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
@@ -65,7 +65,7 @@ class Ledger:
     def holds(self, groups: Iterable[str] = GROUPS) -> bool:
         """Whether something of these groups is not just on the device. Asked for every few storages that arrive, beside
         a program that wants the interpreter: it takes no longer where there are many."""
-        return any(self._num_held[group] for group in groups)
+        return any(map(self._num_held.__getitem__, groups))
 
     def arrived(self) -> list[Holding]:
         """What is arriving and has arrived. Copies of a device end in their order: few need be asked."""
@@ -101,16 +101,43 @@ class Ledger:
         """
         groups = tuple(groups)
         found: dict[int, Holding] = {}
-        self._foreign, self._others, self.has_immovable = [], {}, False
+        others: dict[int, Any] = {}  # storages of groups that this search is not about
+        wanted: dict[torch.device, bool] = {}  # ``device.type`` makes a string every time
+        self._foreign, self.has_immovable = [], False
         walk = self._inventory.walk()
+        # One loop, written out: the caller, and what it wants to run on the device, waits for every turn of it.
         for group in self._inventory.order(GROUPS):
+            is_asked_for = group in groups
             named = walk.collect(group)
             with untouched():
                 for name, tensor in named:
                     for plain in plain_tensors(tensor):
-                        if plain.device.type in self._device_types:
-                            self._add(found, groups, group, name, tensor, plain)
-        self._others = {}
+                        device = plain.device
+                        if not wanted.get(device):
+                            if device in wanted or device.type not in self._device_types:
+                                wanted[device] = False
+                                continue
+                            wanted[device] = True
+                        if is_away(plain) and any(held.owner is not self._owner for held in holdings_of(plain)):
+                            self._foreign.append((group, name))
+                            continue
+                        storage = plain.untyped_storage()
+                        key = storage._cdata
+                        holding = found.get(key) or self._held.get(key)
+                        if holding is not None:
+                            found[key] = holding
+                            self._add_tensors(holding, tensor, plain)
+                        elif not is_asked_for:
+                            others[key] = storage
+                        elif key not in others and (nbytes := storage.nbytes()):
+                            if can_be_emptied(storage):
+                                tensors = [tensor] if tensor is plain else [tensor, plain]
+                                holding = Holding(storage, nbytes, device, group, name, self._owner, tensors)
+                                found[key] = holding
+                                if key in self._homes:
+                                    self._take_block(key, holding)
+                            else:
+                                self.has_immovable = True
         return [holding for holding in found.values() if holding.group in groups]
 
     def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:
@@ -118,12 +145,12 @@ class Ledger:
         a copy ahead only; they are not in the book."""
         groups = tuple(groups)
         found: list[Holding] = []
-        for weak, home in self._homes.values():
+        for home in self._homes.values():
             if most_bytes <= 0:
                 break
             if home.group not in groups or home.block is None:
                 continue
-            storage = storage_behind(weak)
+            storage = storage_behind(home.weak) if home.weak is not None else None
             if storage is not None and storage.nbytes() == home.nbytes:
                 most_bytes -= home.nbytes
                 ahead = Holding(storage, home.nbytes, home.device, home.group, home.name, self._owner)
@@ -166,7 +193,7 @@ class Ledger:
         with untouched():
             for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
                 key = plain.untyped_storage()._cdata
-                holding = self._held.get(key) or self._homes.get(key, (None, None))[1]
+                holding = self._held.get(key) or self._homes.get(key)
                 if holding is not None:
                     self._readers.add(reader)
                     self._ranks.setdefault(holding.name, len(self._ranks))
@@ -176,12 +203,12 @@ class Ledger:
         for holding in holdings:
             key = holding.storage._cdata
             self._homes.pop(key, None)
-            self._drop(key)
+            if key in self._held:
+                self._drop(key)
             self._held[key] = holding
             self._num_held[holding.group] += 1
             holding.where, holding.serial = Where.LEAVING, 0
-            for tensor in holding.tensors:
-                send_away(tensor, holding)
+            send_away(holding.tensors, holding)
 
     def settle(self, holdings: Iterable[Holding]) -> None:
         """These are on the device again, and their tensors what they were."""
@@ -189,9 +216,9 @@ class Ledger:
             key = holding.storage._cdata
             holding.where = Where.DEVICE
             self._drop(key)
-            for tensor in holding.tensors:
-                bring_back(tensor, holding)
-            self._homes[key] = (StorageWeakRef(holding.storage), holding)
+            bring_back(holding.tensors, holding)
+            holding.weak = holding.weak or StorageWeakRef(holding.storage)
+            self._homes[key] = holding
             holding.let_go()
 
     def drop_dead(self, holdings: Iterable[Holding]) -> None:
@@ -208,7 +235,7 @@ class Ledger:
 
     def forget_blocks(self) -> None:
         """Returns every block to the image; nothing is held."""
-        for _, holding in self._homes.values():
+        for holding in self._homes.values():
             self._give_up(holding)
         self._homes.clear()
 
@@ -217,49 +244,27 @@ class Ledger:
         if holding is not None:
             self._num_held[holding.group] -= 1
 
-    def _add(
-        self, found: dict[int, Holding], wanted: tuple[str, ...], group: str, name: str, tensor: Tensor, plain: Tensor
-    ) -> None:
-        if any(held.owner is not self._owner for held in holdings_of(plain)):
-            self._foreign.append((group, name))
-            return
-        storage = plain.untyped_storage()
-        key = storage._cdata
-        holding = found.get(key) or self._held.get(key)
-        if holding is None:
-            if group not in wanted:
-                self._others[key] = storage
-            if key in self._others:
-                return
-            if storage.nbytes() == 0:
-                return
-            if not can_be_emptied(storage):
-                self.has_immovable = True
-                return
-            holding = Holding(storage, storage.nbytes(), plain.device, group, name, self._owner)
-            self._take_block(key, holding)
-        found[key] = holding
-        for one in (tensor, plain):
-            if not any(one is known for known in holding.tensors):
-                holding.tensors.append(one)
+    def _add_tensors(self, holding: Holding, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not any(tensor is known for known in holding.tensors):
+                holding.tensors.append(tensor)
                 if holding.where is not Where.DEVICE:
-                    send_away(one, holding)
+                    send_away((tensor,), holding)
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        home = self._homes.get(key)
-        if home is None:
-            return
-        if not home[0].expired() and home[1].nbytes == holding.nbytes:
-            holding.block, holding.event = home[1].block, home[1].event
-        else:  # another storage, or of another size now
+        # It is the same storage: while a weak reference to one is held, no other comes to lie at its address.
+        home = self._homes[key]
+        if home.nbytes == holding.nbytes:
+            holding.block, holding.event, holding.weak = home.block, home.event, home.weak
+        else:
             del self._homes[key]
-            self._give_up(home[1])
+            self._give_up(home)
 
     def _drop_expired(self) -> None:
-        for key, (alive, holding) in list(self._homes.items()):
-            if alive.expired():
+        for key, home in list(self._homes.items()):
+            if home.weak is None or is_gone(home.weak):
                 del self._homes[key]
-                self._give_up(holding)
+                self._give_up(home)
 
     def _give_up(self, holding: Holding) -> None:
         block, holding.block = holding.block, None

@@ -16,7 +16,7 @@ from fxoffload.phases.guards import Guards
 from fxoffload.phases.handle import Handle, Handles
 from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.host_reads import read_tensor
-from fxoffload.phases.inventory import Inventory
+from fxoffload.phases.inventory import Inventory, find_device
 from fxoffload.phases.metrics import Transition, summed
 from fxoffload.phases.phase import (
     BUFFERS,
@@ -30,8 +30,8 @@ from fxoffload.phases.phase import (
     returning,
 )
 from fxoffload.phases.sentinel import holdings_of, untouched
-from fxoffload.phases.storages import Holding, Where, plain_tensors
-from fxoffload.phases.transit import Transit, bytes_of, find_device
+from fxoffload.phases.storages import Holding, Where, bytes_of, plain_tensors
+from fxoffload.phases.transit import Transit
 from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.pinners import CudaPinner, HeapMemory
@@ -153,7 +153,7 @@ class PhaseManager:
         own = [held for held in holdings_of(tensor) if held.owner is self._transit]
         return own[0] if own else None
 
-    def host_pieces(self, holding: Holding) -> Iterator[tuple[int, Tensor]]:
+    def host_pieces(self, holding: Holding) -> list[tuple[int, Tensor]]:
         """(offset, bytes) of a holding in the host image, without a copy."""
         assert holding.block is not None
         return self.image.pieces(holding.block, holding.nbytes)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.phases.host_image import HostImage
-from fxoffload.phases.room import make_room, stretches
+from fxoffload.phases.room import Room
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
@@ -50,8 +50,16 @@ class Ahead:
     def __init__(self, started: Sequence[Holding] = ()) -> None:
         self._started = {holding.storage._cdata: holding for holding in started}
 
-    def has(self, holding: Holding) -> bool:
-        """Whether the bytes of a holding are on their way to the block that it has."""
+    def split(self, holdings: Iterable[Holding]) -> tuple[list[Holding], list[Holding]]:
+        """Those whose bytes are on their way to the block that they have, and the others."""
+        if not self._started:
+            return [], list(holdings)
+        found: tuple[list[Holding], list[Holding]] = [], []
+        for holding in holdings:
+            found[not self._has(holding)].append(holding)
+        return found
+
+    def _has(self, holding: Holding) -> bool:
         known = self._started.get(holding.storage._cdata)
         return known is not None and known.block is holding.block and known.nbytes == holding.nbytes
 
@@ -77,6 +85,7 @@ class Mover:
         self._make = make_copies or (lambda device: CudaCopies(device) if device.type == "cuda" else HostCopies())
         self._copies: dict[torch.device, CopyStreams] = {}
         self._serials = itertools.count(1)
+        self.room = Room()
 
     def copies(self, device: torch.device) -> CopyStreams:
         """The copy streams of a device."""
@@ -109,8 +118,8 @@ class Mover:
             self.copies(device).synchronize()
         ahead.let_go()
 
-    def leave(self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[Holding], None]) -> None:
-        """Copies to the host; calls ``freed`` for each holding whose bytes have arrived there.
+    def leave(self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[list[Holding]], None]) -> None:
+        """Copies to the host; calls ``freed`` for holdings, a few at a time, whose bytes have arrived there.
 
         Args:
             ahead: what is on its way already.
@@ -118,13 +127,14 @@ class Mover:
         Raises:
             HostMemoryError: there is no host memory.
         """
-        pending: deque[tuple[Holding, Any]] = deque()
+        pending: deque[tuple[list[Holding], Any]] = deque()
         try:
             # Behind the copies, and behind whoever was reading until nobody could any more (``before_leaving``).
             ends = {device: self._end_of_offloads(device) for device in ahead.devices()}
-            pending.extend((holding, ends[holding.device]) for holding in holdings if ahead.has(holding))
-            for part in parts([holding for holding in holdings if not ahead.has(holding)]):
-                pending.extend(self._start_leaving(part))
+            under_way, rest = ahead.split(holdings)
+            pending.extend((part, ends[part[0].device]) for part in parts(under_way))
+            for part in parts(rest):
+                pending.append((part, self._start_leaving(part)))
                 time.sleep(YIELD_S)
                 while pending and is_done(pending[0][1]):
                     freed(pending.popleft()[0])
@@ -148,6 +158,10 @@ class Mover:
         with copies.offloading():
             return copies.offload(())
 
+    def begin_arrivals(self) -> None:
+        """A transition to the device begins: what was found out about the allocator's memory may be wrong by now."""
+        self.room = Room()
+
     def arrive(self, holdings: Sequence[Holding]) -> None:
         """Allocates and starts the copies to the device, in the caller's thread and order.
 
@@ -166,9 +180,8 @@ class Mover:
         Raises:
             torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
         """
-        for stretch in stretches(holdings):
-            make_room(stretch)
-            for part in parts(stretch):
+        for piece in self.room.pieces(holdings):
+            for part in parts(piece):
                 allocated: list[Holding] = []
                 try:
                     for holding in part:
@@ -205,12 +218,13 @@ class Mover:
     def _start_copies(self, part: list[Holding]) -> None:
         copies = self.copies(part[0].device)
         with copies.reloading():
-            event = copies.reload((device, host) for holding in part for device, host in self._pieces(holding))
+            event = copies.reload([piece for holding in part for piece in self._pieces(holding)])
         serial = next(self._serials)
         for holding in part:
             holding.event, holding.serial, holding.where = event, serial, Where.ARRIVING
 
-    def _start_leaving(self, part: list[Holding]) -> list[tuple[Holding, Any]]:
+    def _start_leaving(self, part: list[Holding]) -> Any:
+        """Returns the event of the copies."""
         for holding in part:
             if holding.block is None:
                 holding.block = self._image.take(holding.nbytes)
@@ -219,15 +233,16 @@ class Mover:
             for event in {id(holding.event): holding.event for holding in part}.values():
                 if event is not None:
                     copies.offload_waits_for(event, Wait.HOST_READ)
-            event = copies.offload((host, device) for holding in part for device, host in self._pieces(holding))
-        return [(holding, event) for holding in part]
+            return copies.offload([(host, device) for holding in part for device, host in self._pieces(holding)])
 
-    def _pieces(self, holding: Holding) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, holding: Holding) -> list[tuple[Tensor, Tensor]]:
         """The parts of a storage on the device and on the host."""
         assert holding.block is not None
         on_device = holding.bytes_on_device()
-        for at, host in self._image.pieces(holding.block, holding.nbytes):
-            yield on_device[at : at + host.numel()], host
+        pieces = self._image.pieces(holding.block, holding.nbytes)
+        if len(pieces) == 1:
+            return [(on_device, pieces[0][1])]
+        return [(on_device[at : at + host.numel()], host) for at, host in pieces]
 
 
 def parts(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:

@@ -91,10 +91,11 @@ def named_state(
             know: they are the model's.
     """
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
-    others = set() if masters else {id(parameter) for group in groups for parameter in group["params"]}
-    for name, tensor in _all_state(optimizer, groups, names, kept):
-        if id(tensor) not in others:
-            yield name, tensor
+    state = _all_state(optimizer, groups, names, kept)
+    if masters:
+        return state
+    others = {id(parameter) for group in groups for parameter in group["params"]}
+    return ((name, tensor) for name, tensor in state if id(tensor) not in others)
 
 
 def _all_state(

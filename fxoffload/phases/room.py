@@ -9,6 +9,14 @@ at the same time, for the driver takes them in turn: there, large pieces gain le
 nobody else gets memory meanwhile (two H200s, 2026-11-22, a script; ``benchmarks run pinning``, variants ``room`` and
 ``give_back``, measures the like). ``empty`` lets other threads have the interpreter, ``resize_`` does not.
 
+[Note: Idle memory]
+What the allocator has of the driver and nobody uses is used first. But not all of it can be: fragments between blocks
+that are in use are too small, other streams and CUDA graphs keep what is theirs, and the statistics do not tell. So it
+is tried: of storages that idle memory should be enough for, one is allocated, then two, and so on twice as many. Where
+the driver was asked meanwhile all the same (``num_device_alloc``), what is idle then is not counted during the rest of
+the transition. What turned out well so far is believed of as much again, without a look: a look takes the host as long
+as some allocations. Only the moment of our own allocations is watched: others may ask the driver too.
+
 What somebody allocates meanwhile may come to lie in a piece, and then keeps all of it from the driver when the storages
 leave again. So pieces are of one group, and behind other work they are small.
 """
@@ -20,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fxoffload.phases.device_memory import has_expandable_segments, splits_large_blocks
+from fxoffload.phases.device_memory import gpus_of, has_expandable_segments, splits_large_blocks
 from fxoffload.phases.storages import Holding
 
 # The first pieces are small, so that copies begin soon; with expandable segments the last, so that they end soon.
@@ -33,38 +41,99 @@ _SMALL = 1 << 20
 _GRANULE = 512
 
 
-def make_room(holdings: Sequence[Holding]) -> int:
-    """Lets the allocator have memory for storages on one device, on the current stream, with one call of the driver.
+class Room:
+    """Has the allocator have memory for storages, on the current stream, with few calls of the driver.
 
-    Never raises for want of memory: the storages' own allocation says so. Returns the bytes asked for: 0 where it has
-    enough already.
+    Never raises for want of memory: the storages' own allocation says so. Of one transition: what it finds out about
+    idle memory is true for a while; see [Note: Idle memory].
     """
-    return _ask_for(holdings, holdings)
 
+    def __init__(self) -> None:
+        self._expandable = has_expandable_segments()
+        self._useless: dict[torch.device, int] = {}  # idle, but not to be had
+        self._proved: dict[torch.device, int] = {}  # idle, and to be had: so much at a time
+        self._believed: dict[torch.device, int] = {}  # may be allocated before the allocator is asked again
 
-def make_room_behind(upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
-    """``make_room`` for the next storages, behind other work.
+    def pieces(self, holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
+        """The holdings bit by bit. There is room for a bit, which is to be allocated before the next is asked for."""
+        for stretch in stretches(holdings):
+            if self._can_ask(stretch[0].device):
+                yield from self._pieces_of(stretch)
+            else:
+                yield stretch
 
-    Args:
-        upcoming: that are to have room.
-        beyond: where there is none for them, what to make room for at once: they and what comes after them.
-    """
-    if not has_expandable_segments():
-        _ask_for(upcoming, beyond)
-        return
-    with contextlib.suppress(torch.OutOfMemoryError):
-        _ = [torch.empty(h.nbytes, dtype=torch.uint8, device=h.device) for h in upcoming if h.device.type == "cuda"]
+    def lacks(self, upcoming: Sequence[Holding]) -> bool:
+        """Whether ``make_behind`` has something to do before these are started."""
+        gpus = gpus_of(upcoming)
+        if self._expandable or not gpus or not self._can_ask(gpus[0]):
+            return self._expandable and bool(gpus)
+        needed = _bytes_on(gpus[0], upcoming)
+        return needed > self._believed.get(gpus[0], 0) and needed > self._usable(gpus[0])[0]
+
+    def make_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
+        """Room for the next storages, behind other work.
+
+        Args:
+            upcoming: that are to have room, and ``lacks`` says that they have not.
+            beyond: what to make room for at once: they and what comes after them.
+        """
+        gpus = gpus_of(upcoming)
+        if self._expandable:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                _ = [torch.empty(h.nbytes, dtype=torch.uint8, device=h.device) for h in upcoming if h.device in gpus]
+        elif gpus:
+            self._ask_for(gpus[0], _bytes_on(gpus[0], beyond) - self._usable(gpus[0])[0])
+
+    def _can_ask(self, device: torch.device) -> bool:
+        return device.type == "cuda" and splits_large_blocks()
+
+    def _pieces_of(self, stretch: list[Holding]) -> Iterator[list[Holding]]:
+        device = stretch[0].device
+        while stretch:
+            needed, believed = _bytes_on(device, stretch), self._believed.get(device, 0)
+            if needed <= believed:
+                self._believed[device] = believed - needed
+                yield stretch
+                return
+            usable, calls = self._usable(device)
+            piece = stretch
+            if usable < needed:
+                self._ask_for(device, needed - usable)
+                self._believed[device] = 0
+                calls = _idle(device)[1]
+            else:
+                piece = _first_of(stretch, self._proved.get(device, 0))
+            yield piece
+            idle, calls_after = _idle(device)
+            if calls_after > calls:
+                self._useless[device], self._proved[device], self._believed[device] = idle, 0, 0
+            elif usable >= needed:
+                proved = 2 * max(self._proved.get(device, 0), _bytes_on(device, piece))
+                self._proved[device] = self._believed[device] = min(proved, ROOM_BYTES)
+            stretch = stretch[len(piece) :]
+
+    def _usable(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that are idle and, as far as is known, to be had, and the calls of the driver so far."""
+        idle, calls = _idle(device)
+        return max(idle - self._useless.get(device, 0), 0), calls
+
+    def _ask_for(self, device: torch.device, nbytes: int) -> None:
+        if nbytes <= 0:
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._believed[device] = nbytes
 
 
 def stretches(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
     """What room is made for at a time: of one group, on one device."""
     stretch: list[Holding] = []
     nbytes, most = 0, FIRST_ROOM_BYTES
-    last = FIRST_ROOM_BYTES if has_expandable_segments() else ROOM_BYTES
     for holding in holdings:
         if stretch and (nbytes + holding.nbytes > most or not go_together(stretch[0], holding)):
             yield stretch
-            stretch, nbytes, most = [], 0, min(2 * most, last)
+            stretch, nbytes = [], 0
+            most = min(2 * most, FIRST_ROOM_BYTES if has_expandable_segments() else ROOM_BYTES)
         stretch.append(holding)
         nbytes += holding.nbytes
     if stretch:
@@ -76,29 +145,27 @@ def go_together(one: Holding, other: Holding) -> bool:
     return one.device == other.device and one.group == other.group
 
 
-def _ask_for(needed: Sequence[Holding], wanted: Sequence[Holding]) -> int:
-    device = next((h.device for h in needed if h.device.type == "cuda"), None)
-    if device is None or not splits_large_blocks():
-        return 0
-    idle = _idle_bytes(device)
-    if idle >= _bytes_on(device, needed):
-        return 0
-    missing = _bytes_on(device, wanted) - idle
-    with contextlib.suppress(torch.OutOfMemoryError):
-        torch.empty(missing, dtype=torch.uint8, device=device)
-        return missing
-    return 0
+def _first_of(stretch: list[Holding], nbytes: int) -> list[Holding]:
+    """Of so many bytes, or one that is large."""
+    total = 0
+    for i, holding in enumerate(stretch):
+        size = _large_bytes(holding)
+        if total and size and total + size > nbytes:
+            return stretch[:i]
+        total += size
+    return stretch
 
 
 def _bytes_on(device: torch.device, holdings: Iterable[Holding]) -> int:
-    return sum(-(-h.nbytes // _GRANULE) * _GRANULE for h in holdings if h.nbytes > _SMALL and h.device == device)
+    return sum(_large_bytes(holding) for holding in holdings if holding.device == device)
 
 
-def _idle_bytes(device: torch.device) -> int:
-    """What the allocator has of the driver and nobody uses, for large blocks.
+def _large_bytes(holding: Holding) -> int:
+    return -(-holding.nbytes // _GRANULE) * _GRANULE if holding.nbytes > _SMALL else 0
 
-    Also what other streams and CUDA graphs have, which the next request cannot get: then each storage asks for itself.
-    """
+
+def _idle(device: torch.device) -> tuple[int, int]:
+    """What the allocator has of the driver and nobody uses, for large blocks, and how often it has asked the driver."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active = (stats[kind]["large_pool"]["current"] for kind in ("reserved_bytes", "active_bytes"))
-    return reserved - active
+    return reserved - active, stats["num_device_alloc"]

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,8 +35,8 @@ class OffloadedError(RuntimeError):
 @dataclass(eq=False, slots=True)
 class _Away:
     home: type
-    holdings: list[Holding] = field(default_factory=list)
-    process: int = field(default_factory=os.getpid)
+    holdings: list[Holding]
+    process: int
 
 
 _RECORD = "_fxoffload_away"
@@ -72,31 +72,38 @@ def holdings_of(tensor: Tensor) -> list[Holding]:
     return list(record.holdings) if record is not None else []
 
 
-def send_away(tensor: Tensor, holding: Holding) -> None:
-    """Switches the class of a tensor that lies in ``holding``."""
+def send_away(tensors: Iterable[Tensor], holding: Holding) -> None:
+    """Switches the class of tensors that lie in ``holding``."""
+    process = os.getpid()
     with _LOCK:
-        record = tensor.__dict__.get(_RECORD)
-        if record is None:
-            record = _Away(type(tensor))
-            # A backward reads what its forward saved in C++, without asking the class: it ends the process, unless
-            # autograd takes the tensor for modified and raises.
-            shift_version(tensor, 1)
-            object.__setattr__(tensor, _RECORD, record)
-            tensor.__class__ = _away_class(record.home)
-        if holding not in record.holdings:
-            record.holdings.append(holding)
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is None:
+                home = type(tensor)
+                # A backward reads what its forward saved in C++, without asking the class: it ends the process, unless
+                # autograd takes the tensor for modified and raises.
+                shift_version(tensor, 1)
+                attributes[_RECORD] = _Away(home, [holding], process)
+                tensor.__class__ = _CLASSES.get(home) or _away_class(home)
+            elif holding not in record.holdings:
+                record.holdings.append(holding)
 
 
-def bring_back(tensor: Tensor, holding: Holding) -> None:
-    """Gives a tensor its class back, once nothing of it is away any more."""
+def bring_back(tensors: Iterable[Tensor], holding: Holding) -> None:
+    """Gives tensors their classes back, once nothing of them is away any more."""
     with _LOCK:
-        record = tensor.__dict__.get(_RECORD)
-        if record is None:
-            return
-        record.holdings = [held for held in record.holdings if held is not holding]
-        if not record.holdings:
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is None:
+                continue
+            if record.holdings != [holding]:
+                record.holdings = [held for held in record.holdings if held is not holding]
+                if record.holdings:
+                    continue
             tensor.__class__ = record.home
-            object.__delattr__(tensor, _RECORD)
+            del attributes[_RECORD]
             shift_version(tensor, -1)
 
 

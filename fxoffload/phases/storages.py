@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload.runtime.host_arena import HostBlock
+from fxoffload._torch_private import StorageWeakRef
+from fxoffload.runtime.host_arena import HostBlock, block_bytes
 
 
 class Where(enum.Enum):
@@ -53,6 +54,7 @@ class Holding:
         block: its place in the host image.
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
+        weak: refers to the storage when ``storage`` no longer does; made once.
     """
 
     storage: torch.UntypedStorage
@@ -66,6 +68,7 @@ class Holding:
     block: HostBlock | None = None
     event: Any = None
     serial: int = 0
+    weak: StorageWeakRef | None = None
 
     def has_arrived(self) -> bool:
         """Whether the last copy to the device was started and is finished."""
@@ -78,15 +81,23 @@ class Holding:
 
     def bytes_on_device(self) -> Tensor:
         """The storage as a vector of bytes. It shares memory and version counter with no tensor of the user."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+def bytes_of(holdings: Iterable[Holding]) -> int:
+    """Bytes that storages take in the host image."""
+    return sum(block_bytes(holding.nbytes) for holding in holdings)
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized)."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):  # torch 2.13 names a DTensor's mesh too
-                yield from plain_tensors(inner)
-    elif tensor.layout is torch.strided:
-        yield tensor
+    kind = type(tensor)
+    # The first two are what nearly every tensor is, and need not be asked for methods that they do not have.
+    if kind is Tensor or kind is nn.Parameter or not is_traceable_wrapper_subclass(tensor):
+        return [tensor] if tensor.layout is torch.strided else []
+    found: list[Tensor] = []
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # torch 2.13 names a DTensor's mesh too
+            found += plain_tensors(inner)
+    return found

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch.profiler import record_function
 
 from fxoffload.phases import sharded
 from fxoffload.phases.arrivals import Arrivals
-from fxoffload.phases.device_memory import Returner, free_bytes, return_to_driver
+from fxoffload.phases.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
 from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.gates import Gates
 from fxoffload.phases.gradients import Gradients
@@ -38,12 +37,11 @@ from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.mover import Ahead, Mover
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.room import ROOM_BEHIND_BYTES, make_room_behind
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, OPTIMIZER, PARAMS
+from fxoffload.phases.room import ROOM_BEHIND_BYTES
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
-from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
@@ -131,7 +129,7 @@ class Transit:
                     lambda: self._give_back(holdings, transition, free_before, at_once),
                 )
                 returner = Returner(at_once and self._empty_cache)
-                streams = self._streams_of(holdings)
+                streams = streams_of(holdings)
                 self.ledger.leave(holdings)
                 # Only now: what other threads have queued until nobody could touch these any more comes before it.
                 self.mover.before_leaving(holdings)
@@ -181,13 +179,15 @@ class Transit:
     ) -> None:
         """In the background thread."""
 
-        def empty(holding: Holding) -> None:
+        def empty(part: list[Holding]) -> None:
             with self.lock:
-                if holding.where is not Where.LEAVING:
-                    return  # whoever began this was interrupted, and has taken it back
-                holding.storage.resize_(0)
-                holding.where = Where.HOST
-            returner.freed(holding)
+                # Others were taken back: whoever began this was interrupted.
+                emptied = [held for held in part if held.where is Where.LEAVING]
+                for held in emptied:
+                    held.storage.resize_(0)
+                    held.where = Where.HOST
+            for held in emptied:
+                returner.freed(held)
 
         error: BaseException | None = None
         try:
@@ -195,7 +195,7 @@ class Transit:
                 self.mover.leave(holdings, ahead, empty)
         except BaseException as caught:
             error = caught
-            with _on(streams):
+            with on_streams(streams):
                 self._roll_back(holdings, dropped)
         finally:
             dropped.clear()
@@ -209,6 +209,7 @@ class Transit:
             self._settle([held for held in holdings if held.where is Where.LEAVING])
             self._gradients.restore(dropped)
             try:
+                self.mover.begin_arrivals()
                 self.mover.arrive(gone)
                 for held in gone:
                     if held.event is not None:
@@ -273,6 +274,7 @@ class Transit:
             transition.is_over = False
             handle = Handle(f"onload of {', '.join(groups)}", transition)
             self._latest |= dict.fromkeys((held.group for held in holdings), transition)
+            self.mover.begin_arrivals()
             try:
                 if at_once:
                     self._begun(self._start_all(pending))
@@ -286,16 +288,11 @@ class Transit:
                 transition.finish(failed=True)
                 raise
             self._handles.append(handle)
-            streams = self._streams_of(holdings)
+            streams = streams_of(holdings)
             head_start_s = 0.0 if at_once else self._arrivals.head_start_s
             self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams, head_start_s))
             transition.stood_still_since(began)
         return handle
-
-    def _streams_of(self, holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:
-        """The caller's, one for each device."""
-        devices = {held.device for held in holdings if held.device.type == "cuda"}
-        return [torch.cuda.current_stream(device) for device in devices]
 
     def _start_all(self, pending: list[Holding]) -> list[Holding]:
         return [held for waiting in pending for held in self._start_until(waiting)]
@@ -316,10 +313,12 @@ class Transit:
         error: BaseException | None = None
         try:
             time.sleep(head_start_s)
-            with record_function("fxoffload::copies to the device"), _on(streams):
+            with record_function("fxoffload::copies to the device"), on_streams(streams):
                 self._start_rest(holdings)
             for i in range(0, len(holdings), _SETTLED):
-                part = holdings[i : i + _SETTLED]
+                part = [held for held in holdings[i : i + _SETTLED] if held.where is Where.ARRIVING]
+                if not part:
+                    continue
                 for held in part:
                     event = held.event
                     if held.where is Where.ARRIVING and event is not None:
@@ -340,9 +339,12 @@ class Transit:
         while True:
             began = time.perf_counter()
             with self.lock:
-                upcoming, beyond = self._arrivals.upcoming(), self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
-            with self._room:
-                make_room_behind(upcoming, beyond)
+                upcoming = self._arrivals.upcoming()
+            if self.mover.room.lacks(upcoming):
+                with self.lock:
+                    beyond = self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
+                with self._room:
+                    self.mover.room.make_behind(upcoming, beyond)
             self._stand_back()
             with self.lock:
                 while left and not _is_unstarted(left[0]):
@@ -516,28 +518,3 @@ class Transit:
 
 def _is_unstarted(holding: Holding) -> bool:
     return holding.where is Where.ARRIVING and not holding.serial
-
-
-@contextlib.contextmanager
-def _on(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
-    """Memory is allocated on these streams."""
-    with contextlib.ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
-
-
-def bytes_of(holdings: Iterable[Holding]) -> int:
-    """Bytes that storages take in the host image."""
-    return sum(block_bytes(holding.nbytes) for holding in holdings)
-
-
-def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:
-    """The device that most of this is about: of the first tensor on one of the types."""
-    for group in inventory.order(list(groups)):
-        for _, tensor in inventory.collect(group):
-            if tensor.device.type in device_types:
-                return tensor.device
-    if "cuda" in device_types and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -39,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -212,7 +212,7 @@ class HostArena:
         block.fence = younger(block.fence, fence)
         self._dead.append(block)
 
-    def pieces(self, block: HostBlock, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, torch.Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
         held = self._range
         if held is None or (block.home is not None and not self.owns(block)):
@@ -220,12 +220,14 @@ class HostArena:
                 "expected a block of this process' host memory, found one from before a fork or a release: a forked "
                 "child cannot read what its parent has offloaded. Load it in the parent first"
             )
+        found: list[tuple[int, torch.Tensor]] = []
         start, end = block.offset, block.offset + nbytes
         while start < end:
             border = self._borders[bisect.bisect_right(self._borders, start)]
             stop = min(end, border)
-            yield start - block.offset, held.bytes[start:stop]
+            found.append((start - block.offset, held.bytes[start:stop]))
             start = stop
+        return found
 
     def release(self) -> int:
         """Give all memory back to the operating system. Returns the bytes given back.

@@ -282,3 +282,33 @@ def test_lora() -> None:
     assert manager.where("params") is Where.DEVICE
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_what_was_away_and_died_leaves_its_place_to_others() -> None:
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    manager = rehearse(model, optimizer)
+    in_use = []
+    for i in range(6):
+        manager.offload("optimizer")
+        in_use.append(manager.image.in_use_bytes)
+        manager.onload("optimizer")
+        if i % 2:  # else the same storages leave again, to the same place
+            optimizer.state.clear()
+            train(model, optimizer, i)
+    assert in_use == [in_use[0]] * 6
+    manager.close()
+
+
+def test_what_was_away_and_has_grown_gets_another_place() -> None:
+    model, optimizer = make()
+    extra = torch.ones(100)
+    manager = rehearse(model, optimizer, extra={"table": extra})
+    manager.offload("extra")
+    manager.onload("extra")
+    extra.resize_(1000).fill_(2.0)
+    manager.offload("extra")
+    assert manager.image.in_use_bytes == 4096
+    manager.onload("extra")
+    assert extra.eq(2.0).all()
+    manager.close()

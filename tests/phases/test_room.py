@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fxoffload.phases import room
 from fxoffload.phases.arrivals import SLICE, Arrivals
-from fxoffload.phases.room import FIRST_ROOM_BYTES, ROOM_BYTES, make_room, stretches
+from fxoffload.phases.room import FIRST_ROOM_BYTES, ROOM_BYTES, Room, stretches
 
 MIB = 1 << 20
 
@@ -56,36 +56,150 @@ def test_a_piece_is_of_one_group() -> None:
     assert sizes(stretches([*holdings(4, 4), *holdings(4, 4, 4, group="optimizer")])) == [8, 12]
 
 
+class Allocator:
+    """Of one device: free blocks, which are not merged, and a driver with so much memory.
+
+    Args:
+        free: bytes of blocks that anybody can have.
+        foreign: bytes of one that only another stream can have.
+    """
+
+    def __init__(self, free: list[int], foreign: int = 0, driver: int = 1 << 50) -> None:
+        self.free, self.foreign, self.driver = free, foreign, driver
+        self.asked: list[int] = []  # of the driver
+        self.looks = 0
+
+    def stats(self, device: torch.device) -> dict[str, Any]:
+        self.looks += 1
+        idle = sum(self.free) + self.foreign
+        return {
+            "reserved_bytes": {"large_pool": {"current": idle + 5 * MIB}},
+            "active_bytes": {"large_pool": {"current": 5 * MIB}},
+            "num_device_alloc": len(self.asked),
+        }
+
+    def take(self, nbytes: int) -> None:
+        """As ``resize_``, for good."""
+        if not any(block >= nbytes for block in self.free):
+            if nbytes > self.driver:
+                raise torch.OutOfMemoryError("no")
+            self.asked.append(nbytes)
+            self.driver -= nbytes
+            self.free.append(nbytes)
+        best = min(block for block in self.free if block >= nbytes)
+        self.free.remove(best)
+        if best > nbytes:
+            self.free.append(best - nbytes)
+
+    def touch(self, nbytes: int, **_: Any) -> None:
+        """As ``empty`` whose result is dropped."""
+        before = list(self.free)
+        self.take(nbytes)
+        self.free = before if sum(before) > sum(self.free) else [*before, nbytes]
+
+    def serve(self, room: Room, found: Any) -> list[int]:
+        """Allocates holdings as a mover does. Returns how many at a time."""
+        sizes = []
+        for piece in room.pieces(found):
+            sizes.append(len(piece))
+            for holding in piece:
+                self.take(holding.nbytes)
+        return sizes
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the allocator, which has 64 MiB idle, is asked for."""
-    found: list[int] = []
-    monkeypatch.setattr(room, "_idle_bytes", lambda device: 64 * MIB)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: found.append(nbytes))
-    return found
+def make_allocator(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Allocator]:
+    def make(*free_mib: int, **options: int) -> Allocator:
+        allocator = Allocator([mib * MIB for mib in free_mib], **options)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", allocator.stats)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(torch, "empty", allocator.touch)
+        return allocator
+
+    return make
 
 
-def test_what_is_idle_is_used_first(asked: list[int]) -> None:
-    assert make_room(holdings(30, 30)) == 0
-    assert asked == []
-    assert make_room(holdings(30, 30, 30, 0.5)) == 26 * MIB, "small storages have a pool of their own"
-    assert asked == [26 * MIB]
+Make = Callable[..., Allocator]
 
 
-def test_behind_other_work_room_is_made_for_what_follows_too(asked: list[int]) -> None:
-    room.make_room_behind(holdings(30, 30), holdings(30, 30, 30, 30))
-    assert asked == [], "there is room for the next ones"
-    room.make_room_behind(holdings(30, 30, 30), holdings(30, 30, 30, 30))
-    assert asked == [56 * MIB]
+def test_what_is_idle_is_used_first(make_allocator: Make) -> None:
+    allocator = make_allocator(64)
+    allocator.serve(Room(), holdings(30, 30))
+    assert allocator.asked == []
+    allocator = make_allocator(16, 16, 16, 16)
+    allocator.serve(Room(), holdings(*[16] * 7))
+    assert allocator.asked == [48 * MIB]
+    allocator = make_allocator()
+    allocator.serve(Room(), holdings(30, 30, 30))
+    assert allocator.asked == [90 * MIB]
+
+
+def test_small_storages_have_a_pool_of_their_own(make_allocator: Make) -> None:
+    allocator = make_allocator()
+    list(Room().pieces(holdings(30, 30, 0.5)))
+    assert allocator.asked == [60 * MIB]
+    allocator = make_allocator(1000)
+    assert list(map(len, Room().pieces(holdings(*[0.5, 16] * 4)))) == [3, 4, 1], "to see them come out says nothing"
+
+
+@pytest.mark.parametrize("num_usable", range(12))
+def test_what_is_idle_and_cannot_be_had_is_found_out(num_usable: int, make_allocator: Make) -> None:
+    """Fragments, other streams' blocks: 16 MiB each have to be asked for until that is known."""
+    allocator = make_allocator(*[16] * num_usable, *[15] * 20, foreign=200 * MIB)
+    allocator.serve(Room(), holdings(*[16] * 64))
+    assert len(allocator.asked) <= num_usable + 5, "the rest of 128, 256 and 512 MiB, and what is behind that"
+    assert sum(allocator.asked) <= (64 - num_usable) * 16 * MIB, "and nothing is asked for twice"
+
+
+def test_what_was_found_out_is_remembered(make_allocator: Make) -> None:
+    allocator, room = make_allocator(foreign=4000 * MIB), Room()
+    allocator.serve(room, holdings(16, 16, 16))
+    assert allocator.asked == [16 * MIB, 32 * MIB]
+    allocator.serve(room, holdings(16, 16, 16))
+    assert allocator.asked == [16 * MIB, 32 * MIB, 48 * MIB]
+
+
+def test_what_others_ask_for_meanwhile_proves_nothing(make_allocator: Make) -> None:
+    allocator, room = make_allocator(1000), Room()
+    allocator.serve(room, holdings(16, 16))
+    allocator.asked += [500 * MIB]
+    allocator.serve(room, holdings(16, 16, 16, 16))
+    assert allocator.asked == [500 * MIB]
+
+
+def test_what_turned_out_well_is_not_looked_at_again(make_allocator: Make) -> None:
+    allocator, room = make_allocator(20_000), Room()
+    assert allocator.serve(room, holdings(*[16] * 8)) == [1, 2, 4, 1]
+    for _ in range(127):
+        assert not room.lacks(holdings(*[16] * 8))
+        allocator.serve(room, holdings(*[16] * 8))
+    assert allocator.asked == []
+    assert allocator.looks < 128, "less than one a slice"
+
+
+def test_behind_other_work_room_is_made_for_what_follows_too(make_allocator: Make) -> None:
+    allocator, room = make_allocator(64), Room()
+    assert not room.lacks(holdings(30, 30)), "there is room for the next ones"
+    assert room.lacks(holdings(30, 30, 30))
+    room.make_behind(holdings(30, 30, 30), holdings(*[30] * 12))
+    assert allocator.asked == [296 * MIB]
+    looks = allocator.looks
+    for _ in range(3):
+        assert not room.lacks(holdings(30, 30, 30))
+        allocator.serve(room, holdings(30, 30, 30))
+    assert allocator.asked == [296 * MIB]
+    assert allocator.looks == looks, "it is known that there is room"
 
 
 def test_pages_that_are_mapped_one_by_one_are_asked_for_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, asked: list[int]
+    monkeypatch: pytest.MonkeyPatch, make_allocator: Make
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    room.make_room_behind([*holdings(30, 40), *holdings(5, device="cpu")], holdings(30, 40, 50))
-    assert asked == [30 * MIB, 40 * MIB]
+    allocator, room = make_allocator(), Room()
+    upcoming = [*holdings(30, 40), *holdings(5, device="cpu")]
+    assert room.lacks(upcoming)
+    room.make_behind(upcoming, holdings(30, 40, 50))
+    assert allocator.asked == [30 * MIB, 40 * MIB]
 
 
 @pytest.mark.parametrize(
@@ -93,24 +207,26 @@ def test_pages_that_are_mapped_one_by_one_are_asked_for_one_by_one(
     [("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"), ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")],
 )
 def test_nothing_is_asked_for_that_could_not_be_split(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch, asked: list[int]
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, make_allocator: Make
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert make_room(holdings(100, 100)) == 0
-    assert asked == []
+    allocator, room = make_allocator(), Room()
+    assert list(map(len, room.pieces(holdings(100, 28)))) == [2]
+    assert not room.lacks(holdings(100, 28))
+    assert allocator.asked == [] and not allocator.looks
 
 
-def test_want_of_memory_is_not_said_here(monkeypatch: pytest.MonkeyPatch, asked: list[int]) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    assert make_room(holdings(100)) == 0
+def test_want_of_memory_is_not_said_here(make_allocator: Make) -> None:
+    make_allocator(driver=50 * MIB)
+    assert list(map(len, Room().pieces(holdings(100, 28)))) == [2]
+    Room().make_behind(holdings(100), holdings(100, 28))
 
 
-def test_nothing_is_asked_for_on_a_cpu(asked: list[int]) -> None:
-    assert make_room(holdings(100, 100, device="cpu")) == 0
-    assert asked == []
+def test_nothing_is_asked_for_on_a_cpu(make_allocator: Make) -> None:
+    allocator, room = make_allocator(), Room()
+    assert list(map(len, room.pieces(holdings(100, 28, device="cpu")))) == [2]
+    assert not room.lacks(holdings(100, device="cpu"))
+    assert allocator.asked == [] and not allocator.looks
 
 
 def test_what_comes_next_is_of_one_device_and_at_least_a_slice() -> None:

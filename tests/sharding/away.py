@@ -197,7 +197,7 @@ def snapshot(training: Training) -> dict[str, Any]:
     found: dict[str, Any] = {}
     storages: dict[int, list[str]] = {}
     for name, tensor in [*training.named(), *sharded.held_tensors(training.model)]:
-        plain = next(plain_tensors(tensor))
+        plain = plain_tensors(tensor)[0]
         spec = str(tensor._spec) if isinstance(tensor, DTensor) else ""
         found[name] = [
             id(tensor), type(tensor).__name__, list(tensor.shape), list(tensor.stride()), str(tensor.dtype),
