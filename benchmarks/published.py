@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP = "2026-11-22-2xh200-fsdp-verl.json"
+README_FSDP, README_FSDP_PEERS = "2026-11-22-2xh200-fsdp-trimmed.json", "2026-11-22-2xh200-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
@@ -171,12 +171,21 @@ TABLES = (
                     "checkpoint": "Inductor + full checkpointing",
                     "auto": "fxoffload, default",
                     "auto@activation_budget=6.35GiB": "fxoffload, with a budget",
+                },
+                of="latest",
+            ),
+            Rows(
+                README_FSDP_PEERS,
+                {
+                    "inductor": "Inductor",
                     "eager": "eager",
                     "verl": "eager, verl's activation offloading",
                     "verl_checkpoint": "the same + verl's checkpointing",
                 },
+                of="with peers",
             ),
         ),
+        of="run",
     ),
     Table(
         "plan-stack-sweep",
@@ -440,6 +449,7 @@ TABLES = (
                 "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
             ),
             Rows("2026-11-22-2xh200-fsdp-verl.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-verl` (6c820d5)"),
+            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (becbc7c)"),
         ),
         of="run",
     ),
@@ -477,6 +487,7 @@ TABLES = (
             Rows("2026-11-22-2xh200-phases-alone.json", {"fxoffload": "expandable segments"}),
             Rows("2026-11-22-2xh200-phases-malloc-before.json", {"fxoffload": "default allocator, before"}),
             Rows("2026-11-22-2xh200-phases-malloc.json", {"fxoffload": "default allocator"}),
+            Rows("2026-11-22-2xh200-phases-later.json", {"fxoffload": "expandable segments, less host time"}),
         ),
         across=True,
     ),
