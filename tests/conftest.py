@@ -15,7 +15,7 @@ def pytest_configure() -> None:
     trace_log.propagate = True
 
     # Many tests collect garbage, and so do compilations: half a second each time, where the half million objects that
-    # torch keeps for good are looked at. Test modules are imported later, so what they hold is not frozen.
+    # torch keeps for good are looked at.
     for module in ("fxoffload", "torch._inductor.compile_fx"):
         importlib.import_module(module)
     gc.collect()
@@ -37,7 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
     """What functions of a test module cache ends with it: graphs of models are millions of objects, which the collector
-    and whatever looks for tensors would go through in every later test."""
+    and whatever looks for tensors would go through in every later test. Nor do they go through what is there before a
+    module's first test: test modules, pytest's items, and all that was imported meanwhile."""
+    gc.collect()
+    gc.freeze()
     yield
     for function in vars(request.module).values():
         if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
