@@ -56,7 +56,10 @@ def held(**kwargs: Any) -> str:
 
 def test_what_is_frozen_is_counted() -> None:
     """The collector does not list it. Not frozen here: this process could not take that back for what it has itself."""
-    assert residue(device_types=("cpu",)).num_frozen == gc.get_freeze_count()
+    before = gc.get_freeze_count()
+    counted = residue(device_types=("cpu",)).num_frozen
+    # What is frozen may still go when nothing refers to it any more.
+    assert 0 < gc.get_freeze_count() <= counted <= before
     shown = Residues()
     assert "gc.freeze" not in str(shown)
     shown.num_frozen = 1234
