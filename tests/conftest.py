@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 from collections.abc import Iterator
@@ -14,8 +15,15 @@ def pytest_configure() -> None:
     # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
     trace_log.propagate = True
 
+    # How long drawing an example takes says what else the machine does meanwhile. Tests on GPUs run without hypothesis.
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("any machine")
+
     # Many tests collect garbage, and so do compilations: half a second each time, where the half million objects that
-    # torch keeps for good are looked at. Test modules are imported later, so what they hold is not frozen.
+    # torch keeps for good are looked at.
     for module in ("fxoffload", "torch._inductor.compile_fx"):
         importlib.import_module(module)
     gc.collect()
@@ -37,7 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
     """What functions of a test module cache ends with it: graphs of models are millions of objects, which the collector
-    and whatever looks for tensors would go through in every later test."""
+    and whatever looks for tensors would go through in every later test. Nor do they go through what is there before a
+    module's first test: test modules, pytest's items, and all that was imported meanwhile."""
+    if torch.cuda.is_available():
+        gc.unfreeze()  # what became garbage after it was frozen may hold a device's memory
+    gc.collect()
+    gc.freeze()
     yield
     for function in vars(request.module).values():
         if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:

@@ -44,7 +44,7 @@ def test_moe_checkpoints(tmp_path: Path) -> None:
 
 def test_grpo_toy() -> None:
     pytest.importorskip("transformers")
-    text = run_example("grpo_toy.py", "40")
+    text = run_example("grpo_toy.py", "30")
     rows = {row.split()[0]: row.split() for row in text.splitlines() if row.split()}
     found = re.search(r"reward of the first 5 steps: (\S+), of the last 5: (\S+)", text)
     assert found is not None, text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
+import importlib.util
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +19,6 @@ from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.residue import Residue, Residues, residue
 
 SIZE = 777  # floats; a size that nothing else has
-LEFT = torch.zeros(0)
 
 
 class Holder:
@@ -54,7 +56,10 @@ def held(**kwargs: Any) -> str:
 
 def test_what_is_frozen_is_counted() -> None:
     """The collector does not list it. Not frozen here: this process could not take that back for what it has itself."""
-    assert residue(device_types=("cpu",)).num_frozen == gc.get_freeze_count()
+    before = gc.get_freeze_count()
+    counted = residue(device_types=("cpu",)).num_frozen
+    # What is frozen may still go when nothing refers to it any more.
+    assert 0 < gc.get_freeze_count() <= counted <= before
     shown = Residues()
     assert "gc.freeze" not in str(shown)
     shown.num_frozen = 1234
@@ -102,11 +107,13 @@ def test_optimizer_state_and_gradient() -> None:
     assert "grad of a Parameter (1x777)" in texts
 
 
-def test_global_and_closure_and_generator() -> None:
-    global LEFT
-    LEFT = fresh()
-    assert held() == f"global 'LEFT' of {__name__}"
-    LEFT = torch.zeros(0)
+def test_global_and_closure_and_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The collector does not list this module's own globals: conftest.py froze what was there before the first test.
+    module: Any = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("a_module", None))
+    monkeypatch.setitem(sys.modules, "a_module", module)
+    module.LEFT = fresh()
+    assert held() == "global 'LEFT' of a_module"
+    del module.LEFT
 
     def make() -> Any:
         inside = fresh()
