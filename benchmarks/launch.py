@@ -17,6 +17,7 @@ LOG_TAIL_CHARACTERS = 3000
 GRACE_S = 20.0
 # What ``faulthandler.dump_traceback_later`` writes first, in the workers.
 DUMP_BEGINS = "Timeout ("
+PHASE_BEGINS = "[benchmark]"
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,13 @@ def judge(ended: Exit, results: list[Result], logs: list[str], timeout_s: float)
 
 
 def _ended_in_dump(code: int | None, log: str) -> bool:
-    """Whether a process ended while it wrote where it was, as it does shortly before its time is up: reading the stacks
-    of threads that run can end it."""
-    return code is not None and code < 0 and any(line.startswith(DUMP_BEGINS) for line in log.splitlines())
+    """Whether a process crashed while it wrote where it was, as it does shortly before its time is up: to read the
+    stacks of threads that run can end it. Where it said afterwards that a phase began, it had lived on."""
+    if code not in (-signal.SIGSEGV, -signal.SIGBUS):
+        return False
+    lines = log.splitlines()
+    begun = [i for i, line in enumerate(lines) if line.startswith(DUMP_BEGINS)]
+    return bool(begun) and not any(line.startswith(PHASE_BEGINS) for line in lines[begun[-1] :])
 
 
 def _of_rank(rank: int) -> str:

@@ -20,8 +20,8 @@ def free_bytes(holdings: Iterable[Holding]) -> int:
 
 
 def gpus_of(holdings: Iterable[Holding]) -> list[torch.device]:
-    """That the holdings live on, each once. ``device.type`` makes a string every time, so it is asked of few."""
-    return [device for device in {held.device for held in holdings} if device.type == "cuda"]
+    """That the holdings live on, each once, in their order. ``device.type`` makes a string: it is asked of few."""
+    return [device for device in dict.fromkeys(held.device for held in holdings) if device.type == "cuda"]
 
 
 def streams_of(holdings: Iterable[Holding]) -> list[torch.cuda.Stream]:

@@ -219,7 +219,7 @@ def can_be_emptied(storage: torch.UntypedStorage) -> bool:
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """
-    return storage.resizable() and not (storage.is_shared() and storage.device.type == "cpu")
+    return storage.resizable() and (storage.is_cuda or not (storage.is_shared() and storage.device.type == "cpu"))
 
 
 def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:

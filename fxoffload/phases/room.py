@@ -9,6 +9,9 @@ at the same time, for the driver takes them in turn: there, large pieces gain le
 nobody else gets memory meanwhile (two H200s, 2026-11-22, a script; ``benchmarks run pinning``, variants ``room`` and
 ``give_back``, measures the like). ``empty`` lets other threads have the interpreter, ``resize_`` does not.
 
+What somebody allocates meanwhile may come to lie in a piece, and then keeps all of it from the driver when the storages
+leave again. So pieces are of one group, and behind other work they are small.
+
 [Note: Idle memory]
 What the allocator has of the driver and nobody uses is used first. But not all of it can be: fragments between blocks
 that are in use are too small, other streams and CUDA graphs keep what is theirs, and the statistics do not tell. So it
@@ -16,9 +19,6 @@ is tried: of storages that idle memory should be enough for, one is allocated, t
 the driver was asked meanwhile all the same (``num_device_alloc``), what is idle then is not counted during the rest of
 the transition. What turned out well so far is believed of as much again, without a look: a look takes the host as long
 as some allocations. Only the moment of our own allocations is watched: others may ask the driver too.
-
-What somebody allocates meanwhile may come to lie in a piece, and then keeps all of it from the driver when the storages
-leave again. So pieces are of one group, and behind other work they are small.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class Room:
             if calls_after > calls:
                 self._useless[device], self._proved[device], self._believed[device] = idle, 0, 0
             elif usable >= needed:
-                proved = 2 * max(self._proved.get(device, 0), _bytes_on(device, piece))
-                self._proved[device] = self._believed[device] = min(proved, ROOM_BYTES)
+                proved = min(2 * max(self._proved.get(device, 0), _bytes_on(device, piece)), ROOM_BYTES)
+                self._proved[device] = proved
+                self._believed[device] = min(proved, max(idle - self._useless.get(device, 0), 0))
             stretch = stretch[len(piece) :]
 
     def _usable(self, device: torch.device) -> tuple[int, int]:

@@ -368,6 +368,8 @@ class Transit:
                 with self.lock:
                     self._arrivals.cancel(filter(_is_unstarted, left))
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
+            with self.lock:
+                self.mover.begin_arrivals()  # nothing of what was found out is true any more
 
     def _stand_back(self) -> None:
         """Else this thread has the lock again before one that waits for it, to read something now, wakes up."""

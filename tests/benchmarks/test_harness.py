@@ -80,7 +80,8 @@ def test_a_process_that_its_last_words_end_was_out_of_time() -> None:
     )
     status, reason = judge(Exit([None, -11], False), results, ["", "step\nSegmentation fault\n"], 20.0)
     assert (status, reason) == ("failed", "exit status -11 (SIGSEGV): Segmentation fault")
-    assert judge(Exit([0, 1], False), results, ["", dump], 20.0)[0] == "failed"
+    for code, log in ((1, dump), (-9, dump), (-11, f"{dump}[benchmark] timed steps\n")):
+        assert judge(Exit([0, code], False), results, ["", log], 20.0)[0] == "failed"
 
 
 def test_run_measures_every_variant_and_survives_the_failing_one(tiny_run: tuple[dict, str]) -> None:

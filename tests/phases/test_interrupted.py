@@ -115,8 +115,9 @@ def test_dropped_gradients_are_there_when_an_offload_is_interrupted(monkeypatch:
     assert all(work.done for work in streams._streams["offload"])
 
 
-def test_copies_ahead_are_finished_when_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_copies_ahead_are_finished_when_one_cannot_be_made(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", at_once)
     streams = LateStreams()
     scene = Scene(streams)
     scene.once()

@@ -151,6 +151,14 @@ def test_what_is_idle_and_cannot_be_had_is_found_out(num_usable: int, make_alloc
     assert sum(allocator.asked) <= (64 - num_usable) * 16 * MIB, "and nothing is asked for twice"
 
 
+def test_no_more_is_believed_of_than_is_idle(make_allocator: Make) -> None:
+    allocator, room = make_allocator(*[16] * 10), Room()
+    allocator.serve(room, holdings(*[16] * 8))
+    assert allocator.asked == []
+    allocator.serve(room, holdings(*[16] * 4))
+    assert allocator.asked == [32 * MIB], "not one by one"
+
+
 def test_what_was_found_out_is_remembered(make_allocator: Make) -> None:
     allocator, room = make_allocator(foreign=4000 * MIB), Room()
     allocator.serve(room, holdings(16, 16, 16))

@@ -91,6 +91,26 @@ class TestFailuresInTheBackground:
         manager.onload()
         assert differences(before, snapshot(model, optimizer)) == []
 
+    def test_room_that_somebody_makes_is_looked_at_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, optimizer = make()
+        train(model, optimizer, 0)
+        before = snapshot(model, optimizer)
+        manager = rehearse(model, optimizer)
+        manager.enter("rollout")
+        mover, known = manager._transit.mover, []
+        many = len(manager._transit.ledger.held())
+        refuses = Refuses(mover, "allocate", torch.OutOfMemoryError("full"), after=many - 2)
+
+        def make_room() -> bool:
+            known.append(mover.room)
+            refuses.on = False
+            return True
+
+        monkeypatch.setattr(manager._transit, "_make_room", make_room)
+        manager.onload(wait=False).wait()
+        assert [mover.room is room for room in known] == [False]
+        assert differences(before, snapshot(model, optimizer)) == []
+
     @pytest.mark.parametrize("after", [0, 3, 12])
     def test_a_phase_that_cannot_be_entered_is_not_entered(self, after: int) -> None:
         model, optimizer = make()
