@@ -103,7 +103,9 @@ PEERS = (
     "host GiB",
     "gradients",
 )
-TORCH_OFFLOAD = Rows("2026-11-22-h200-activations-torch.json", {"torch_offload": "torch's activation offloading"})
+TORCH_OFFLOAD = Rows(
+    "2026-11-22-h200-activations-torch.json", {"torch_offload": "torch's activation offloading, without its streams"}
+)
 RL_STEP = (
     "first whole step, s",
     "whole step, s",
@@ -449,7 +451,7 @@ TABLES = (
                 "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
             ),
             Rows("2026-11-22-2xh200-fsdp-verl.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-verl` (6c820d5)"),
-            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (becbc7c)"),
+            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (4374b1a)"),
         ),
         of="run",
     ),
