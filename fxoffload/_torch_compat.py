@@ -28,6 +28,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch._inductor import config as inductor_config
 from torch._logging._internal import trace_structured as trace_structured
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
@@ -85,6 +86,12 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """One whose code is generated when somebody calls it, while torch compiles; graphs that are only looked at, or
+    compiled, never need theirs."""
+    return _make_graph_module(root, graph)
 
 
 def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
@@ -592,10 +599,7 @@ def is_static_placeholder(node: fx.Node) -> bool:
 
 def aliased_args(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of ``node`` may share, by its schema (``copy_``: the target only)."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or all(r.alias_info is None for r in schema.returns):
-        return []
-    return _args_where(node, lambda alias: True)
+    return _args_at(node, _places_of(node.target)[0])
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
@@ -603,19 +607,30 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
 
     ``inductor::resize_storage_bytes_`` (FSDP2 in a graph) frees its argument and does not say so.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.name == "inductor::resize_storage_bytes_":
-        return [a for a in node.args[:1] if isinstance(a, fx.Node)]
-    if schema is None or not schema.is_mutable:
-        return []
-    return _args_where(node, lambda alias: alias.is_write)
+    return _args_at(node, _places_of(node.target)[1])
 
 
-def _args_where(node: fx.Node, fits: Callable[[Any], bool]) -> list[fx.Node]:
+_Places = tuple[tuple[int, str], ...]  # of arguments: position and name
+
+
+@functools.cache
+def _places_of(target: Any) -> tuple[_Places, _Places]:
+    """The arguments whose memory a result of the op may share, and those that it writes."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return (), ()
+    found = [(i, a.name, a.alias_info) for i, a in enumerate(schema.arguments) if a.alias_info is not None]
+    shares = any(r.alias_info is not None for r in schema.returns)
+    aliased = tuple((i, name) for i, name, _ in found) if shares else ()
+    if schema.name == "inductor::resize_storage_bytes_":
+        return aliased, ((0, schema.arguments[0].name),)
+    written = tuple((i, name) for i, name, alias in found if alias.is_write) if schema.is_mutable else ()
+    return aliased, written
+
+
+def _args_at(node: fx.Node, places: _Places) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.alias_info is None or not fits(argument.alias_info):
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+    for position, name in places:
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         fx.map_arg(value, found.append)
     return found

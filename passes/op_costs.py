@@ -97,6 +97,7 @@ _RNG_WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsaf
 
 
 @functools.cache
+@functools.cache
 def op_name(target: Any) -> str:
     """``aten.mm`` for every overload of it; a higher-order op's own name."""
     return str(getattr(target, "overloadpacket", target))
@@ -136,18 +137,24 @@ def node_kind(node: fx.Node) -> Kind:
     if node.op != "call_function":
         return "view"
     target, _ = call_of(node)
-    name = op_name(target)
+    if (kind := _kind_by_name(op_name(target))) is not None:
+        return kind
+    if _formula(target) is not None:
+        return "matmul"
+    if _is_view(node):
+        return "view"
+    return "opaque" if fused_form(node) is None else "fused"
+
+
+@functools.cache
+def _kind_by_name(name: str) -> Kind | None:
     if name.split(".")[0] in _COLLECTIVES:
         return "collective"
     if name in _ATTENTION or name in _ATTENTION_BACKWARD:
         return "attention"
     if name in _CONVOLUTION or name in _CONVOLUTION_BACKWARD:
         return "convolution"
-    if name in _GROUPED or name in _PRODUCTS or _formula(target) is not None:
-        return "matmul"
-    if _is_view(node):
-        return "view"
-    return "opaque" if fused_form(node) is None else "fused"
+    return "matmul" if name in _GROUPED or name in _PRODUCTS else None
 
 
 def fused_form(node: fx.Node) -> Form | None:

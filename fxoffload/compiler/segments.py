@@ -16,6 +16,7 @@ import torch.fx as fx
 from fxoffload._torch_compat import (
     boxed_eager,
     compile_fx_inner,
+    graph_module,
     inductor_config,
     mutated_args,
     segment_tracing_context,
@@ -83,7 +84,7 @@ def extract_segment(gm: fx.GraphModule, segment: Segment, donated: Sequence[int]
     output = graph.output(tuple(env[n] for n in segment.outputs))
     # Strides stay what the next segment was compiled for.
     output.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))
-    return fx.GraphModule(attributes, graph)
+    return graph_module(attributes, graph)
 
 
 class SegmentCompiler:
