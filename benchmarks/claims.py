@@ -25,6 +25,7 @@ RESERVED_VS_ALLOCATED = 1.1
 NUM_BUDGETS = 8
 LONG_PEAK_OF_INDUCTOR, LONG_SLOWDOWN = 0.25, 0.015
 LONG_SEQ = 65_536
+COLLECTIVES, _ALL_THERE = 0.03, "_all_there_vs_inductor"
 
 
 def check_claims(report: Report) -> list[Claim]:
@@ -40,6 +41,8 @@ def check_claims(report: Report) -> list[Claim]:
             found = [*_Claims(case, rows).of_a_sweep(), claim_gradients_agree(derived)]
         elif report.scenario in ("activations", "fsdp"):
             found = [claim_gradients_agree(derived)]
+            if report.scenario == "fsdp":
+                found.append(_collectives_as_without(rows, derived))
             if budgets := _Claims(case, rows).budgets:
                 found += [_Claims(case, rows).budgets_met(len(budgets)), _Claims(case, rows).first_steps_meet_budgets()]
         claims += [{"case": case_label(case), **claim} for claim in found]
@@ -211,6 +214,21 @@ class _Claims:
         if not peers or not self.plans:
             return _missing(name, "a policy and auto")
         return _claim(name, *below(self.plans, peers, all_peers=True))
+
+
+def _collectives_as_without(rows: list[Record], derived: list[dict[str, Any]]) -> Claim:
+    """Copies to and from the host beside them do not make collectives take longer, once all ranks have come to them."""
+    name = f"collectives take at most {COLLECTIVES:+.0%} of Inductor's time beside copies"
+    moving = {r.variant.label for r in rows if (r.result.stats_per_step or {}).get("bytes_offloaded")}
+    ratios = {
+        f"{kind} of {row['variant']}": value
+        for row in derived
+        if row["variant"] in moving
+        for kind, value in ((key.removesuffix(_ALL_THERE), v) for key, v in row.items() if key.endswith(_ALL_THERE))
+    }
+    if not ratios:
+        return _missing(name, "inductor and a variant that offloads, traced on all ranks")
+    return _claim(name, max(ratios.values()) <= 1 + COLLECTIVES, {"ratios": ratios})
 
 
 def _point(record: Record) -> Point | None:

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.copy_trace import Interval, busy_ms
 from benchmarks.schema import Collective
 from benchmarks.steps import Stepper
+
+# Under the profiler. In one step a rank may come late to many.
+STEPS = 3
 
 # ncclDevKernel_AllGather_RING_LL(...), ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...), ncclKernel_AllReduce_...
 _KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
@@ -31,30 +34,46 @@ class Event(Protocol):
 
 
 def trace_collectives(stepper: Stepper) -> dict[str, Collective]:
-    """One extra step; all ranks take it. By kind of collective."""
+    """A few extra steps; all ranks take them. By kind of collective."""
     stepper.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        stepper.step()
+        for _ in range(STEPS):
+            stepper.step()
         torch.cuda.synchronize()
-    return summarize_collectives(profiler.events() or ())
+    return summarize_collectives(profiler.events() or (), STEPS)
 
 
 def _lower_quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def summarize_collectives(events: Iterable[Event]) -> dict[str, Collective]:
-    """A kernel runs from the moment its own rank starts it: what it waits for its peers is in its time."""
+def all_there_ms(by_rank: Sequence[Mapping[str, Collective]]) -> dict[str, float]:
+    """What collectives took once all ranks had come to them, by kind: see ``Collective``. All ranks make the same ones.
+    Kinds of which a rank saw another number are left out."""
+    found = {}
+    for kind, mine in by_rank[0].items():
+        peers = [ours[kind] for ours in by_rank if kind in ours]
+        if mine.count and len(peers) == len(by_rank) and len({len(peer.each_ms) for peer in peers}) == 1:
+            shortest = map(min, zip(*(peer.each_ms for peer in peers), strict=True))
+            found[kind] = sum(shortest) * mine.count / len(mine.each_ms)
+    return found
+
+
+def summarize_collectives(events: Iterable[Event], steps: int = 1) -> dict[str, Collective]:
+    """Of so many steps. A kernel runs from the moment its own rank starts it: what it waits for its peers is in its
+    time."""
     found: dict[str, list[Interval]] = {}
     for event in events:
         if named := _KERNEL.match(event.name):
             found.setdefault(named[1], []).append(Interval(event.time_range.start, event.time_range.end))
-    return {
-        kind: Collective(
-            count=len(kernels),
-            kernel_ms=sum(k.end_us - k.start_us for k in kernels) / 1e3,
-            busy_ms=busy_ms(kernels),
-            lower_quartile_ms=_lower_quartile([(k.end_us - k.start_us) / 1e3 for k in kernels]),
+    summary = {}
+    for kind, kernels in sorted(found.items()):
+        each_ms = [(k.end_us - k.start_us) / 1e3 for k in sorted(kernels, key=lambda k: k.start_us)]
+        summary[kind] = Collective(
+            count=len(each_ms) / steps,
+            kernel_ms=sum(each_ms) / steps,
+            busy_ms=busy_ms(kernels) / steps,
+            lower_quartile_ms=_lower_quartile(each_ms),
+            each_ms=each_ms,
         )
-        for kind, kernels in sorted(found.items())
-    }
+    return summary

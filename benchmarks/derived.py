@@ -65,6 +65,8 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
             other = theirs.collectives.get(name)
             if other is not None and other.kernel_ms:
                 row[f"{name}_kernel_ms_vs_inductor"] = collective.kernel_ms / other.kernel_ms
+            if other is not None and other.all_there_ms and collective.all_there_ms:
+                row[f"{name}_all_there_vs_inductor"] = collective.all_there_ms / other.all_there_ms
             if other is not None and other.lower_quartile_ms:
                 row[f"{name}_lower_quartile_vs_inductor"] = collective.lower_quartile_ms / other.lower_quartile_ms
     if mine.compile_s is not None and theirs.compile_s:

@@ -5,7 +5,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from benchmarks.schema import Request, Result
+from benchmarks.collective_trace import all_there_ms
+from benchmarks.schema import Collective, Request, Result
 
 
 def join(request: Request, device: torch.device) -> None:
@@ -33,7 +34,8 @@ def close() -> None:
 
 
 def gather_ranks(request: Request, result: Result) -> None:
-    """Every rank's median step and peak: rank 0's own numbers could hide a slower or fuller peer."""
+    """Every rank's median step and peak: rank 0's own numbers could hide a slower or fuller peer. And its collectives,
+    whose kernels wait where a rank comes early."""
     if result.step_ms is None:
         raise AssertionError("expected timed steps before ranks are gathered")
     mine = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
@@ -41,3 +43,8 @@ def gather_ranks(request: Request, result: Result) -> None:
     dist.all_gather_object(everyone, mine)
     result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
     result.peak_bytes_by_rank = [peak for _, peak in everyone]
+    if request.protocol.tensor_parallel == 1:  # otherwise a rank has others' collectives beside its own
+        traced: list[dict[str, Collective]] = [result.collectives] * request.protocol.ranks
+        dist.all_gather_object(traced, result.collectives)
+        for kind, ms in all_there_ms(traced).items():
+            result.collectives[kind].all_there_ms = ms

@@ -186,14 +186,19 @@ class Copies:
 
 @dataclass
 class Collective:
-    """NCCL's kernels of one kind in one extra step, from the profiler. ``kernel_ms``: their times summed up, in which a
-    kernel waits for its peers; ``busy_ms``: time in which at least one ran; ``lower_quartile_ms``: of one kernel, a
-    fourth of them are no longer (their peers are there when they begin)."""
+    """NCCL's kernels of one kind in an extra step, from the profiler; the average of a few.
 
-    count: int
+    ``kernel_ms``: their times summed up, in which a kernel waits for its peers; ``busy_ms``: time in which at least one
+    ran; ``lower_quartile_ms``: of one kernel, a fourth of them are no longer; ``each_ms``: all of them, in the order in
+    which they began; ``all_there_ms``: their times summed up, each of the rank where it was shortest, which came last
+    and waited for nobody (None: not known)."""
+
+    count: float
     kernel_ms: float
     busy_ms: float
     lower_quartile_ms: float = 0.0
+    each_ms: list[float] = field(default_factory=list)
+    all_there_ms: float | None = None
 
 
 @dataclass

@@ -17,8 +17,9 @@ from benchmarks.arguments import (
     parse_variants,
     split_settings,
 )
+from benchmarks.claims import check_claims
 from benchmarks.cli import app
-from benchmarks.collective_trace import summarize_collectives
+from benchmarks.collective_trace import all_there_ms, summarize_collectives
 from benchmarks.copy_trace import Interval, summarize_copies
 from benchmarks.derived import derive
 from benchmarks.gradients import digest_gradients
@@ -220,11 +221,33 @@ def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
     ]
     events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=a, end=b)) for n, a, b in names]
     assert summarize_collectives(events) == {
-        "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75)),
-        "ReduceScatter": Collective(1, 3.0, 3.0, 3.0),
+        "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75), [1.0, 2.0]),
+        "ReduceScatter": Collective(1, 3.0, 3.0, 3.0, [3.0]),
     }
+    assert summarize_collectives(events, 2)["AllGather"] == Collective(1, 1.5, 1.25, pytest.approx(0.75), [1.0, 2.0])
     even = [SimpleNamespace(name=names[0][0], time_range=SimpleNamespace(start=0, end=1000 * k)) for k in (1, 2, 3, 9)]
     assert summarize_collectives(even)["AllGather"].lower_quartile_ms == pytest.approx(1.25)
+
+
+def test_a_collective_took_what_it_took_on_the_rank_that_came_last() -> None:
+    ranks = [
+        {"AllGather": Collective(2, 0, 0, 0, [5.0, 1.0, 2.0, 4.0]), "AllReduce": Collective(1, 0, 0, 0, [1.0, 1.0])},
+        {"AllGather": Collective(2, 0, 0, 0, [1.0, 3.0, 2.5, 2.0]), "AllReduce": Collective(0.5, 0, 0, 0, [1.0])},
+    ]
+    assert all_there_ms(ranks) == {"AllGather": 3.0}, "1 + 1 + 2 + 2 ms in two steps"
+    assert all_there_ms([*ranks, {}]) == {}
+
+
+@pytest.mark.parametrize(("took", "held"), [(102.0, True), (104.0, False), (None, None)])
+def test_copies_are_not_to_make_collectives_take_longer(took: float | None, held: bool | None) -> None:
+    rows = [_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all", "checkpoint")]
+    for row, all_there in zip(rows, (100.0, took, 150.0), strict=True):
+        row.result.collectives = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=all_there)}
+    rows[1].result.stats_per_step = {"bytes_offloaded": 1, "bytes_reloaded": 1, "host_bytes_reserved": 1}
+    link = {"d2h_gb_per_s": 50.0, "h2d_gb_per_s": 50.0}
+    report = Report("fsdp", {}, Protocol(), link, rows, derive(rows, link))
+    found = [c for c in check_claims(report) if "collectives" in c["claim"]]
+    assert [c["held"] for c in found] == [held]
 
 
 def test_collectives_are_compared_with_inductors() -> None:
