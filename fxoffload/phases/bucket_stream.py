@@ -5,9 +5,10 @@ The reload stream copies and casts, the process groups' streams gather, the cons
 asked for:
 1. the consumer's stream waits for what landed of i, and puts the tensors together in ``out``; what it did with bucket
    i - 1 comes before that in its order, so that the tensors of i - 1 end here. Bucket i + 1 lands meanwhile;
-2. the reload stream waits for that, then bucket i + 2 lands where i was: the stage is cast into this rank's slots and
-   the gathers start, what is not gathered is copied from the host;
-3. the stage is free as soon as it was cast: the parts of bucket i + 3 are copied behind it, beside the gathers.
+2. the reload stream waits for that, then the next bucket lands where i was: this rank's slots are copied from the host,
+   or cast from the stage, and the gathers start, what is not gathered is copied from the host;
+3. the stage is free as soon as it was cast: the parts of the bucket behind that are copied, beside the gathers.
+There is a stage only where something is cast: what is copied behind a cast waits with it for a landing.
 See [Note: Memory of a bucket] for the buffers.
 """
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.buckets import LANDINGS, Lane, Piece, Plan
+from fxoffload.phases.buckets import Lane, Piece, Plan
 from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_units import Unit
@@ -84,7 +85,7 @@ class BucketStream:
         self._landed: deque[tuple[list[Any], list[Any]]] = deque()  # works and events, by bucket
         self._stage_filled: Any = None
         self._stage = ledger.take(plan.stage_bytes, device)
-        self._landings = [ledger.take(plan.landing_bytes, device) for _ in range(LANDINGS)]
+        self._landings = [ledger.take(plan.landing_bytes, device) for _ in range(plan.landings)]
         # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
         self._out = self._large = ledger.take(0, device)
 
@@ -95,7 +96,7 @@ class BucketStream:
             self._copies.reload_waits_for_compute()
             with self._still.copying():
                 self._fill_stage(0)
-                for i in range(LANDINGS):
+                for i in range(len(self._landings)):
                     self._land(i)
                     self._fill_stage(i + 1)
             self._out = self._ledger.take(self._plan.out_bytes, self._stage.device)
@@ -103,11 +104,11 @@ class BucketStream:
         self._wait()
         for lane in self._plan.buckets[index].lanes:
             for piece in lane.pieces:
-                self._unpack(lane, piece, self._landings[index % LANDINGS])
+                self._unpack(lane, piece, self._landing_of(index))
         self._copies.reload_waits_for_compute()
         with self._still.copying():
-            self._land(index + LANDINGS)
-            self._fill_stage(index + LANDINGS + 1)
+            self._land(index + len(self._landings))
+            self._fill_stage(index + len(self._landings) + 1)
 
     def whole(self, piece: Piece) -> Tensor:
         """The tensor that a piece belongs to, in its buffer."""
@@ -140,10 +141,10 @@ class BucketStream:
                     self._copies.compute_waits_for(event, Wait.TARGET_READY)
 
     def _fill_stage(self, index: int) -> None:
-        """This rank's parts of what is gathered in a bucket."""
+        """This rank's parts of what is cast and gathered in a bucket."""
         if index >= len(self._plan.buckets):
             return
-        pieces = [p for lane in self._plan.buckets[index].lanes if lane.key is not None for p in lane.pieces]
+        pieces = [p for lane in self._plan.buckets[index].lanes for p in lane.pieces if self._is_staged(p)]
         with self._copies.reloading():
             self._stage_filled = self._copy(
                 itertools.chain.from_iterable(self._from_source(p, self._stage[p.staged :]) for p in pieces)
@@ -152,14 +153,14 @@ class BucketStream:
     def _land(self, index: int) -> None:
         if index >= len(self._plan.buckets):
             return
-        lanes, landing = self._plan.buckets[index].lanes, self._landings[index % LANDINGS]
+        lanes, landing = self._plan.buckets[index].lanes, self._landing_of(index)
         works: list[Any] = []
         events: list[Any] = []
         self._landed.append((works, events))
         with self._copies.reloading():
             for lane in lanes:
                 if lane.key is not None:
-                    events.append(self._copy(self._cast(lane, landing)))
+                    events.append(self._copy(self._into_own_slot(lane, landing)))
                     works.append(self._gather(lane, landing))
             direct = [
                 self._from_source(p, landing[lane.base + p.landed :])
@@ -183,14 +184,23 @@ class BucketStream:
         nbytes = max(stop - piece.start, 0) * unit.source_dtype.itemsize
         return self._read(unit, piece.start, stop, target[:nbytes])
 
-    def _cast(self, lane: Lane, landing: Tensor) -> Copies:
-        """From the stage into this rank's slot."""
+    def _landing_of(self, index: int) -> Tensor:
+        return self._landings[index % len(self._landings)]
+
+    def _is_staged(self, piece: Piece) -> bool:
+        return self._units[piece.index].load.is_staged
+
+    def _into_own_slot(self, lane: Lane, landing: Tensor) -> Copies:
+        """From the host, or from the stage, where it is cast."""
         for piece in lane.pieces:
             unit = self._units[piece.index]
+            own = landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
+            if not self._is_staged(piece):
+                yield from self._from_source(piece, own)
+                continue
             count = min(piece.stop, math.prod(unit.own_shape)) - piece.start
             if count > 0:
                 source = self._stage[piece.staged :][: count * unit.source_dtype.itemsize].view(unit.source_dtype)
-                own = landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
                 yield own[: count * unit.wire_dtype.itemsize].view(unit.wire_dtype), source
 
     @staticmethod

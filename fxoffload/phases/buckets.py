@@ -1,12 +1,13 @@
 """Packs tensors into buckets that are copied, gathered and handed out one after the other.
 
 [Note: Memory of a bucket]
-Four buffers are kept on the device, each as large as the largest bucket needs:
+A few buffers are kept on the device, each as large as the largest bucket needs:
 
-stage       this rank's parts of gathered tensors, as they are copied from the host, of bucket i + 3
 landings    buckets i + 1 and i + 2: what needs no gathering is copied here, and gathers write here. One slot for each
-            rank; this rank's slot is written from the stage (and cast), the gather fills the others in place. Two, for
-            else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket.
+            rank; this rank's slot is copied from the host, or from the stage, the gather fills the others in place.
+            Two, for else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket. Three where
+            tensors are gathered and none is cast, for else nothing would be copied while one is gathered.
+stage       this rank's parts of gathered tensors that are cast first, as they are copied from the host, of bucket i + 3
 out         bucket i: whole tensors, which the consumer reads
 
 Together they are at most twice ``bucket_bytes``. A tensor that does not fit into ``out`` alone passes through several
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from fxoffload.sizes import format_bytes
 
 ALIGNMENT = 16  # bytes; kernels read 16 at once
-LANDINGS = 2
+_LANDINGS, _LANDINGS_OF_GATHERS = 2, 3
 _SMALLER_FIRST = 3  # buckets
 _LEAST_STAGE_SHARE = 0.05  # where little is gathered among much that is not
 
@@ -51,6 +52,11 @@ class Load:
     wire_item: int
     out_bytes: int
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether its elements are cast before they are gathered."""
+        return self.lane is not None and self.wire_item != self.source_item
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -58,7 +64,7 @@ class Piece:
 
     Attributes:
         index: of the tensor.
-        staged: where its bytes begin in the stage; meaningless for what is not gathered.
+        staged: where its bytes begin in the stage; meaningless for what is not staged.
         landed: where they begin in each rank's slot of its lane.
         out: where the whole tensor begins in ``out``; None: it is put together in the buffer for large ones.
         last: whether the tensor is whole now.
@@ -97,9 +103,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets and the sizes of the buffers; ``limit_bytes``: what was promised, 2 buckets + the largest tensor."""
+    """All buckets, the number of landings, and the sizes of the buffers; ``limit_bytes``: what was promised, 2 buckets
+    + the largest tensor."""
 
     buckets: tuple[Bucket, ...]
+    landings: int
     stage_bytes: int
     landing_bytes: int
     out_bytes: int
@@ -120,6 +128,7 @@ def plan_buckets(loads: Sequence[Load], bucket_bytes: int) -> Plan:
     found = packer.buckets
     return Plan(
         buckets=tuple(found),
+        landings=packer.landings,
         stage_bytes=max((b.stage_bytes for b in found), default=0),
         landing_bytes=max((b.landing_bytes for b in found), default=0),
         out_bytes=max((b.out_bytes for b in found), default=0),
@@ -142,7 +151,9 @@ class _Packer:
         staged = sum(_stage_bytes(load, load.elements) for load in loads)
         self._stage_share = max(staged / out, _LEAST_STAGE_SHARE) if staged else 0.0
         self._landing_share = sum(_landing_bytes(load, load.elements) for load in loads) / out
-        self._shares = self._stage_share + LANDINGS * self._landing_share + 1.0
+        is_gathered = any(load.lane is not None for load in loads)
+        self.landings = _LANDINGS_OF_GATHERS if is_gathered and not staged else _LANDINGS
+        self._shares = self._stage_share + self.landings * self._landing_share + 1.0
         self._max_out = int(2 * bucket_bytes / self._shares)
         self._max_stage = int(2 * bucket_bytes * self._stage_share / self._shares)
         self._max_landing = int(2 * bucket_bytes * self._landing_share / self._shares)
@@ -177,7 +188,7 @@ class _Packer:
     def _add_large(self, index: int) -> None:
         load = self._loads[index]
         step = self._max_landing // load.ranks // ALIGNMENT * ALIGNMENT // _landed_item(load)
-        if load.lane is not None:
+        if load.is_staged:
             step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_item)
         if step < 1:
             self._refuse(load)
@@ -190,7 +201,7 @@ class _Packer:
 
     def _refuse(self, load: Load) -> None:
         per_landing = max(ALIGNMENT, _landed_item(load)) * load.ranks / self._landing_share
-        per_stage = max(ALIGNMENT, load.source_item) / self._stage_share if load.lane is not None else 0.0
+        per_stage = max(ALIGNMENT, load.source_item) / self._stage_share if load.is_staged else 0.0
         least = math.ceil(max(per_landing, per_stage) * self._shares / 2) + 1
         raise ValueError(
             f"bucket_bytes is {format_bytes(self._bucket_bytes)}, but a bucket must hold one element of {load.name!r} "
@@ -233,4 +244,4 @@ def _landing_bytes(load: Load, elements: int) -> int:
 
 
 def _stage_bytes(load: Load, elements: int) -> int:
-    return 0 if load.lane is None else elements * load.source_item
+    return elements * load.source_item if load.is_staged else 0
