@@ -97,7 +97,6 @@ _RNG_WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsaf
 
 
 @functools.cache
-@functools.cache
 def op_name(target: Any) -> str:
     """``aten.mm`` for every overload of it; a higher-order op's own name."""
     return str(getattr(target, "overloadpacket", target))
