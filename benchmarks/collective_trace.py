@@ -1,8 +1,9 @@
 """How long the collectives of a step ran, from the profiler's records of NCCL's kernels."""
 
+import contextlib
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from benchmarks.steps import Stepper
 
 # Under the profiler. In one step a rank may come late to many.
 STEPS = 3
+# With and without copies in turn, so that whatever else changes on the machine falls on both.
+ROUNDS = 2
 
 # ncclDevKernel_AllGather_RING_LL(...), ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...), ncclKernel_AllReduce_...
 _KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
@@ -33,14 +36,32 @@ class Event(Protocol):
     def time_range(self) -> TimeRange: ...
 
 
-def trace_collectives(stepper: Stepper) -> dict[str, Collective]:
-    """A few extra steps; all ranks take them. By kind of collective."""
+def trace_collectives(stepper: Stepper) -> list[Event]:
+    """``STEPS`` extra steps; all ranks take them. NCCL's kernels."""
     stepper.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(STEPS):
             stepper.step()
         torch.cuda.synchronize()
-    return summarize_collectives(profiler.events() or (), STEPS)
+    return [event for event in profiler.events() or () if _KERNEL.match(event.name)]
+
+
+def trace_with_and_without(
+    stepper: Stepper, without_copies: Callable[[], contextlib.AbstractContextManager[None]] | None
+) -> tuple[dict[str, Collective], dict[str, Collective]]:
+    """By kind of collective; and the same of steps in which nothing is copied, where they can be had.
+
+    Args:
+        without_copies: a context in which the steps move nothing.
+    """
+    beside: list[Event] = []
+    alone: list[Event] = []
+    for _ in range(ROUNDS):
+        beside += trace_collectives(stepper)
+        if without_copies is not None:
+            with without_copies():
+                alone += trace_collectives(stepper)
+    return summarize_collectives(beside, ROUNDS * STEPS), summarize_collectives(alone, ROUNDS * STEPS)
 
 
 def _lower_quartile(values: list[float]) -> float:

@@ -43,6 +43,10 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
     if inductor is not None and inductor is not record and inductor.result.losses and record.result.losses:
         theirs = inductor.result.losses[0]
         row["relative_loss_difference_vs_inductor"] = abs(record.result.losses[0] - theirs) / max(abs(theirs), 1e-30)
+    for name, alone in record.result.collectives_without.items():
+        beside = record.result.collectives.get(name)
+        if beside is not None and beside.all_there_ms and alone.all_there_ms:
+            row[f"{name}_all_there_vs_without_copies"] = beside.all_there_ms / alone.all_there_ms
     if inductor is not None and record.result.stats_per_step is not None:
         row.update(_bounds(record, inductor, link))
     return row

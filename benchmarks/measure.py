@@ -7,12 +7,12 @@ import torch
 
 from benchmarks.activations.kinds import PEERS, is_sharded
 from benchmarks.allocator_trace import trace_step
-from benchmarks.collective_trace import trace_collectives
+from benchmarks.collective_trace import trace_with_and_without
 from benchmarks.compile_profile import count_graphs, read_compile_times
 from benchmarks.copy_trace import trace_copies
 from benchmarks.gradients import digest_gradients
 from benchmarks.gradients_compare import relative_differences
-from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload
+from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload, without_copies
 from benchmarks.phases import Phases, host_after, host_before
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.schema import Request, Result
@@ -131,7 +131,9 @@ class Measurement:
         self.result.num_graphs_at_end = count_graphs()
 
     def trace_collectives(self) -> None:
-        self.result.collectives = trace_collectives(self.stepper)
+        variant, result = self.request.variant, self.result
+        without = without_copies if uses_fxoffload(variant) else None
+        result.collectives, result.collectives_without = trace_with_and_without(self.stepper, without)
 
     def trace_copies(self) -> None:
         self.result.copies = trace_copies(self.stepper, self.request.variant)

@@ -106,3 +106,10 @@ def reset_stats(variant: Variant) -> None:
         import fxoffload
 
         fxoffload.reset_stats()
+
+
+def without_copies() -> contextlib.AbstractContextManager[None]:
+    """What is compiled already keeps everything meanwhile."""
+    from fxoffload import override_policy
+
+    return override_policy("keep_all")

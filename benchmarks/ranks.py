@@ -38,13 +38,14 @@ def gather_ranks(request: Request, result: Result) -> None:
     whose kernels wait where a rank comes early."""
     if result.step_ms is None:
         raise AssertionError("expected timed steps before ranks are gathered")
-    mine = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
-    everyone: list[tuple[float, int]] = [mine] * request.protocol.ranks
-    dist.all_gather_object(everyone, mine)
+    own = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
+    everyone: list[tuple[float, int]] = [own] * request.protocol.ranks
+    dist.all_gather_object(everyone, own)
     result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
     result.peak_bytes_by_rank = [peak for _, peak in everyone]
     if request.protocol.tensor_parallel == 1:  # otherwise a rank has others' collectives beside its own
-        traced: list[dict[str, Collective]] = [result.collectives] * request.protocol.ranks
-        dist.all_gather_object(traced, result.collectives)
-        for kind, ms in all_there_ms(traced).items():
-            result.collectives[kind].all_there_ms = ms
+        for mine in (result.collectives, result.collectives_without):
+            traced: list[dict[str, Collective]] = [mine] * request.protocol.ranks
+            dist.all_gather_object(traced, mine)
+            for kind, ms in all_there_ms(traced).items():
+                mine[kind].all_there_ms = ms

@@ -359,6 +359,8 @@ class Result:
     traced_peak: TracedPeak | None = None
     copies: Copies | None = None
     collectives: dict[str, Collective] = field(default_factory=dict)
+    # fxoffload's: of steps of the same process that keep everything
+    collectives_without: dict[str, Collective] = field(default_factory=dict)
     host: Host | None = None
     stats_first_step: dict[str, float] | None = None
     stats_timed_steps: dict[str, float] | None = None

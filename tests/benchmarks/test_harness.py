@@ -1,13 +1,16 @@
 """The harness on a CPU: a whole run at toy sizes, and each computed number against one worked out by hand."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import collective_trace
 from benchmarks.allocator_trace import Arrival, _mark_arrivals, replay
 from benchmarks.arguments import (
     SHARED_OPTIONS,
@@ -240,14 +243,38 @@ def test_a_collective_took_what_it_took_on_the_rank_that_came_last() -> None:
 
 @pytest.mark.parametrize(("took", "held"), [(102.0, True), (104.0, False), (None, None)])
 def test_copies_are_not_to_make_collectives_take_longer(took: float | None, held: bool | None) -> None:
-    rows = [_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all", "checkpoint")]
-    for row, all_there in zip(rows, (100.0, took, 150.0), strict=True):
+    rows = [_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all", "keep_all")]
+    for row, all_there in zip(rows, (90.0, took, 150.0), strict=True):
         row.result.collectives = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=all_there)}
+        row.result.collectives_without = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=100.0)}
     rows[1].result.stats_per_step = {"bytes_offloaded": 1, "bytes_reloaded": 1, "host_bytes_reserved": 1}
     link = {"d2h_gb_per_s": 50.0, "h2d_gb_per_s": 50.0}
     report = Report("fsdp", {}, Protocol(), link, rows, derive(rows, link))
     found = [c for c in check_claims(report) if "collectives" in c["claim"]]
     assert [c["held"] for c in found] == [held]
+
+
+def test_collectives_are_traced_with_and_without_copies_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, state = "ncclDevKernel_AllGather_RING_LL", {"copies": True}
+
+    @contextlib.contextmanager
+    def without() -> Iterator[None]:
+        state["copies"] = False
+        yield
+        state["copies"] = True
+
+    order: list[bool] = []
+
+    def traced(_: object) -> list[SimpleNamespace]:
+        order.append(state["copies"])
+        end = 3000 if state["copies"] else 1000
+        return [SimpleNamespace(name=kernel, time_range=SimpleNamespace(start=0, end=end))] * 3
+
+    monkeypatch.setattr(collective_trace, "trace_collectives", traced)
+    beside, alone = collective_trace.trace_with_and_without(None, without)  # type: ignore[arg-type]
+    assert order == [True, False, True, False]
+    assert (beside["AllGather"].kernel_ms, alone["AllGather"].kernel_ms) == (3.0, 1.0)
+    assert collective_trace.trace_with_and_without(None, None)[1] == {}  # type: ignore[arg-type]
 
 
 def test_collectives_are_compared_with_inductors() -> None:

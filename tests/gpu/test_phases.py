@@ -87,6 +87,8 @@ def test_the_driver_gets_the_memory() -> None:
     manager = manager_of(model, optimizer)
     # What the driver takes once for a process' first copies and registrations does not come back.
     manager.offload()
+    # Beside what other tests left alive: it is used again, and stays with the allocator.
+    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     manager.onload()
     torch.cuda.synchronize()
     nbytes = sum(t.nbytes for t in values(model, optimizer) if t.is_cuda)
@@ -96,8 +98,10 @@ def test_the_driver_gets_the_memory() -> None:
     handle = manager.offload()
     assert handle.done()
     assert allocated - torch.cuda.memory_allocated() >= nbytes
-    assert torch.cuda.mem_get_info()[0] - free >= nbytes - 24 * MIB  # small ones share a segment with others
-    assert manager.transitions[-1].freed_bytes >= nbytes - 24 * MIB
+    expected = nbytes - idle - 24 * MIB  # small ones share a segment with others
+    assert expected > nbytes // 2
+    assert torch.cuda.mem_get_info()[0] - free >= expected
+    assert manager.transitions[-1].freed_bytes >= expected
     assert manager.image.reserved_bytes <= 1.02 * nbytes
     manager.close()
 
