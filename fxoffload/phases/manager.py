@@ -32,6 +32,7 @@ from fxoffload.phases.phase import (
 from fxoffload.phases.sentinel import holdings_of, untouched
 from fxoffload.phases.storages import Holding, Where, bytes_of, plain_tensors
 from fxoffload.phases.transit import Transit
+from fxoffload.phases.weight_plans import WeightPlans
 from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.pinners import CudaPinner, HeapMemory
@@ -116,6 +117,7 @@ class PhaseManager:
             state=lambda: self.state,
         )
         self._transit.guards = Guards(self)
+        self.weight_plans = WeightPlans()
         self._blocks: list[Phase] = []
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None
@@ -324,7 +326,7 @@ class PhaseManager:
 
         def ended(stream: WeightStream) -> None:
             transition.nbytes = stream.delivered_bytes
-            transition.stream = stream
+            transition.stream = stream.still
             transition.finish()
             self._record(transition)
 

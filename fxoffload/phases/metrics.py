@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 
 
-class Exposed(Protocol):
-    """Measures itself."""
+class Waits(Protocol):
+    """Measures itself. Holds no tensors: a transition is kept for long."""
 
     @property
-    def exposed_seconds(self) -> float: ...
+    def seconds(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Transition:
         freed_bytes: by which the device's free memory grew, as the driver sees it (an offload that was waited for).
         host_bytes: of the host image afterwards.
         failed: whether it was rolled back.
-        stream: the stream of weights that this was.
+        stream: what is charged with the waits for a stream of weights.
         is_over: whether it has ended, one way or the other.
     """
 
@@ -44,7 +44,7 @@ class Transition:
     freed_bytes: int = 0
     host_bytes: int = 0
     failed: bool = False
-    stream: Exposed | None = None
+    stream: Waits | None = None
     is_over: bool = False
     _began: float = field(default_factory=time.perf_counter)
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Transition:
         while self._waits and self._waits[0][1].query():
             before, after = self._waits.pop(0)
             self._stream_seconds += before.elapsed_time(after) / 1e3
-        streamed = self.stream.exposed_seconds if self.stream is not None else 0.0
+        streamed = self.stream.seconds if self.stream is not None else 0.0
         return self.host_wait_seconds + self._stream_seconds + streamed
 
     def stood_still_since(self, began: float) -> None:

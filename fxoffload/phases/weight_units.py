@@ -92,6 +92,22 @@ class Unit:
         return region(self.shape, self.cuts, [cut.rank for cut in self.cuts])[1]
 
     @functools.cached_property
+    def own_bytes(self) -> int:
+        """That this rank copies from where they are."""
+        return math.prod(self.own_shape) * self.source_dtype.itemsize
+
+    def without_tensors(self) -> Unit:
+        """With all that is known of it, to be used again for tensors that are like these."""
+        _ = self.load, self.landed_dtype, self.own_bytes, self.numel
+        return self.with_tensors(None, ())  # type: ignore[arg-type]
+
+    def with_tensors(self, local: Tensor, aliases: tuple[Tensor, ...]) -> Unit:
+        """The same of other tensors."""
+        other = object.__new__(Unit)
+        other.__dict__.update(self.__dict__, local=local, aliases=aliases)
+        return other
+
+    @functools.cached_property
     def load(self) -> Load:
         """What it needs in a bucket; the same on all ranks."""
         return Load(
@@ -109,10 +125,18 @@ class Unit:
 _KnownCuts = dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]]
 
 
+# All names of a tensor, or the module's name of a flat parameter.
+Entry = tuple[list[str], Tensor | FlatParameterInfo]
+
+
 def units_of(
-    model: nn.Module, *, full: bool = True, dtype: torch.dtype | None = None, names: Collection[str] | None = None
+    entries: Sequence[Entry],
+    *,
+    full: bool = True,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
 ) -> list[Unit]:
-    """Everything that is handed out; see [Note: Names].
+    """Everything that is handed out of these.
 
     Raises:
         UnsupportedError: a tensor that cannot be read in pieces.
@@ -123,7 +147,7 @@ def units_of(
     with untouched():
         units: list[Unit] = []
         known: _KnownCuts = {}
-        for names_of_one, found in _entries(model):
+        for names_of_one, found in entries:
             if isinstance(found, Tensor):
                 units += _tensor_units(names_of_one, found, full, dtype, known)
             else:
@@ -137,27 +161,27 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         UnsupportedError: FSDP1 flattened parameters.
     """
-    with untouched():
-        entries = _entries(model)
+    entries = entries_of(model)
     weights = {name: found for names, found in entries if isinstance(found, Tensor) for name in names}
     if len(weights) < sum(len(names) for names, _ in entries):
         raise UnsupportedError("FSDP1 keeps parts of flattened parameters only: use stream_weights() for whole ones")
     return weights
 
 
-def _entries(model: nn.Module) -> list[tuple[list[str], Tensor | FlatParameterInfo]]:
-    """All names of each tensor, and the module's name of each flat parameter; in the order of their first names."""
-    modules = list(_clean_modules(model))
-    flats = {id(m): flat for _, m in modules if (flat := private.flat_parameter_of(m)) is not None}
-    inside = {(id(owner), attribute) for flat in flats.values() for owner, attribute in flat.members}
-    found: dict[int, tuple[list[str], Tensor | FlatParameterInfo]] = {}
-    for prefix, module in modules:
-        if id(module) in flats:
-            found.setdefault(id(module), ([prefix], flats[id(module)]))
-        for attribute, tensor in _own_tensors(module):
-            if (id(module), attribute) not in inside:
-                found.setdefault(id(tensor), ([], tensor))[0].append(_join(prefix, attribute))
-    return list(found.values())
+def entries_of(model: nn.Module) -> list[Entry]:
+    """Everything with a name, in the order of first names; see [Note: Names]."""
+    with untouched():
+        modules = list(_clean_modules(model))
+        flats = {id(m): flat for _, m in modules if (flat := private.flat_parameter_of(m)) is not None}
+        inside = {(id(owner), attribute) for flat in flats.values() for owner, attribute in flat.members}
+        found: dict[int, Entry] = {}
+        for prefix, module in modules:
+            if id(module) in flats:
+                found.setdefault(id(module), ([prefix], flats[id(module)]))
+            for attribute, tensor in _own_tensors(module):
+                if (id(module), attribute) not in inside:
+                    found.setdefault(id(tensor), ([], tensor))[0].append(_join(prefix, attribute))
+        return list(found.values())
 
 
 def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -174,11 +198,13 @@ def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    left_out = private.non_persistent_buffers(module)
-    for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-        if attribute not in left_out:
-            yield attribute, tensor
+    if module._parameters:
+        yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    if module._buffers:
+        left_out = private.non_persistent_buffers(module)
+        for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            if attribute not in left_out:
+                yield attribute, tensor
 
 
 def _tensor_units(

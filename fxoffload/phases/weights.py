@@ -25,20 +25,23 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fxoffload.phases.bucket_stream import BucketStream, Ledger
-from fxoffload.phases.buckets import Plan, plan_buckets
+from fxoffload.phases.buckets import Plan
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.phase import BUFFERS, PARAMS
 from fxoffload.phases.sentinel import untouched
 from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.storages import Where
+from fxoffload.phases.weight_plans import WeightPlans
 from fxoffload.phases.weight_source import Stored, WeightSource
-from fxoffload.phases.weight_units import Unit, named_tensors, units_of
+from fxoffload.phases.weight_units import Unit, named_tensors
 from fxoffload.runtime.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 
 
 class Streamed(Stored, Protocol):
     """What ``stream_weights`` asks of a ``PhaseManager``."""
+
+    weight_plans: WeightPlans
 
     @property
     def models(self) -> Mapping[str, nn.Module]: ...
@@ -64,6 +67,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         nbytes: that this process copies from its host image or its device, if the stream is read to its end.
         delivered_bytes: those of them whose tensors were handed out so far.
         ledger: the device memory of the stream.
+        still: what is charged with the waits for it.
     """
 
     def __init__(
@@ -77,10 +81,10 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         self.plan = plan
         self.units = units
         with untouched():
-            self.nbytes = sum(_own_bytes(unit) for unit in units)
+            self.nbytes = sum(unit.own_bytes for unit in units)
         self.delivered_bytes = 0
         self.ledger = Ledger(plan.limit_bytes)
-        self._ended, self._still = ended, still
+        self._ended, self.still = ended, still
         self._items = self._run(units, start)
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -92,7 +96,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
         On a GPU of the waits that are over by now: of all of them after ``torch.cuda.synchronize()``.
         """
-        return self._still.seconds
+        return self.still.seconds
 
     def close(self) -> None:
         """Ends the stream; its memory is free."""
@@ -114,7 +118,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
                 with record_function("fxoffload::stream_weights"):
                     buckets.advance(index)
                 for piece in bucket.finished:
-                    self.delivered_bytes += _own_bytes(units[piece.index])
+                    self.delivered_bytes += units[piece.index].own_bytes
                     flat = buckets.whole(piece).view(-1)
                     for named in units[piece.index].named:
                         yield named.name, flat[named.start :][: _numel(named.shape)].view(named.shape)
@@ -153,8 +157,8 @@ def stream_weights(
     """
     limit = parse_bytes(bucket_bytes, "bucket_bytes")
     with untouched():
-        units = units_of(_model(manager.models, model), full=full, dtype=dtype, names=names)
-        plan = plan_buckets([unit.load for unit in units], limit)
+        of = _model(manager.models, model)
+        units, plan = manager.weight_plans.plan(of, limit, full=full, dtype=dtype, names=names)
         where = _device(units, device)
     still = StandStill(where)
     read = WeightSource(manager, still).copies
@@ -222,10 +226,6 @@ def _device(units: list[Unit], device: torch.device | str | None) -> torch.devic
         listed = ", ".join(sorted(map(str, away_from_cpu)))
         raise ValueError(f"the model's tensors are on {listed}: say on which device= they shall be handed out")
     return next(iter(away_from_cpu or found), torch.device("cpu"))
-
-
-def _own_bytes(unit: Unit) -> int:
-    return _numel(unit.own_shape) * unit.source_dtype.itemsize
 
 
 def _numel(shape: tuple[int, ...]) -> int:

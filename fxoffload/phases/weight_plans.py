@@ -1,0 +1,133 @@
+"""What a weight stream is made of, remembered from one stream to the next.
+
+[Note: Remembered plans]
+A rollout engine gets the same weights after every step. To find out what there is and to pack it takes the host 8 ms
+for 355 sharded tensors, in which nothing is copied; a stream of 6.3 GB takes 0.13 s. All of that follows from what a
+``Look`` has, which is compared in 2 ms. No tensor is held: those that are streamed are the ones that were looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxoffload import _torch_private as private
+from fxoffload.phases.buckets import Plan, plan_buckets
+from fxoffload.phases.sentinel import untouched
+from fxoffload.phases.storages import plain_tensors
+from fxoffload.phases.weight_units import Entry, Unit, entries_of, units_of
+
+_MOST = 8  # a manager's models, by different arguments
+
+
+@dataclass(eq=False, slots=True)
+class Look:
+    """All of an entry that its unit depends on, and the tensors that it is about.
+
+    Attributes:
+        mesh: of a DTensor. Another one has other process groups, even if it is equal.
+    """
+
+    names: list[str]
+    local: Tensor
+    aliases: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    local_shape: torch.Size
+    mesh: Any
+    placements: Any
+
+    def is_like(self, other: _Remembered, at: int) -> bool:
+        """Whether the same unit came of what was looked at before."""
+        return (
+            self.mesh is other.meshes[at]
+            and self.placements == other.placements[at]
+            and self.dtype is other.dtypes[at]
+            and self.shape == other.shapes[at]
+            and self.local_shape == other.local_shapes[at]
+            and self.names == other.names[at]
+        )
+
+
+class _Remembered:
+    """Of a plan: looks without their tensors, and units without theirs."""
+
+    def __init__(self, looks: Sequence[Look], units: Sequence[Unit], plan: Plan) -> None:
+        self.names = [look.names for look in looks]
+        self.shapes = [look.shape for look in looks]
+        self.dtypes = [look.dtype for look in looks]
+        self.local_shapes = [look.local_shape for look in looks]
+        self.meshes = [look.mesh for look in looks]
+        self.placements = [look.placements for look in looks]
+        self.units = [unit.without_tensors() for unit in units]
+        self.plan = plan
+
+    def units_of(self, looks: Sequence[Look]) -> list[Unit]:
+        """The units, of the tensors that were looked at."""
+        return [unit.with_tensors(look.local, look.aliases) for unit, look in zip(self.units, looks, strict=True)]
+
+    def fits(self, looks: Sequence[Look]) -> bool:
+        """Whether planning these would come to the same."""
+        return len(looks) == len(self.names) and all(look.is_like(self, i) for i, look in enumerate(looks))
+
+
+class WeightPlans:
+    """See [Note: Remembered plans]. One for each manager."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Remembered] = {}
+
+    def plan(
+        self,
+        model: nn.Module,
+        bucket_bytes: int,
+        *,
+        full: bool = True,
+        dtype: torch.dtype | None = None,
+        names: Collection[str] | None = None,
+    ) -> tuple[list[Unit], Plan]:
+        """What is handed out, and its buckets.
+
+        Raises:
+            UnsupportedError: a tensor that cannot be read in pieces.
+            ValueError: an unknown name, a ``dtype`` that is not floating, ``bucket_bytes`` too small.
+        """
+        with untouched():
+            entries = entries_of(model)
+            looks = None if names is not None else _looks(entries)
+            key = (id(model), bucket_bytes, full, dtype)
+            known = self._known.get(key)
+            if known is not None and looks is not None and known.fits(looks):
+                return known.units_of(looks), known.plan
+            units = units_of(entries, full=full, dtype=dtype, names=names)
+            plan = plan_buckets([unit.load for unit in units], bucket_bytes)
+            if looks is not None and len(units) == len(looks):
+                while len(self._known) >= _MOST:
+                    self._known.pop(next(iter(self._known)), None)
+                self._known[key] = _Remembered(looks, units, plan)
+            return units, plan
+
+
+def _looks(entries: Sequence[Entry]) -> list[Look] | None:
+    """None where one is no plain tensor and no DTensor of one: they are rare, and looked at anew every time."""
+    found = []
+    for names, tensor in entries:
+        if not isinstance(tensor, Tensor) or is_lazy(tensor):
+            return None
+        if private.is_dtensor(tensor):
+            inner = plain_tensors(tensor)
+            if len(inner) != 1:
+                return None
+            local, placed = inner[0], private.mesh_and_placements(tensor)
+            found.append(Look(names, local, (tensor,), tensor.shape, local.dtype, local.shape, *placed))
+        elif is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            return None
+        else:
+            found.append(Look(names, tensor, (), tensor.shape, tensor.dtype, tensor.shape, None, None))
+    return found
