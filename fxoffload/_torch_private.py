@@ -15,14 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
-def copy_each(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
-    """Copies without waiting, one after the other on the current stream, with one call from Python."""
-    torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-
-
 # -- phases: who compiled a module -------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ class BucketStream:
     def _copy(self, pieces: Copies) -> Any:
         """The event of copies; if one cannot be made, those before it are waited for."""
         try:
-            return self._copies.reload(pieces)
+            return self._copies.reload(pieces, gives_way=False)
         except BaseException:
             self._copies.synchronize()
             raise

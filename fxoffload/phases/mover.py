@@ -106,7 +106,7 @@ class Mover:
         ahead = Ahead(remembered)
         try:
             for part in parts(remembered):
-                self._start_leaving(part)
+                self._start_leaving(part, gives_way=False)
         except BaseException:
             self.finish(ahead)
             raise
@@ -118,11 +118,14 @@ class Mover:
             self.copies(device).synchronize()
         ahead.let_go()
 
-    def leave(self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[list[Holding]], None]) -> None:
+    def leave(
+        self, holdings: Sequence[Holding], ahead: Ahead, freed: Callable[[list[Holding]], None], *, gives_way: bool
+    ) -> None:
         """Copies to the host; calls ``freed`` for holdings, a few at a time, whose bytes have arrived there.
 
         Args:
             ahead: what is on its way already.
+            gives_way: whether others may need the link meanwhile.
 
         Raises:
             HostMemoryError: there is no host memory.
@@ -134,7 +137,7 @@ class Mover:
             under_way, rest = ahead.split(holdings)
             pending.extend((part, ends[part[0].device]) for part in parts(under_way))
             for part in parts(rest):
-                pending.append((part, self._start_leaving(part)))
+                pending.append((part, self._start_leaving(part, gives_way=gives_way)))
                 time.sleep(YIELD_S)
                 while pending and is_done(pending[0][1]):
                     freed(pending.popleft()[0])
@@ -168,14 +171,17 @@ class Mover:
         A failure empties what was allocated and is raised: everything is on the host as before.
         """
         try:
-            self.start_arriving(holdings)
+            self.start_arriving(holdings, gives_way=False)
         except BaseException:
             for holding in holdings:
                 self.give_up(holding)
             raise
 
-    def start_arriving(self, holdings: Sequence[Holding]) -> None:
+    def start_arriving(self, holdings: Sequence[Holding], *, gives_way: bool = True) -> None:
         """Allocates on the current stream and starts the copies; one that there is no room for ends it.
+
+        Args:
+            gives_way: whether others may need the link meanwhile: nobody who waits for all of it.
 
         Raises:
             torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
@@ -189,7 +195,7 @@ class Mover:
                         allocated.append(holding)
                 finally:
                     if allocated:
-                        self._fill(allocated)
+                        self._fill(allocated, gives_way)
 
     def allocate(self, holding: Holding) -> None:
         """Memory for a storage, on the current stream."""
@@ -205,25 +211,26 @@ class Mover:
         holding.storage.resize_(0)
         holding.event, holding.serial, holding.where = None, 0, Where.HOST
 
-    def _fill(self, part: list[Holding]) -> None:
+    def _fill(self, part: list[Holding], gives_way: bool) -> None:
         try:
             self.before_writing(part[0].device)
-            self._start_copies(part)
+            self._start_copies(part, gives_way)
         except BaseException:
             self.copies(part[0].device).synchronize()
             for holding in part:
                 holding.storage.resize_(0)
             raise
 
-    def _start_copies(self, part: list[Holding]) -> None:
+    def _start_copies(self, part: list[Holding], gives_way: bool) -> None:
         copies = self.copies(part[0].device)
         with copies.reloading():
-            event = copies.reload([piece for holding in part for piece in self._pieces(holding)])
+            pieces = [piece for holding in part for piece in self._pieces(holding)]
+            event = copies.reload(pieces, gives_way=gives_way)
         serial = next(self._serials)
         for holding in part:
             holding.event, holding.serial, holding.where = event, serial, Where.ARRIVING
 
-    def _start_leaving(self, part: list[Holding]) -> Any:
+    def _start_leaving(self, part: list[Holding], *, gives_way: bool) -> Any:
         """Returns the event of the copies."""
         for holding in part:
             if holding.block is None:
@@ -233,7 +240,8 @@ class Mover:
             for event in {id(holding.event): holding.event for holding in part}.values():
                 if event is not None:
                     copies.offload_waits_for(event, Wait.HOST_READ)
-            return copies.offload([(host, device) for holding in part for device, host in self._pieces(holding)])
+            pieces = [(host, device) for holding in part for device, host in self._pieces(holding)]
+            return copies.offload(pieces, gives_way=gives_way)
 
     def _pieces(self, holding: Holding) -> list[tuple[Tensor, Tensor]]:
         """The parts of a storage on the device and on the host."""

@@ -135,7 +135,9 @@ class Transit:
                 self.mover.before_leaving(holdings)
                 self._guard(holdings)
                 # Last: with a second thread that wants the interpreter all of this takes twice as long.
-                self.worker.submit(lambda: self._leave(holdings, ahead, dropped, transition, handle, returner, streams))
+                self.worker.submit(
+                    lambda: self._leave(holdings, ahead, dropped, transition, handle, returner, streams, at_once)
+                )
                 self._handles.append(handle)
             except BaseException:
                 self._settle([held for held in holdings if held.where is Where.LEAVING])
@@ -176,6 +178,7 @@ class Transit:
         handle: Handle,
         returner: Returner,
         streams: list[torch.cuda.Stream],
+        at_once: bool,
     ) -> None:
         """In the background thread."""
 
@@ -192,7 +195,7 @@ class Transit:
         error: BaseException | None = None
         try:
             with record_function("fxoffload::copies to the host"):
-                self.mover.leave(holdings, ahead, empty)
+                self.mover.leave(holdings, ahead, empty, gives_way=not at_once)
         except BaseException as caught:
             error = caught
             with on_streams(streams):

@@ -16,14 +16,6 @@ That a reload reads its host block only after the copy that wrote it needs no wa
 is either still held, then it is taken back and nothing is reloaded, or the compute stream has waited for the copy (at
 its release, or for a graph input before the forward returned; SOURCE_DONE), and the reload stream waits for the compute
 stream (TARGET_FREE). Groups of another compute stream are never prefetched.
-
-[Note: Pieces of a reload]
-A GPU has one engine for copies from the host, which finishes a copy before it turns to another stream's. Small copies
-of the compute stream go the same way: FSDP2 sends a table of sizes to the device for each gather and each scatter, and
-what comes next waits for it. Beside reloads of 100 MB each of these took 0.7 ms on average and 2 ms at most: 66 of the
-67 ms by which a training step of two H200s was late while 12.6 GB of optimizer state came back (2026-11-23, a profile
-of ``benchmarks run phases --set ranks=2 layers=32``). So a reload is made of small copies. What goes to the host is
-not: nobody waits there but a program that reads a value off the device.
 """
 
 from __future__ import annotations
@@ -38,11 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxoffload import _torch_private as private
 from fxoffload.runtime.capture_mode import outside_captures
-
-# 0.15 ms of a link of today.
-RELOAD_PIECE_BYTES = 8 << 20
+from fxoffload.runtime.giving_way import GivingWay
 
 
 class Wait(enum.Enum):
@@ -74,8 +63,15 @@ class CopyStreams(Protocol):
         """Around one or more ``reload`` calls."""
         ...
 
-    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
-    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object: ...
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
+        """Starts copies to the host, (target, source), and returns the event behind them. ``gives_way``: to small
+        copies of others."""
+        ...
+
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
+        """The same to the device."""
+        ...
+
     def exposed_ms(self) -> float: ...
     def reset_exposed(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -107,7 +103,7 @@ class HostCopies:
 
     reloading = offloading
 
-    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
         for target, source in pieces:
             target.copy_(source)
         return None
@@ -127,7 +123,7 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Two streams, one for each direction of the link, so that both directions run at once.
+    """A stream for each direction of the link, so that both directions run at once; see [Note: Giving way].
 
     ``before_copy``: a hook for tests, called with the stream right before a copy is put on it (to delay it).
     ``left_out``: a wait that tests take out, to see that it is needed.
@@ -139,14 +135,24 @@ class CudaCopies:
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         # Device to host: overlaps the forward's kernels.
-        self.offload_stream = torch.cuda.Stream(device)
+        self._down = GivingWay(device)
         # Host to device: overlaps the backward's kernels, and the offloads of another microbatch's forward.
-        self.reload_stream = torch.cuda.Stream(device)
+        self._up = GivingWay(device)
         self.before_copy: Callable[[torch.cuda.Stream], None] | None = None
         self.left_out: Wait | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
         self._pending_lock = threading.Lock()
+
+    @property
+    def offload_stream(self) -> torch.cuda.Stream:
+        """Behind everything that was offloaded so far."""
+        return self._down.stream
+
+    @property
+    def reload_stream(self) -> torch.cuda.Stream:
+        """Behind everything that was reloaded so far."""
+        return self._up.stream
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._index)
@@ -197,22 +203,11 @@ class CudaCopies:
             if device != self._index:
                 torch.cuda.set_device(device)
 
-    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
-        self._about_to_copy(self.offload_stream)
-        for target, source in pieces:
-            target.copy_(source, non_blocking=True)
-        return _event_on(self.offload_stream)
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
+        return self._copy(self._down, pieces, gives_way)
 
-    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
-        """See [Note: Pieces of a reload]."""
-        self._about_to_copy(self.reload_stream)
-        for target, source in pieces:
-            if source.nbytes <= RELOAD_PIECE_BYTES or source.is_cuda or source.dim() != 1:
-                target.copy_(source, non_blocking=True)
-            else:
-                count = RELOAD_PIECE_BYTES // source.element_size()
-                private.copy_each(target.split(count), source.split(count))
-        return _event_on(self.reload_stream)
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
+        return self._copy(self._up, pieces, gives_way)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
@@ -240,9 +235,13 @@ class CudaCopies:
             for event in events:
                 event.synchronize()
 
-    def _about_to_copy(self, stream: torch.cuda.Stream) -> None:
+    def _copy(self, way: GivingWay, pieces: Iterable[tuple[Tensor, Tensor]], gives_way: bool) -> torch.cuda.Event:
         if self.before_copy is not None:
-            self.before_copy(stream)
+            self.before_copy(way.stream)
+        way.copy(pieces, gives_way=gives_way)
+        event = torch.cuda.Event()
+        event.record(way.stream)
+        return event
 
     def _fold(self, *, wait_for_them: bool) -> None:
         while self._pending:
@@ -256,10 +255,3 @@ class CudaCopies:
                 return
             self._pending.popleft()
             self._exposed_ms += before.elapsed_time(after)
-
-
-def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Behind what was put on the stream so far."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

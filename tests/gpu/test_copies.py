@@ -1,13 +1,14 @@
-"""What copies to and from the host may hold up."""
+"""Copies to and from the host do not hold up small copies of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fxoffload.runtime.streams import RELOAD_PIECE_BYTES, CudaCopies
+from fxoffload.runtime.giving_way import BURST_BYTES, GivingWay
+from fxoffload.runtime.streams import CudaCopies
 
 pytestmark = pytest.mark.gpu
 
@@ -15,51 +16,75 @@ NBYTES = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def pinned() -> torch.Tensor:
-    return torch.randint(0, 255, (NBYTES,), dtype=torch.uint8).pin_memory()
+def pinned() -> Iterator[torch.Tensor]:
+    yield torch.randint(0, 255, (NBYTES,), dtype=torch.uint8).pin_memory()
 
 
-def ms_of_a_small_copy(start_large: Callable[[], None], small: torch.Tensor) -> float:
-    """That a copy of 4 KiB on the current stream takes while a large one of another stream is under way."""
-    torch.cuda.synchronize()
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start_large()
-    before.record()
-    small.to("cuda", non_blocking=True)
-    after.record()
-    torch.cuda.synchronize()
-    return before.elapsed_time(after)
+@pytest.fixture(scope="module")
+def on_device() -> Iterator[torch.Tensor]:
+    yield torch.randint(0, 255, (NBYTES,), dtype=torch.uint8, device="cuda")
 
 
-def test_a_small_copy_does_not_wait_for_a_whole_reload(pinned: torch.Tensor) -> None:
+@pytest.mark.parametrize("part_bytes", [NBYTES, 24 << 20, 5 << 20])
+@pytest.mark.parametrize("down", [False, True])
+def test_a_small_copy_does_not_wait_for_what_is_queued(
+    pinned: torch.Tensor, on_device: torch.Tensor, down: bool, part_bytes: int
+) -> None:
+    target, source = (pinned, on_device) if down else (on_device, pinned)
+    parts = list(zip(target.split(part_bytes), source.split(part_bytes), strict=True))
+    host, device = torch.ones(1024).pin_memory(), torch.ones(1024, device="cuda")
+    way = GivingWay(torch.device("cuda", torch.cuda.current_device()))
+
+    def ms_of_a_small_copy(gives_way: bool) -> float:
+        """On the current stream, half a millisecond after the others have begun."""
+        torch.cuda.synchronize()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(way.stream):
+            way.copy(parts, gives_way=gives_way)
+        torch.cuda._sleep(1_000_000)
+        before.record()
+        (host if down else device).copy_(device if down else host, non_blocking=True)
+        after.record()
+        torch.cuda.synchronize()
+        return before.elapsed_time(after)
+
+    for gives_way in (False, True):
+        ms_of_a_small_copy(gives_way)
+    # A GiB takes 20 ms.
+    assert min(ms_of_a_small_copy(gives_way=False) for _ in range(3)) > 8.0, "the test would see nothing"
+    assert min(ms_of_a_small_copy(gives_way=True) for _ in range(5)) < 1.0
+
+
+@pytest.mark.parametrize("nbytes", [1, BURST_BYTES, BURST_BYTES + 1, 5 * BURST_BYTES - 7])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_comes_in_bursts_is_whole_and_in_order(
+    pinned: torch.Tensor, on_device: torch.Tensor, nbytes: int, parts: int
+) -> None:
+    """To the device and back, each way behind a kernel that is late, and with nothing but the streams to wait for."""
     copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
-    target = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
-    small = torch.ones(1024).pin_memory()
-    torch.cuda.synchronize()
-
-    def whole() -> None:
-        with torch.cuda.stream(copies.reload_stream):
-            target.copy_(pinned, non_blocking=True)
-
-    def reload() -> None:
-        with copies.reloading():
-            copies.reload([(target, pinned)])
-
-    for start in (whole, reload):
-        ms_of_a_small_copy(start, small)
-    alone = min(ms_of_a_small_copy(whole, small) for _ in range(5))
-    beside = max(ms_of_a_small_copy(reload, small) for _ in range(5))
-    assert alone > 5.0  # a GiB takes 20 ms: the test sees what it is about
-    assert beside < 2.0
-
-
-@pytest.mark.parametrize("nbytes", [1, RELOAD_PIECE_BYTES, RELOAD_PIECE_BYTES + 1, 3 * RELOAD_PIECE_BYTES - 7])
-def test_a_reload_in_pieces_is_whole(pinned: torch.Tensor, nbytes: int) -> None:
-    copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
-    target = torch.zeros(nbytes + 8, dtype=torch.uint8, device="cuda")
-    copies.reload_waits_for_compute()
+    source = torch.zeros(parts * nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    back = torch.zeros(parts * nbytes, dtype=torch.uint8).pin_memory()
+    torch.cuda._sleep(20_000_000)
+    source.copy_(on_device[: parts * nbytes])
+    copies.offload_waits_for_compute()
+    with copies.offloading():
+        event = copies.offload(list(zip(back.split(nbytes), source.split(nbytes), strict=True)))
+    copies.reload_stream.wait_event(event)  # type: ignore[arg-type]
     with copies.reloading():
-        copies.reload([(target[:nbytes], pinned[5 : 5 + nbytes])])
-    copies.synchronize()
-    assert torch.equal(target[:nbytes].cpu(), pinned[5 : 5 + nbytes])
-    assert not target[nbytes:].any()
+        event = copies.reload(list(zip(target.split(nbytes), back.split(nbytes), strict=True)))
+    torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
+    assert torch.equal(target, on_device[: parts * nbytes])
+    assert torch.equal(back, on_device[: parts * nbytes].cpu())
+
+
+def test_the_caller_gets_its_stream_back(pinned: torch.Tensor, on_device: torch.Tensor) -> None:
+    way = GivingWay(torch.device("cuda", torch.cuda.current_device()))
+    for n in (1, BURST_BYTES + 1, 2 * BURST_BYTES + 1):
+        with torch.cuda.stream(way.stream):
+            way.copy([(on_device[:n], pinned[:n])], gives_way=True)
+            assert torch.cuda.current_stream() == way.stream
+            with pytest.raises(RuntimeError, match="size"):
+                way.copy([(on_device[:n], pinned[:n]), (on_device[:2], pinned[:3])], gives_way=True)
+            assert torch.cuda.current_stream() == way.stream
+    torch.cuda.synchronize()

@@ -66,11 +66,11 @@ class DelayedCopies:
 
     reloading = offloading
 
-    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> None:
         for target, source in pieces:
             target.copy_(source)
 
-    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Event:
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> Event:
         copies = list(pieces)
         for target, _ in copies:
             target.fill_(GARBAGE)
@@ -217,7 +217,7 @@ class LateStreams:
 
     reloading = offloading
 
-    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Work:
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> Work:
         copies = list(pieces)
 
         def work() -> None:
@@ -230,7 +230,7 @@ class LateStreams:
 
         return self._queue("offload", work)
 
-    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Work:
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> Work:
         copies = list(pieces)
         for target, _ in copies:
             target.fill_(GARBAGE)

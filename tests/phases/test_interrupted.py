@@ -55,11 +55,11 @@ def breaks(where: Any, name: str, number: int, error: BaseException, monkeypatch
     """The ``number``-th call raises."""
     original, left = getattr(where, name), [number]
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise error
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(where, name, call)
 

@@ -419,11 +419,11 @@ class _Breaks(DelayedCopies):
         if self.left < 0:
             raise RuntimeError("the copy broke")
 
-    def offload(self, pieces: Any) -> None:
+    def offload(self, pieces: Any, *, gives_way: bool = True) -> None:
         self._count()
         super().offload(pieces)
 
-    def reload(self, pieces: Any) -> Any:
+    def reload(self, pieces: Any, *, gives_way: bool = True) -> Any:
         self._count()
         return super().reload(pieces)
 

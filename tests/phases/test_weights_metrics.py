@@ -24,7 +24,7 @@ class Slow(HostCopies):
 
     seconds = 0.0
 
-    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> object:
+    def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
         pieces = list(pieces)
         if pieces:
             time.sleep(self.seconds)

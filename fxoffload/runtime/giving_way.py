@@ -1,0 +1,68 @@
+"""Copies of one direction of the link, which let small copies of other streams pass.
+
+[Note: Giving way]
+A GPU has one engine for copies to the host and one for those from the host, and an engine works off what one stream has
+queued before it turns to another stream, however small the copies are: one of 4 KiB that another stream makes waits for
+all of them (38 ms behind 2 GiB; H200, 2026-11-23). And there are such copies: FSDP2 sends a table of sizes to the device
+for each gather and each scatter, a dropless MoE reads how many tokens each expert has, a loop reads its loss. So what
+is copied goes to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives
+the engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9;
+8 MiB: 0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+BURST_BYTES = 16 << 20
+
+
+class GivingWay:
+    """Two streams that take turns. To all others there is one, ``stream``: what it was told to wait for before a copy,
+    the copy waits for, and what is put on it behind a copy comes behind the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._other = torch.cuda.Stream(device)
+        self._since_turn = 0  # bytes
+
+    def copy(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool) -> None:
+        """Starts copies; ``stream`` is the current stream.
+
+        Args:
+            pieces: (target, source).
+            gives_way: whether others may need the link meanwhile.
+        """
+        if not gives_way:
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+            return
+        here, there = self.stream, self._other
+        try:
+            for target, source in pieces:
+                for to, part in _bursts(target, source):
+                    if self._since_turn + part.nbytes > BURST_BYTES and self._since_turn:
+                        self._pass_on(here, there)
+                        here, there = there, here
+                    to.copy_(part, non_blocking=True)
+                    self._since_turn += part.nbytes
+        finally:
+            if here is not self.stream:
+                self._pass_on(here, there)
+
+    def _pass_on(self, here: torch.cuda.Stream, there: torch.cuda.Stream) -> None:
+        turn = torch.cuda.Event()  # one each: another thread may be copying too
+        turn.record(here)
+        there.wait_event(turn)
+        torch.cuda.set_stream(there)
+        self._since_turn = 0
+
+
+def _bursts(target: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    if source.nbytes <= BURST_BYTES or source.dim() != 1:
+        return ((target, source),)
+    count = BURST_BYTES // source.element_size()
+    return zip(target.split(count), source.split(count), strict=True)
