@@ -1,13 +1,13 @@
 """Copies of one direction of the link, which let small copies of other streams pass.
 
 [Note: Giving way]
-A GPU has one engine for copies to the host and one for those from the host, and an engine works off what one stream has
-queued before it turns to another stream, however small the copies are: one of 4 KiB that another stream makes waits for
-all of them (38 ms behind 2 GiB; H200, 2026-11-23). And there are such copies: FSDP2 sends a table of sizes to the device
-for each gather and each scatter, a dropless MoE reads how many tokens each expert has, a loop reads its loss. So what
-is copied goes to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives
-the engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9;
-8 MiB: 0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one.
+A GPU has one engine for copies to the host and one for those from the host. It works off what one stream has queued
+before it turns to another stream, however small the copies are: one of 4 KiB that another stream makes waits for all of
+them (38 ms behind 2 GiB; H200, 2026-11-23). And there are such copies: FSDP2 sends a table of sizes to the device for
+each gather and each scatter, a dropless MoE reads how many tokens each expert has, a loop reads its loss. So what is
+copied goes to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives the
+engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9; 8 MiB:
+0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one.
 """
 
 from __future__ import annotations

@@ -140,10 +140,10 @@ def offload_while_capturing(empty_cache: bool) -> bool:
     mover: Any = manager._transit.mover
     leave = mover.leave
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, **options: Any) -> None:
         held.set()
         assert go.wait(LONG_S)
-        leave(*arguments)
+        leave(*arguments, **options)
 
     mover.leave = late
     handle = manager.offload(wait=False)

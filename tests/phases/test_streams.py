@@ -211,9 +211,9 @@ def test_memory_is_allocated_before_the_copies_wait_for_who_had_it(wait: bool, m
     for name in ("allocate", "before_writing", "_start_copies"):
         original = getattr(Mover, name)
 
-        def watched(mover: Mover, what: Any, name: str = name, original: Any = original) -> None:
+        def watched(mover: Mover, what: Any, *more: Any, name: str = name, original: Any = original) -> None:
             done.append((name, what))
-            original(mover, what)
+            original(mover, what, *more)
 
         monkeypatch.setattr(Mover, name, watched)
     manager.onload(wait=wait).wait()
