@@ -33,6 +33,8 @@ from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
+# Less than a link of today takes for a byte.
+PACE_S_PER_BYTE = 1 / 200e9
 
 
 def is_done(event: Any) -> bool:
@@ -138,7 +140,9 @@ class Mover:
             pending.extend((part, ends[part[0].device]) for part in parts(under_way))
             for part in parts(rest):
                 pending.append((part, self._start_leaving(part, gives_way=gives_way)))
-                time.sleep(YIELD_S)
+                # Behind other work not all at once: whoever launches it needs the interpreter now.
+                pace_s = PACE_S_PER_BYTE if gives_way else 0.0
+                time.sleep(max(YIELD_S, pace_s * sum(held.nbytes for held in part)))
                 while pending and is_done(pending[0][1]):
                     freed(pending.popleft()[0])
             while pending:

@@ -38,7 +38,7 @@ class Owner(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Holding:
     """A storage that some group's tensors lie in.
 
@@ -69,6 +69,10 @@ class Holding:
     event: Any = None
     serial: int = 0
     weak: StorageWeakRef | None = None
+
+    def __repr__(self) -> str:
+        # Without the storage: torch writes out every byte of one.
+        return f"Holding({self.name!r}, {self.nbytes} bytes of the {self.group}, {self.where.value})"
 
     def has_arrived(self) -> bool:
         """Whether the last copy to the device was started and is finished."""

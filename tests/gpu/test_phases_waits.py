@@ -112,8 +112,8 @@ def test_a_storage_is_emptied_when_its_bytes_are_on_the_host(
     if without:
         offload = scene.copies.offload
 
-        def forgetful(pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-            offload(pieces)  # no event: as if it were done
+        def forgetful(pieces: Iterable[tuple[Tensor, Tensor]], **options: Any) -> None:
+            offload(pieces, **options)  # no event: as if it were done
 
         monkeypatch.setattr(scene.copies, "offload", forgetful)
     scene.manager.offload()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.mover import Mover
+from fxoffload.phases.worker import YIELD_S
 
 from .phase_support import differences, make, rehearse, snapshot, train
 
@@ -100,3 +102,28 @@ def test_an_offload_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.Mo
     scene.manager.offload()
     scene.manager.onload()
     assert differences(before, snapshot(scene.model, scene.optimizer)) == []
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_behind_other_work_copies_are_started_no_faster_than_the_link_is(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller launches that work, and needs the interpreter."""
+    slept: list[float] = []
+    monkeypatch.setattr("fxoffload.phases.mover.time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("fxoffload.phases.mover.PACE_S_PER_BYTE", 1.0)
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    manager = rehearse(model, optimizer)
+    manager.offload(wait=wait).wait()
+    paced = [seconds for seconds in slept if seconds != YIELD_S]
+    assert sum(paced) == (0 if wait else sum(held.nbytes for held in manager._transit.ledger.held()))
+
+
+def test_a_holding_is_described_without_its_bytes() -> None:
+    """torch writes out every byte of a storage: a debugger, or a failed test, would never come back."""
+    model, optimizer = make()
+    manager = rehearse(model, optimizer)
+    manager.offload("params")
+    for held in manager._transit.ledger.held():
+        assert repr(held) == f"Holding({held.name!r}, {held.nbytes} bytes of the params, host)"
