@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP, README_FSDP_PEERS = "2026-11-22-2xh200-fsdp-trimmed.json", "2026-11-22-2xh200-fsdp-verl.json"
+README_FSDP, README_FSDP_PEERS = "2026-11-23-2xh200-fsdp.json", "2026-11-22-2xh200-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
@@ -451,7 +451,20 @@ TABLES = (
                 "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
             ),
             Rows("2026-11-22-2xh200-fsdp-verl.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-verl` (6c820d5)"),
-            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (4374b1a)"),
+            Rows(
+                "2026-11-22-2xh200-fsdp-trimmed.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (4374b1a)"
+            ),
+            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`2026-11-23` (78b03c8)"),
+            Rows(
+                "2026-11-23-2xh200-fsdp-pieces.json",
+                {"inductor": "inductor"} | _budgets("6.35"),
+                of="`-pieces` (a6cc629)",
+            ),
+            Rows(
+                "2026-11-23-2xh200-fsdp-bursts.json",
+                {"inductor": "inductor"} | DEFAULT | _budgets("6.35"),
+                of="`-bursts` (27013bb)",
+            ),
         ),
         of="run",
     ),
@@ -490,6 +503,18 @@ TABLES = (
             Rows("2026-11-22-2xh200-phases-malloc-before.json", {"fxoffload": "default allocator, before"}),
             Rows("2026-11-22-2xh200-phases-malloc.json", {"fxoffload": "default allocator"}),
             Rows("2026-11-22-2xh200-phases-later.json", {"fxoffload": "expandable segments, less host time"}),
+        ),
+        across=True,
+    ),
+    Table(
+        "phases-pages",
+        PHASES_PLAIN,
+        (
+            Rows("2026-11-23-2xh200-phases.json", {"fxoffload": "pages of 20 MiB"}),
+            Rows("2026-11-23-2xh200-phases-pages-64.json", {"fxoffload": "64 MiB"}),
+            Rows("2026-11-23-2xh200-phases-pages-128.json", {"fxoffload": "128 MiB"}),
+            Rows("2026-11-23-2xh200-phases-pieces.json", {"fxoffload": "64 MiB, small copies"}),
+            Rows("2026-11-23-2xh200-phases-bursts.json", {"fxoffload": "64 MiB, two streams in turn"}),
         ),
         across=True,
     ),
