@@ -66,7 +66,7 @@ class PhaseManager:
         empty_cache: whether an offload that is waited for returns the freed memory to the driver, where another process
             or allocator can have it.
         overlap: whether ``enter`` returns while copies are under way; everything is fenced.
-        make_copies: makes the copy streams of a device, in place of two CUDA streams: for tests.
+        make_copies: makes the copy streams of a device, in place of CUDA streams: for tests.
 
     Raises:
         TypeError: something is not a module, an optimizer or a tensor.

@@ -5,8 +5,8 @@ To the host: the copy stream waits for the caller's stream (when the transition 
 the host has seen the copy finish: no stream can still read it then. To the device: memory is allocated on the caller's
 stream, and then the copy stream waits for that stream before it writes; whoever reads waits for the copy (``fence``).
 In this order, for threads beside this one use the caller's stream too: what they queue between a wait and an
-allocation may still use the block that is allocated. All copies of one direction run on one stream in order, so that
-a reader waits for the youngest only.
+allocation may still use the block that is allocated. All copies of one direction come in order, as on one stream (see
+[Note: Giving way]), so that a reader waits for the youngest only.
 
 [Note: Ahead]
 To find out what there is takes the host 10 to 30 ms, in which nobody copies. So an offload that somebody waits for
@@ -33,7 +33,7 @@ from fxoffload.phases.worker import YIELD_S
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
-# Less than a link of today takes for a byte.
+# A third of what PCIe 5 takes for a byte; what is faster than 200 GB/s would be held up.
 PACE_S_PER_BYTE = 1 / 200e9
 
 
@@ -79,7 +79,7 @@ class Mover:
 
     Args:
         image: the memory on the host.
-        make_copies: the copy streams of a device; by default two CUDA streams, or immediate copies on a CPU.
+        make_copies: the copy streams of a device; by default CUDA streams, or immediate copies on a CPU.
     """
 
     def __init__(self, image: HostImage, make_copies: Callable[[torch.device], CopyStreams] | None = None) -> None:
@@ -140,7 +140,7 @@ class Mover:
             pending.extend((part, ends[part[0].device]) for part in parts(under_way))
             for part in parts(rest):
                 pending.append((part, self._start_leaving(part, gives_way=gives_way)))
-                # Behind other work not all at once: whoever launches it needs the interpreter now.
+                # Behind other work not all at once: whoever launches that needs the interpreter now.
                 pace_s = PACE_S_PER_BYTE if gives_way else 0.0
                 time.sleep(max(YIELD_S, pace_s * sum(held.nbytes for held in part)))
                 while pending and is_done(pending[0][1]):
@@ -185,7 +185,7 @@ class Mover:
         """Allocates on the current stream and starts the copies; one that there is no room for ends it.
 
         Args:
-            gives_way: whether others may need the link meanwhile: nobody who waits for all of it.
+            gives_way: whether others may need the link meanwhile.
 
         Raises:
             torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.

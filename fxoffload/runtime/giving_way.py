@@ -22,18 +22,23 @@ BURST_BYTES = 16 << 20
 
 class GivingWay:
     """Two streams that take turns. To all others there is one, ``stream``: what it was told to wait for before a copy,
-    the copy waits for, and what is put on it behind a copy comes behind the copy."""
+    the copy waits for, and what is put on it behind a copy comes behind the copy.
+
+    Attributes:
+        both: for whoever wants all copies to be finished, also those of a thread that is just making some.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._other = torch.cuda.Stream(device)
+        self.both = (self.stream, self._other)
         self._since_turn = 0  # bytes
 
     def copy(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool) -> None:
         """Starts copies; ``stream`` is the current stream.
 
         Args:
-            pieces: (target, source).
+            pieces: (target, source), vectors; others are copied as they are, however large.
             gives_way: whether others may need the link meanwhile.
         """
         if not gives_way:

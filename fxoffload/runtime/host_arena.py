@@ -25,7 +25,7 @@ refused, and freeing them does nothing.
 [Note: Block fences]
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
 device copy out of it; the next device-to-host copy into it waits for that event on its stream. Copies of one direction
-run on one stream in order, so of several events the youngest stands for all.
+come in order, as on one stream, so of several events the youngest stands for all.
 """
 
 from __future__ import annotations

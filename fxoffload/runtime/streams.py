@@ -1,4 +1,4 @@
-"""The two copy streams of one device, and the null object that stands for them on a CPU.
+"""The copy streams of one device, and the null object that stands for them on a CPU.
 
 [Note: Copies and fences]
 Five orderings make copies safe without ``record_stream``; each is a ``Wait`` below, and the GPU tests take them out one
@@ -221,14 +221,14 @@ class CudaCopies:
             self._exposed_ms = 0.0
 
     def synchronize(self) -> None:
-        self.offload_stream.synchronize()
-        self.reload_stream.synchronize()
+        for stream in (*self._down.both, *self._up.both):
+            stream.synchronize()
 
     def wait_for_copies(self) -> None:
         # A blocking event takes no core while it waits; to wait for a stream would raise in the user's sync debug mode.
         events = []
         with outside_captures():
-            for stream in (self.offload_stream, self.reload_stream):
+            for stream in (*self._down.both, *self._up.both):
                 event = torch.cuda.Event(blocking=True)
                 event.record(stream)
                 events.append(event)

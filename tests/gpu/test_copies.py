@@ -60,7 +60,7 @@ def test_a_small_copy_does_not_wait_for_what_is_queued(
 def test_what_comes_in_bursts_is_whole_and_in_order(
     pinned: torch.Tensor, on_device: torch.Tensor, nbytes: int, parts: int
 ) -> None:
-    """To the device and back, each way behind a kernel that is late, and with nothing but the streams to wait for."""
+    """To the host, behind a kernel that is late, and back to the device, with nothing but events to wait for."""
     copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     source = torch.zeros(parts * nbytes, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
@@ -76,6 +76,26 @@ def test_what_comes_in_bursts_is_whole_and_in_order(
     torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
     assert torch.equal(target, on_device[: parts * nbytes])
     assert torch.equal(back, on_device[: parts * nbytes].cpu())
+
+
+@pytest.mark.parametrize("bursts", [1, 2, 3])
+def test_what_is_put_behind_comes_behind(on_device: torch.Tensor, bursts: int) -> None:
+    """Also where the last burst is the other stream's, and that one is late."""
+    way = GivingWay(torch.device("cuda", torch.cuda.current_device()))
+    nbytes = bursts * BURST_BYTES
+    back = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    for stream in way.both:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(40_000_000)
+    with torch.cuda.stream(way.stream):
+        way.copy([(back, on_device[:nbytes])], gives_way=True)
+    event = torch.cuda.Event()
+    event.record(way.stream)
+    event.synchronize()
+    found = back.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(found, on_device[:nbytes].cpu())
 
 
 def test_the_caller_gets_its_stream_back(pinned: torch.Tensor, on_device: torch.Tensor) -> None:

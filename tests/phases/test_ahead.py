@@ -12,6 +12,7 @@ from torch import nn
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.mover import Mover
 from fxoffload.phases.worker import YIELD_S
+from fxoffload.runtime.streams import HostCopies
 
 from .phase_support import differences, make, rehearse, snapshot, train
 
@@ -105,9 +106,7 @@ def test_an_offload_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_behind_other_work_copies_are_started_no_faster_than_the_link_is(
-    wait: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_other_work_copies_are_started_at_a_pace(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller launches that work, and needs the interpreter."""
     slept: list[float] = []
     monkeypatch.setattr("fxoffload.phases.mover.time", SimpleNamespace(sleep=slept.append))
@@ -125,5 +124,39 @@ def test_a_holding_is_described_without_its_bytes() -> None:
     model, optimizer = make()
     manager = rehearse(model, optimizer)
     manager.offload("params")
-    for held in manager._transit.ledger.held():
+    away = manager._transit.ledger.held()
+    assert away
+    for held in away:
         assert repr(held) == f"Holding({held.name!r}, {held.nbytes} bytes of the params, host)"
+
+
+class Told(HostCopies):
+    """Whether copies were to give way, by direction."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[bool]] = {"offload": set(), "reload": set()}
+
+    def offload(self, pieces: Any, *, gives_way: bool = True) -> object:
+        pieces = list(pieces)
+        self.found["offload"].update([gives_way] * len(pieces))
+        return super().offload(pieces)
+
+    def reload(self, pieces: Any, *, gives_way: bool = True) -> object:
+        pieces = list(pieces)
+        self.found["reload"].update([gives_way] * len(pieces))
+        return super().reload(pieces)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_copies_behind_other_work_give_way(wait: bool) -> None:
+    copies = Told()
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    manager = rehearse(model, optimizer, make_copies=lambda device: copies)
+    for _ in range(2):
+        manager.offload(wait=wait).wait()
+        manager.onload(wait=wait).wait()
+    assert copies.found == {"offload": {not wait}, "reload": {not wait}}
+    with manager.stream_weights() as weights:
+        list(weights)
+    assert False in copies.found["reload"], "whoever reads weights waits for them"

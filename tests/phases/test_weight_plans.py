@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fxoffload.errors import UnsupportedError
 from fxoffload.phases import PhaseManager, weight_plans
+from fxoffload.phases.cuts import Cut
 
 
 class Two(nn.Module):
@@ -177,7 +179,7 @@ def test_other_placements_and_meshes_are_planned_again(planned: list[int], mesh:
     model.weight = nn.Parameter(distribute_tensor(torch.rand(4, 4), mesh, [Shard(0)], src_data_rank=None))
     plans = weight_plans.WeightPlans()
 
-    def cuts() -> tuple[object, ...]:
+    def cuts() -> tuple[Cut, ...]:
         return plans.plan(model, 1024)[0][0].cuts
 
     first = cuts()
@@ -195,3 +197,23 @@ def test_other_placements_and_meshes_are_planned_again(planned: list[int], mesh:
         cuts()
         assert model.weight.device_mesh is one
     assert len(planned) == 5
+    gathered_over = cuts()[0].group
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    assert cuts()[0].group is not gathered_over
+    assert cuts()[0].group is model.weight.device_mesh.get_group(0)
+    assert len(planned) == 6
+
+
+def test_what_has_no_values_any_more_is_refused(planned: list[int], mesh: DeviceMesh) -> None:
+    model = nn.Module()
+    plans = weight_plans.WeightPlans()
+    for device in ("cpu", "meta"):
+        local = torch.empty(2, 4, device=device)
+        model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        if device == "meta":
+            with pytest.raises(UnsupportedError, match="no values yet"):
+                plans.plan(model, 1024)
+        else:
+            plans.plan(model, 1024)
+    assert len(planned) == 1
