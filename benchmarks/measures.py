@@ -16,7 +16,11 @@ from benchmarks.schema import Case, Memory, Record, Summary
 
 GIB, MIB = 1 << 30, 1 << 20
 # What tells the rows of ``pinning`` apart; the rest of a row is measured.
-PINNING_KEYS = ("gib", "huge", "threads", "chunk_mib", "touch", "staged", "resize_mib", "room_mib", "give_back", "n")
+PINNING_KEYS = (
+    *("gib", "huge", "threads", "chunk_mib", "touch", "staged", "resize_mib", "room_mib", "give_back", "n"),
+    *("small_copies", "down"),
+)
+PINNING_COUNTS = ("bad", "samples")
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def _phases(rl: RlResult) -> Iterator[Measure]:
     for row in rl.pinning:
         name = ", ".join(f"{key} {row[key]}" for key in PINNING_KEYS if key in row)
         for key, value in row.items():
-            if key not in PINNING_KEYS and key != "bad":
+            if key not in (*PINNING_KEYS, *PINNING_COUNTS):
                 yield from _once(f"{name}: {key}", value, more_is_better=key.endswith("gbs"))
 
 

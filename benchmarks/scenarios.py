@@ -114,7 +114,7 @@ SCENARIOS = {
         Scenario(
             name="pinning",
             answers="how fast host memory is pinned, by threads, chunks, huge pages and who touches it",
-            variants="huge,small,staged,resize,room,give_back",
+            variants="huge,small,staged,resize,room,give_back,small_copies",
             case_defaults={"case": ["rl"]},
         ),
         Scenario(

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.phases import Phases
 from benchmarks.rl.host_pages import Mapping, Registrar, in_threads, touch, touch_pages
+from benchmarks.rl.measure_small_copies import measure_small_copies
 from benchmarks.rl.records import RlResult
 from benchmarks.schema import Request, Result
 
@@ -50,7 +51,7 @@ class MeasurePinning:
     small pinned buffers into plain memory; ``resize``: what freeing and allocating device storages takes; ``room``: the
     same for many storages, with a call of the driver for each or for so many bytes; ``give_back``: how long steps take
     while memory is unregistered, by a thread ("thread"), by one that rests after each chunk ("resting"), or between two
-    steps ("between")."""
+    steps ("between"); ``small_copies``: see measure_small_copies.py."""
 
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.request, self.device = request, device
@@ -63,7 +64,9 @@ class MeasurePinning:
         phases.required(kind, self._others().get(kind, self.registrations))
 
     def _others(self) -> dict[str, Callable[[], None]]:
-        return {"staged": self.staged, "resize": self.resizes, "room": self.rooms, "give_back": self.give_back}
+        return {"staged": self.staged, "resize": self.resizes, "room": self.rooms, "give_back": self.give_back} | {
+            "small_copies": self.small_copies
+        }
 
     def registrations(self) -> None:
         huge = self.request.variant.kind == "huge"
@@ -157,6 +160,9 @@ class MeasurePinning:
             if room_mib and i % at_once == 0:
                 torch.empty(room_mib * MIB, dtype=torch.uint8, device=self.device)
             storage.resize_(ROOM_STORAGE_MIB * MIB)
+
+    def small_copies(self) -> None:
+        self.rl.pinning += measure_small_copies(self.device)
 
     def give_back(self) -> None:
         for how in ("none", "thread", "resting", "between"):

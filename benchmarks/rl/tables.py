@@ -83,7 +83,8 @@ def step_row(rl: RlResult) -> dict[str, str]:
 
 def _pinning(report: Report) -> str:
     rows = [row for record in report.records for row in (record.result.rl or RlResult()).pinning]
-    tables = [[row for row in rows if key in row] for key in ("touch", "staged", "resize_mib", "room_mib", "give_back")]
+    kinds = ("touch", "staged", "resize_mib", "room_mib", "give_back", "small_copies")
+    tables = [[row for row in rows if key in row] for key in kinds]
     return "\n\n".join(tabulate(table, headers="keys", tablefmt="github", floatfmt=".2f") for table in tables if table)
 
 

@@ -9,7 +9,7 @@ from benchmarks.schema import Variant
 SCENARIOS = ("pinning", "phases", "weight-sync", "rl-step")
 STRATEGIES = ("fxoffload", "verl", "verl_checkout", "pageable", "packed", "module_to", "torch_memory_saver", "none")
 KINDS: dict[str, tuple[str, ...]] = {
-    "pinning": ("huge", "small", "staged", "resize", "room", "give_back"),
+    "pinning": ("huge", "small", "staged", "resize", "room", "give_back", "small_copies"),
     "phases": STRATEGIES[:-1],
     "weight-sync": ("stream", "stream_resident", "load_all", "per_parameter"),
     "rl-step": STRATEGIES,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from benchmarks.activations.available import NotAvailable
 from benchmarks.arguments import expand_set
 from benchmarks.cli import app
 from benchmarks.machine import ROOT
@@ -19,6 +20,7 @@ from benchmarks.rl.checksums import change_a_bit, checksums
 from benchmarks.rl.claims import check_phase_claims
 from benchmarks.rl.job import RlJob
 from benchmarks.rl.make_strategy import make_strategy
+from benchmarks.rl.measure_small_copies import measure_small_copies
 from benchmarks.rl.mixed_adamw import MixedAdamW
 from benchmarks.rl.plot import draw
 from benchmarks.rl.records import Endurance, Exposed, FirstForward, RlResult, Spread, Streamed, Switching, Way
@@ -181,6 +183,11 @@ def test_pinning_measures_steps_while_memory_goes_and_storages_that_are_had_agai
     rows, _ = measure(tmp_path, "pinning", "room")
     assert [(row["room_mib"], row["n"]) for row in rows.pinning] == [(mib, 4) for mib in (0, 128, 256, 1024)]
     assert all(row["alloc_ms"] > 0 for row in rows.pinning)
+
+
+def test_small_copies_wait_for_nothing_on_a_cpu() -> None:
+    with pytest.raises(NotAvailable, match="found a CPU"):
+        measure_small_copies(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["huge", "small", "staged", "resize"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.rl.measure_small_copies import measure_small_copies
 from fxoffload.runtime.giving_way import BURST_BYTES, GivingWay
 from fxoffload.runtime.streams import CudaCopies
 
@@ -108,3 +109,10 @@ def test_the_caller_gets_its_stream_back(pinned: torch.Tensor, on_device: torch.
                 way.copy([(on_device[:n], pinned[:n]), (on_device[:2], pinned[:3])], gives_way=True)
             assert torch.cuda.current_stream() == way.stream
     torch.cuda.synchronize()
+
+
+def test_the_benchmark_sees_small_copies_wait() -> None:
+    rows = {(row["down"], row["small_copies"]): row for row in measure_small_copies(torch.device("cuda"))}
+    assert len(rows) == 4
+    for down in (False, True):
+        assert rows[down, "one stream"]["longest_wait_ms"] > 10 * rows[down, "two in turn"]["waits_ms"]
