@@ -64,8 +64,12 @@ class MeasurePinning:
         phases.required(kind, self._others().get(kind, self.registrations))
 
     def _others(self) -> dict[str, Callable[[], None]]:
-        return {"staged": self.staged, "resize": self.resizes, "room": self.rooms, "give_back": self.give_back} | {
-            "small_copies": self.small_copies
+        return {
+            "staged": self.staged,
+            "resize": self.resizes,
+            "room": self.rooms,
+            "give_back": self.give_back,
+            "small_copies": self.small_copies,
         }
 
     def registrations(self) -> None:
