@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,12 @@ def dtensor_over(like: Any, local: torch.Tensor, kind: type | None = None) -> An
     return found
 
 
+def is_dtensor_class(kind: type) -> bool:
+    """Whether this is torch's DTensor itself. Nobody has one where it was not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and kind is module.DTensor
+
+
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor itself: ``to_local`` makes another object."""
     return dtensor._local_tensor
@@ -235,10 +241,10 @@ def is_gone(weak: StorageWeakRef) -> bool:
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 
 
-def shift_version(tensor: torch.Tensor, by: int) -> None:
-    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing."""
-    if not tensor.is_inference():
-        _set_version_counters((tensor,), (tensor._version + by,))
+def shift_versions(tensors: Iterable[torch.Tensor], by: int) -> None:
+    """Lets autograd believe that tensors were written to ``by`` more times. Inference tensors count nothing."""
+    counting = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    _set_version_counters(counting, tuple(tensor._version + by for tensor in counting))
 
 
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fxoffload.environment import disabled_pieces, everything_disabled
+from fxoffload.gc_pause import gc_paused
 from fxoffload.options import Options
 
 log = logging.getLogger(__name__)
@@ -59,21 +58,8 @@ def fxoffload(
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile
-    with aot_config_patch(), _gc_paused():
+    with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Compiling makes millions of objects that live until its end; the cyclic collector would look at them again and
-    again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:

@@ -29,6 +29,8 @@ def measure_small_copies(device: torch.device) -> list[dict[str, Any]]:
         raise NotAvailable("expected a GPU, found a CPU, whose copies are made at once: nothing can wait for them")
     host = torch.empty(LARGE_MIB * MIB, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(LARGE_MIB * MIB, dtype=torch.uint8, device=device)
+    torch.cuda._sleep(1)  # loads the kernel, which takes longer than the copies
+    torch.cuda.synchronize(device)
     rows = []
     for down in (False, True):
         target, source = (host, on_device) if down else (on_device, host)

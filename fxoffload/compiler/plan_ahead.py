@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxoffload._torch_compat import without_learnt_sizes
-from fxoffload.backend import _gc_paused
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
+from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
@@ -306,5 +306,5 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
         patches["fallback_random"] = True
     base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
     patches["custom_partitioner_fn"] = session.partitioner(base)
-    with aot_config_patch(), _gc_paused():
+    with aot_config_patch(), gc_paused():
         return compile_fx(gm, example_inputs, inner_compile=stop, config_patches=patches)  # type: ignore[return-value]

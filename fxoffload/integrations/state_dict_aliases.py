@@ -62,7 +62,7 @@ class Aliases:
                     ours = Holding(held.storage, held.nbytes, held.device, held.group, held.name, self)
                     ours.where = Where.HOST
                     self._away[key] = ours, held
-                send_away((alias, plain), self._away[key][0])
+                send_away(((alias, plain), self._away[key][0]))
 
     def any_away(self) -> bool:
         """Whether there are aliases that nobody has read since the offload."""
@@ -95,7 +95,7 @@ class Aliases:
 
     def _bring_back(self, ours: Holding) -> None:
         for alias in self._alive():
-            bring_back((alias, *_plain(alias)), ours)
+            bring_back(((alias, *_plain(alias)), ours))
 
     def _alive(self) -> Iterator[Tensor]:
         for ref in list(self._seen):

@@ -82,7 +82,8 @@ class Inventory:
                 with untouched():
                     for plain in plain_tensors(tensor):
                         storage = plain.untyped_storage()
-                        if plain.device.type in device_types and storage.nbytes() and not can_be_emptied(storage):
+                        kind = plain.device.type
+                        if kind in device_types and storage.nbytes() and not can_be_emptied(storage, kind):
                             found.setdefault(storage._cdata, (name, storage.nbytes()))
         return list(found.values())
 
@@ -132,11 +133,26 @@ class Walk:
         seen = set()
         found = []
         for prefix, model in self._models.items():
-            for name, parameter in model.named_parameters():
+            for name, parameter in self._named_parameters(prefix, model):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     found.append((_join(prefix, name), parameter))
         return found
+
+    def _named_parameters(self, prefix: str, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        if type(model).named_parameters is not nn.Module.named_parameters:  # FSDP1 has its own names
+            return model.named_parameters()
+        return (
+            (_join(path, name), parameter)
+            for path, module in self._submodules[prefix]
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        )
+
+    @functools.cached_property
+    def _submodules(self) -> dict[str, list[tuple[str, nn.Module]]]:
+        """Of each model, itself first: looked for once, as that takes as long as all that is asked of them."""
+        return {prefix: list(model.named_modules()) for prefix, model in self._models.items()}
 
     @functools.cached_property
     def kept_by_fsdp(self) -> frozenset[int]:
@@ -177,15 +193,23 @@ class Walk:
 
     @functools.cached_property
     def _fsdp(self) -> list[tuple[str, nn.Module]]:
-        return [found for module in self.modules.values() for found in sharded.fsdp_modules(module)]
+        known = {id(model): self._submodules[prefix] for prefix, model in self._models.items()}
+        return [
+            found for module in self.modules.values() for found in sharded.fsdp_modules(module, known.get(id(module)))
+        ]
 
     def _params(self) -> NamedTensors:
         yield from ((name, p) for name, p in self.parameters if id(p) not in self.kept_by_fsdp)
 
     def _buffers(self) -> NamedTensors:
         for prefix, model in self._models.items():
-            for name, buffer in model.named_buffers():
-                yield _join(prefix, name), buffer
+            if type(model).named_buffers is not nn.Module.named_buffers:
+                yield from ((_join(prefix, name), buffer) for name, buffer in model.named_buffers())
+                continue
+            for path, module in self._submodules[prefix]:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        yield _join(prefix, _join(path, name)), buffer
 
     def _grads(self) -> NamedTensors:
         for name, parameter in self.gradient_owners():
@@ -214,12 +238,13 @@ class Walk:
         return leaves_of_all
 
 
-def can_be_emptied(storage: torch.UntypedStorage) -> bool:
-    """Whether torch owns the memory of a storage, so that it may be freed and allocated again.
+def can_be_emptied(storage: torch.UntypedStorage, device_type: str) -> bool:
+    """Whether torch owns the memory of a storage on such a device, so that it may be freed and allocated again.
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """
-    return storage.resizable() and (storage.is_cuda or not (storage.is_shared() and storage.device.type == "cpu"))
+    # The storage could be asked for its device, in Python, which takes ten times as long as all the rest.
+    return storage.resizable() and not (device_type == "cpu" and storage.is_shared())
 
 
 def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:

@@ -130,7 +130,7 @@ class Ledger:
                         elif not is_asked_for:
                             others[key] = storage
                         elif key not in others and (nbytes := storage.nbytes()):
-                            if can_be_emptied(storage):
+                            if can_be_emptied(storage, device.type):
                                 tensors = [tensor] if tensor is plain else [tensor, plain]
                                 holding = Holding(storage, nbytes, device, group, name, self._owner, tensors)
                                 found[key] = holding
@@ -200,6 +200,7 @@ class Ledger:
 
     def leave(self, holdings: Iterable[Holding]) -> None:
         """These begin to leave: nobody may touch their tensors any more."""
+        holdings = list(holdings)
         for holding in holdings:
             key = holding.storage._cdata
             self._homes.pop(key, None)
@@ -208,15 +209,16 @@ class Ledger:
             self._held[key] = holding
             self._num_held[holding.group] += 1
             holding.where, holding.serial = Where.LEAVING, 0
-            send_away(holding.tensors, holding)
+        send_away(*((holding.tensors, holding) for holding in holdings))
 
     def settle(self, holdings: Iterable[Holding]) -> None:
         """These are on the device again, and their tensors what they were."""
+        holdings = list(holdings)
+        bring_back(*((holding.tensors, holding) for holding in holdings))
         for holding in holdings:
             key = holding.storage._cdata
             holding.where = Where.DEVICE
             self._drop(key)
-            bring_back(holding.tensors, holding)
             holding.weak = holding.weak or StorageWeakRef(holding.storage)
             self._homes[key] = holding
             holding.let_go()
@@ -249,7 +251,7 @@ class Ledger:
             if not any(tensor is known for known in holding.tensors):
                 holding.tensors.append(tensor)
                 if holding.where is not Where.DEVICE:
-                    send_away((tensor,), holding)
+                    send_away(((tensor,), holding))
 
     def _take_block(self, key: int, holding: Holding) -> None:
         # It is the same storage: while a weak reference to one is held, no other comes to lie at its address.

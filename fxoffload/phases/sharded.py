@@ -29,9 +29,15 @@ def is_fsdp1(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
-def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, module) of everything in a model that FSDP was applied to."""
-    for name, module in model.named_modules():
+def fsdp_modules(
+    model: nn.Module, submodules: Iterable[tuple[str, nn.Module]] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """(name, module) of everything in a model that FSDP was applied to.
+
+    Args:
+        submodules: ``model.named_modules()``, where the caller has it already.
+    """
+    for name, module in model.named_modules() if submodules is None else submodules:
         if is_fsdp2(module) or is_fsdp1(module):
             yield name or type(module).__name__, module
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fxoffload.gc_pause import gc_paused
 from fxoffload.phases import sharded
 from fxoffload.phases.arrivals import Arrivals
 from fxoffload.phases.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
@@ -108,7 +109,8 @@ class Transit:
         """
         self.worker.require_own_process("offload()")
         began = time.perf_counter()
-        with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock:
+        # The caller, and the device, wait for this: no time to collect garbage.
+        with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock, gc_paused():
             self.harvest()
             arriving = self.ledger.held(Where.ARRIVING, groups=groups)
             self._arrivals.cancel(arriving)
