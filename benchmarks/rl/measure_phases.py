@@ -15,10 +15,11 @@ from benchmarks.rl.checksums import change_a_bit, checksums
 from benchmarks.rl.machine_memory import Stopwatch, difference, free_bytes, reserved_bytes, rss_bytes
 from benchmarks.rl.make_strategy import make_strategy
 from benchmarks.rl.mark import Mark
+from benchmarks.rl.measure_exposed import BesideLogprobs
 from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.overlap_trace import trace_work
 from benchmarks.rl.process import RlProcess, spread
-from benchmarks.rl.records import CopiesAlone, Endurance, Exposed, FirstForward, Switching, Way
+from benchmarks.rl.records import CopiesAlone, Endurance, FirstForward, Switching, Way
 from benchmarks.rl.strategy import EVERYTHING, PARAMS
 from benchmarks.rl.weight_reader import WeightReader, from_host
 from benchmarks.schema import Request, Result
@@ -107,42 +108,8 @@ class MeasurePhases:
 
     def optimizer_beside_logprobs(self) -> None:
         """The same forwards and training step with and without the state going and coming beside them."""
-        job, protocol, strategy = self.job, self.process.request.protocol, self.strategy
-        serial_down: list[float] = []
-        serial_up: list[float] = []
-        for _ in range(self._repeats(self.found.offload)):
-            serial_down.append(self._timed(lambda: strategy.offload("optimizer")))
-            serial_up.append(self._timed(lambda: strategy.onload("optimizer")))
-        job.train_step()
-        forwards = job.forwards_for(protocol.logprob_s)
-        job.train_step()
-        logprob = self._timed(lambda: job.logprobs(forwards))
-
-        def alone() -> None:
-            job.logprobs(forwards)
-            job.train_step()
-
-        def around() -> None:
-            strategy.begin_offload("optimizer")
-            job.logprobs(forwards)
-            strategy.begin_onload("optimizer")
-            job.train_step()
-            strategy.finish()
-
-        # In turn, so that whatever else changes on the machine falls on both.
-        without: list[float] = []
-        beside: list[float] = []
-        if protocol.trace_overlap:
-            self._trace("alone", alone)
-            self._trace("around", around)
-        for _ in range(self._repeats(self.found.offload)):
-            without.append(self._timed(alone))
-            beside.append(self._timed(around))
-        times_alone, times_around = spread(without), spread(beside)
-        down, up = spread(serial_down).median, spread(serial_up).median
-        exposed = times_around.median - times_alone.median
-        share = exposed / (down + up) if down + up else None
-        self.found.exposed = Exposed(forwards, logprob, times_alone, times_around, down, up, down + up, exposed, share)
+        beside = BesideLogprobs(self.job, self.strategy, self.process.request.protocol)
+        self.found.exposed = beside.measure(self._timed, self._repeats(self.found.offload), self._trace)
 
     def first_forward(self) -> None:
         """Parameters are loaded while the first forward runs; apart from that, all of them with nothing beside."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +50,13 @@ class Fxoffload(Strategy):
     def stream(self, **options: Any) -> Iterator[tuple[str, Tensor]]:
         return self.manager.stream_weights(**options)
 
+    def ablations(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+        return {
+            "giving_way": partial(_without, giving_way=False),
+            "pace": partial(_without, pace=False),
+            "both": partial(_without, giving_way=False, pace=False),
+        }
+
     def host_pieces(self) -> list[Tensor]:
         away = self.manager._transit.ledger.on_host(EVERYTHING)
         image = self.manager.image
@@ -57,3 +67,20 @@ class Fxoffload(Strategy):
 
     def close(self) -> None:
         self.manager.close()
+
+
+@contextlib.contextmanager
+def _without(*, giving_way: bool = True, pace: bool = True) -> Iterator[None]:
+    """Copies that do not let small ones pass (no burst is ever full), and offloads that start all of theirs at once."""
+    from fxoffload.phases import mover
+    from fxoffload.runtime import giving_way as bursts
+
+    before = bursts.BURST_BYTES, mover.PACE_S_PER_BYTE
+    if not giving_way:
+        bursts.BURST_BYTES = sys.maxsize
+    if not pace:
+        mover.PACE_S_PER_BYTE = 0.0
+    try:
+        yield
+    finally:
+        bursts.BURST_BYTES, mover.PACE_S_PER_BYTE = before

@@ -31,6 +31,8 @@ class Exposed:
 
     ``alone``: forwards and training step with nothing moving; ``around``: the same with the state leaving and coming.
     ``exposed_s`` is the difference of their medians; ``serial_s`` is leaving and coming with nothing beside them.
+    ``begin_offload_s`` and ``begin_onload_s``: how long the host is in the calls that begin both. ``without``:
+    ``around`` with something switched off, by its name (``ablate_overlap``).
     """
 
     forwards: int
@@ -42,6 +44,9 @@ class Exposed:
     serial_s: float
     exposed_s: float
     exposed_vs_serial: float | None
+    begin_offload_s: float | None = None
+    begin_onload_s: float | None = None
+    without: dict[str, Spread] = field(default_factory=dict)
 
 
 @dataclass

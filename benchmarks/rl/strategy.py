@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -59,6 +60,10 @@ class Strategy:
             self.begin_onload("optimizer")
         elif phase == "sync":
             self.offload("optimizer")
+
+    def ablations(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+        """By name: around work that runs without something that is made for work beside copies."""
+        return {}
 
     def host_pieces(self) -> list[Tensor]:
         """Where the bytes lie that are away now, as copies take them; empty where that is not known."""

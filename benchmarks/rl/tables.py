@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.rl.records import RlResult, RlStep, Spread, Streamed, Switching
+from benchmarks.rl.records import Exposed, RlResult, RlStep, Spread, Streamed, Switching
 from benchmarks.schema import Report
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -24,6 +24,8 @@ def render_phases(report: Report) -> str:
         body = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
         if traces := _traces(report):
             body += "\n\n" + tabulate(traces, headers="keys", tablefmt="github", floatfmt=".1f")
+        if ablations := _ablations(report):
+            body += "\n\n" + tabulate(ablations, headers="keys", tablefmt="github", disable_numparse=True)
     claims = [_claim(claim) for claim in report.claims]
     failures = [f"- {r.variant.label}: {r.status}: {r.reason}" for r in report.records if r.reason]
     return "\n\n".join(part for part in (_sizes(report), body, "\n".join(claims), "\n".join(failures)) if part)
@@ -42,6 +44,7 @@ def _switching(rl: RlResult) -> dict[str, str]:
         "of link": "-" if not (found.offload and found.onload) else _both(found.offload.of_link, found.onload.of_link),
         "copies alone GB/s": "-" if alone is None else f"{alone.d2h_gb_per_s:.1f} / {alone.h2d_gb_per_s:.1f}",
         "exposed/serial s": "-" if exposed is None else f"{exposed.exposed_s:.3f} / {exposed.serial_s:.3f}",
+        "its calls ms": "-" if exposed is None else _calls(exposed),
         "first fwd/load s": "-" if first is None else f"{first.first_matmul.median:.4f} / {first.load_all.median:.4f}",
         "not free MiB": _both_mib(found.residue_bytes, found.residue_later_bytes),
         "host/device": _number(found.host_vs_device, 3),
@@ -86,6 +89,34 @@ def _pinning(report: Report) -> str:
     kinds = ("touch", "staged", "resize_mib", "room_mib", "give_back", "small_copies")
     tables = [[row for row in rows if key in row] for key in kinds]
     return "\n\n".join(tabulate(table, headers="keys", tablefmt="github", floatfmt=".2f") for table in tables if table)
+
+
+def _calls(exposed: Exposed) -> str:
+    """Of the host, to begin to offload and to onload."""
+    calls = (exposed.begin_offload_s, exposed.begin_onload_s)
+    return " / ".join("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in calls)
+
+
+def _ablations(report: Report) -> list[dict[str, str]]:
+    """What the optimizer around log-probs costs as it is, and without what is made for that."""
+    rows = []
+    for record in report.records:
+        switching = record.result.rl.switching if record.result.rl is not None else None
+        found = switching.exposed if switching is not None else None
+        if found is None or not found.without:
+            continue
+        for name, seconds in {"": found.around, **found.without}.items():
+            exposed = seconds.median - found.alone.median
+            rows.append(
+                {
+                    "variant": record.variant.label,
+                    "without": name or "-",
+                    "forwards and a step s": _spread(seconds),
+                    "exposed s": _number(exposed, 3),
+                    "of serial": _percent(exposed / found.serial_s if found.serial_s else None),
+                }
+            )
+    return rows
 
 
 def _traces(report: Report) -> list[dict[str, Any]]:

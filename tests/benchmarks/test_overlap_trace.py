@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,12 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import record_function
 
+from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.overlap_trace import WORK, summarize_work, trace_work
 from benchmarks.schema import Record, Report, Variant
 from benchmarks.tables import render
+from fxoffload.phases import mover
+from fxoffload.runtime import giving_way
 from tests.benchmarks.test_phases import SHORT, TINY, measure
 
 
@@ -78,3 +83,30 @@ def test_a_run_of_phases_traces_where_asked(tmp_path: Path) -> None:
     assert "| first forward" in render(Report("phases", {}, asked, None, [record]))
     rl, _ = measure(tmp_path, "phases", "fxoffload", case=TINY)
     assert rl.switching is not None and rl.switching.traces == {}
+    assert rl.switching.exposed is not None and rl.switching.exposed.without == {}
+
+
+def test_a_run_of_phases_leaves_things_out_where_asked(tmp_path: Path) -> None:
+    asked = dataclasses.replace(SHORT, ablate_overlap=True)
+    rl, result = measure(tmp_path, "phases", "fxoffload", protocol=asked)
+    exposed = rl.switching.exposed if rl.switching is not None else None
+    assert exposed is not None and list(exposed.without) == ["giving_way", "pace", "both"]
+    assert all(len(found.values) == len(exposed.around.values) for found in exposed.without.values())
+    assert exposed.begin_offload_s is not None and 0 < exposed.begin_offload_s < exposed.around.median
+    assert exposed.begin_onload_s is not None and 0 < exposed.begin_onload_s < exposed.around.median
+    record = Record("phases", TINY, Variant("fxoffload", "fxoffload"), "ok", "", 1.0, result)
+    assert "| giving_way" in render(Report("phases", {}, asked, None, [record]))
+
+
+def test_what_is_left_out_comes_back() -> None:
+    def in_effect() -> tuple[float, float]:
+        return giving_way.BURST_BYTES, mover.PACE_S_PER_BYTE
+
+    before = in_effect()
+    seen = {}
+    for name, ablation in Fxoffload({}).ablations().items():
+        with contextlib.suppress(KeyError), ablation():
+            seen[name] = in_effect()
+            raise KeyError
+        assert in_effect() == before
+    assert seen == {"giving_way": (sys.maxsize, before[1]), "pace": (before[0], 0.0), "both": (sys.maxsize, 0.0)}
