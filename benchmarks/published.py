@@ -347,6 +347,16 @@ TABLES = (
                 of="16 x 16,384, again",
             ),
             Rows(
+                "2026-11-23-h200-activations-torch-streams.json",
+                {
+                    "inductor": "inductor",
+                    "eager": "eager",
+                    "torch_budget@0.5": "torch's `activation_memory_budget` 0.5",
+                    "torch_offload_streams": "torch's activation offloading, on its streams",
+                },
+                of="16 x 16,384, a third time",
+            ),
+            Rows(
                 "2026-11-22-h200-activations-36-layers.json",
                 BASELINES | DEFAULT | AT_CHECKPOINT | {"eager": "eager"},
                 of="36 x 8,192",
@@ -420,6 +430,12 @@ TABLES = (
                     of=layers,
                 )
                 for layers in ("8", "16")
+            ),
+            Rows(
+                "2026-11-23-h200-compile-time-36.json",
+                {"inductor": "inductor"} | DEFAULT,
+                case="stack 36x2048",
+                of="36",
             ),
             *(
                 Rows(
