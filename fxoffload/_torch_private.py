@@ -212,12 +212,6 @@ def dtensor_over(like: Any, local: torch.Tensor, kind: type | None = None) -> An
     return found
 
 
-def is_dtensor_class(kind: type) -> bool:
-    """Whether this is torch's DTensor itself. Nobody has one where it was not imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and kind is module.DTensor
-
-
 def local_of(dtensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor itself: ``to_local`` makes another object."""
     return dtensor._local_tensor
@@ -292,10 +286,12 @@ class FlatParameterInfo:
 
 def flat_parameter_of(module: nn.Module) -> FlatParameterInfo | None:
     """What FSDP1 flattened at this module; None where it flattened nothing."""
+    handle = module.__dict__.get("_handle")  # asked of every module: most have none
+    if handle is None:
+        return None
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-    if handle is None:
+    if not isinstance(module, FullyShardedDataParallel):
         return None
     flat = handle.flat_param
     numel = int(flat._unpadded_unsharded_size.numel())

@@ -85,18 +85,20 @@ class BucketStream:
         self._landed: deque[tuple[list[Any], list[Any]]] = deque()  # works and events, by bucket
         self._stage_filled: Any = None
         self._stage = ledger.take(plan.stage_bytes, device)
-        self._landings = [ledger.take(plan.landing_bytes, device) for _ in range(plan.landings)]
         # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
+        self._landings: list[Tensor] = []
         self._out = self._large = ledger.take(0, device)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
         if index == 0:
-            self._copies.reload_waits_for_compute()
-            with self._still.copying():
-                self._fill_stage(0)
-                for i in range(len(self._landings)):
+            for i in range(self._plan.landings):
+                self._landings.append(self._ledger.take(self._plan.landing_bytes, self._stage.device))
+                self._copies.reload_waits_for_compute()  # whoever had the memory before
+                with self._still.copying():
+                    if i == 0:
+                        self._fill_stage(0)
                     self._land(i)
                     self._fill_stage(i + 1)
             self._out = self._ledger.take(self._plan.out_bytes, self._stage.device)
@@ -107,8 +109,8 @@ class BucketStream:
                 self._unpack(lane, piece, self._landing_of(index))
         self._copies.reload_waits_for_compute()
         with self._still.copying():
-            self._land(index + len(self._landings))
-            self._fill_stage(index + len(self._landings) + 1)
+            self._land(index + self._plan.landings)
+            self._fill_stage(index + self._plan.landings + 1)
 
     def whole(self, piece: Piece) -> Tensor:
         """The tensor that a piece belongs to, in its buffer."""
@@ -185,7 +187,7 @@ class BucketStream:
         return self._read(unit, piece.start, stop, target[:nbytes])
 
     def _landing_of(self, index: int) -> Tensor:
-        return self._landings[index % len(self._landings)]
+        return self._landings[index % self._plan.landings]
 
     def _is_staged(self, piece: Piece) -> bool:
         return self._units[piece.index].load.is_staged

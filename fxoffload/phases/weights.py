@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fxoffload.gc_pause import gc_paused
 from fxoffload.phases.bucket_stream import BucketStream, Ledger
 from fxoffload.phases.buckets import Plan
 from fxoffload.phases.handle import Handle
@@ -156,7 +157,7 @@ def stream_weights(
         UnsupportedError: a tensor that cannot be read in pieces.
     """
     limit = parse_bytes(bucket_bytes, "bucket_bytes")
-    with untouched():
+    with untouched(), gc_paused():  # nothing is copied meanwhile
         of = _model(manager.models, model)
         units, plan = manager.weight_plans.plan(of, limit, full=full, dtype=dtype, names=names)
         where = _device(units, device)
