@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload.phases import sharded
 from fxoffload.phases.optimizers import leaves, named_state
-from fxoffload.phases.own_tensors import own_buffers, own_parameters
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.sentinel import untouched
 from fxoffload.phases.storages import plain_tensors as plain_tensors
@@ -146,7 +145,8 @@ class Walk:
         return (
             (_join(path, name), parameter)
             for path, module in self._submodules[prefix]
-            for name, parameter in own_parameters(module)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
         )
 
     @functools.cached_property
@@ -207,7 +207,9 @@ class Walk:
                 yield from ((_join(prefix, name), buffer) for name, buffer in model.named_buffers())
                 continue
             for path, module in self._submodules[prefix]:
-                yield from ((_join(prefix, _join(path, name)), buffer) for name, buffer in own_buffers(module))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        yield _join(prefix, _join(path, name)), buffer
 
     def _grads(self) -> NamedTensors:
         for name, parameter in self.gradient_owners():
