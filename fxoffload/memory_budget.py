@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxoffload._torch_compat import FakeTensor
+from fxoffload._torch_sizes import FakeTensor
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.devices import memory_bytes, resolve
 from fxoffload.machine.profile import MachineProfile

@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_compat import symbols_of
+from fxoffload._torch_sizes import symbols_of
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.repeatable import MAX_OPS, Repeatable
 from fxoffload.passes.settle_nodes import GLUE_KEY

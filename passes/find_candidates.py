@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint, is_rng_state, symbols_of
+from fxoffload._torch_compat import is_rng_state
+from fxoffload._torch_sizes import hint, symbols_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.op_costs import OTHER_PLACES, aten_names, fused_form, op_name, shape_of, source_of, tensors_of
 from fxoffload.passes.segment_kernels import Buffer, Kernel, SegmentKernels
 

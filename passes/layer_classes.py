@@ -16,7 +16,8 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_compat import aliased_args, hint, mutated_args
+from fxoffload._torch_compat import aliased_args, mutated_args
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.op_costs import op_name, tensors_of
 from fxoffload.passes.values import extent_bytes

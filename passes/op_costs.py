@@ -20,7 +20,8 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fxoffload._torch_compat import aliased_args, hint, mutated_args
+from fxoffload._torch_compat import aliased_args, mutated_args
+from fxoffload._torch_sizes import hint
 
 Kind = Literal["matmul", "attention", "convolution", "collective", "opaque", "fused", "view"]
 Form = Literal["pointwise", "reduction", "gather", "scatter"]

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import new_fake_like, run_on_fakes
+from fxoffload._torch_sizes import new_fake_like, run_on_fakes
 from fxoffload.passes.cut_segments import Segmentation, segments_of
 from fxoffload.passes.repeatable import Repeatable
 from fxoffload.passes.settle_nodes import GLUE_KEY

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint, mutated_args
+from fxoffload._torch_compat import mutated_args
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.estimate_costs import Access, kernel_accesses
 from fxoffload.passes.hidden_memory import hidden_bytes
 from fxoffload.passes.op_costs import fused_form, node_kind, shape_of, source_of

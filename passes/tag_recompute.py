@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from fxoffload._torch_compat import aliased_args, free_unbacked_symbols, mutated_args
+from fxoffload._torch_compat import aliased_args, mutated_args
+from fxoffload._torch_sizes import free_unbacked_symbols
 from fxoffload.passes.layer_classes import behind_tangents, is_random, layers_of
 from fxoffload.passes.op_costs import call_of, node_kind, tensors_of
 

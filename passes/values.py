@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import aliased_args, hint, mutated_args
+from fxoffload._torch_compat import aliased_args, mutated_args
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.op_costs import is_wait
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import hint
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.cut_segments import Segment
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import graph_module, hints_at
+from fxoffload._torch_compat import graph_module
+from fxoffload._torch_sizes import hints_at
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.movables import movables_of, rank_movables
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fxoffload._torch_compat import without_learnt_sizes
+from fxoffload._torch_sizes import without_learnt_sizes
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
 from fxoffload.gc_pause import gc_paused

@@ -20,8 +20,8 @@ from fxoffload._torch_compat import (
     inductor_config,
     mutated_args,
     segment_tracing_context,
-    told_all_symbols,
 )
+from fxoffload._torch_sizes import told_all_symbols
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.errors import SegmentCompileError

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fxoffload._torch_compat import free_symbols, hints_at
+from fxoffload._torch_sizes import free_symbols, hints_at
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of, recomputed_rows

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import bounds_sizes, frame_id, hints_at, marks_sizes, symbols_of
+from fxoffload._torch_compat import frame_id
+from fxoffload._torch_sizes import bounds_sizes, hints_at, marks_sizes, symbols_of
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes, Sizes
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.schedule_by_size import SizedPlan

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload._torch_compat import hint
+from fxoffload._torch_sizes import hint
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.passes.values import extent_bytes, output_values, tensor_of

@@ -17,15 +17,11 @@ from fxoffload._torch_compat import (
     boxed,
     boxed_eager,
     compiled_autograd_active,
-    hint,
-    hints_at,
     in_backward,
     mutated_args,
     saved_tensor_hooks_active,
-    symbols_of,
-    told_all_symbols,
-    without_learnt_sizes,
 )
+from fxoffload._torch_sizes import hint, hints_at, symbols_of, told_all_symbols, without_learnt_sizes
 from tests.capture import Sketch
 
 aten = torch.ops.aten

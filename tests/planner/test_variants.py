@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxoffload
-from fxoffload._torch_compat import FxGraphCache, hints_at
+from fxoffload._torch_compat import FxGraphCache
+from fxoffload._torch_sizes import hints_at
 from fxoffload.compiler import schedule_by_size, session
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
