@@ -72,7 +72,7 @@ class Protocol:
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
     that), ``bucket`` (of ``stream_weights``), ``rollout_s`` and ``kv_fraction`` (of the free memory; ``rl-step``),
     ``pin_gib`` (``pinning``), ``trace_overlap`` (where the time beside copies went, by one run each under the profiler;
-    ``phases``), ``ablate_overlap`` (the same once more without what is made for work beside copies; ``phases``).
+    ``phases``), ``ablate_overlap`` (the optimizer beside log-probs also without what is made for that; ``phases``).
     """
 
     warmup: int = 2

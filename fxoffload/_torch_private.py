@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,10 +235,13 @@ def is_gone(weak: StorageWeakRef) -> bool:
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 
 
-def shift_versions(tensors: Iterable[torch.Tensor], by: int) -> None:
-    """Lets autograd believe that tensors were written to ``by`` more times. Inference tensors count nothing."""
-    counting = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    _set_version_counters(counting, tuple(tensor._version + by for tensor in counting))
+def shift_version(tensor: torch.Tensor, by: int) -> None:
+    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing.
+
+    One by one: several tensors, in different storages too, may have one counter (``detach()``, then ``.data = ``).
+    """
+    if not tensor.is_inference():
+        _set_version_counters((tensor,), (tensor._version + by,))
 
 
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------
@@ -345,8 +348,19 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Without importing ``torch.distributed.tensor``, which takes a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
+    kind = _dtensor()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def is_made_like_dtensor(kind: type) -> bool:
+    """Whether tensors of a class have what DTensors have inside and nothing else."""
+    dtensor: Any = _dtensor()
+    return dtensor is not None and getattr(kind, "__tensor_flatten__", None) is dtensor.__tensor_flatten__
+
+
+def _dtensor() -> type | None:
+    # Another thread may be importing it just now.
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def mesh_and_placements(tensor: Any) -> tuple[Any, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +28,35 @@ def test_it_is_as_it_was(enabled: bool) -> None:
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled() is enabled
+
+
+def test_pauses_of_two_threads_overlap() -> None:
+    gc.enable()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with gc_paused():
+            begun.set()
+            may_end.wait(60)
+
+    other = threading.Thread(target=pause)
+    with gc_paused():
+        other.start()
+        assert begun.wait(60)
+    assert not gc.isenabled()
+    may_end.set()
+    other.join()
+    assert gc.isenabled()
+
+
+def test_a_forked_child_collects_again() -> None:
+    gc.enable()
+    with gc_paused():
+        pid = os.fork()
+        if not pid:
+            with gc_paused():
+                pass
+            os._exit(0 if gc.isenabled() else 1)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert gc.isenabled()

@@ -22,8 +22,6 @@ class BesideLogprobs:
     def __init__(self, job: RlJob, strategy: Strategy, protocol: Protocol) -> None:
         self._job, self._strategy, self._protocol = job, strategy, protocol
         self._forwards = 1
-        self._offload_calls: list[float] = []
-        self._onload_calls: list[float] = []
 
     def measure(self, timed: Callable[[Work], float], repeats: int, trace: Callable[[str, Work], None]) -> Exposed:
         """
@@ -44,18 +42,19 @@ class BesideLogprobs:
         logprob = timed(lambda: job.logprobs(self._forwards))
         if protocol.trace_overlap:
             trace("alone", self._alone)
-            trace("around", self._around)
-        self._offload_calls, self._onload_calls = [], []
+            trace("around", lambda: self._around([], []))
+        offload_calls: list[float] = []
+        onload_calls: list[float] = []
         alone: list[float] = []
         around: list[float] = []
         ablations = strategy.ablations() if protocol.ablate_overlap else {}
         without: dict[str, list[float]] = {name: [] for name in ablations}
         for _ in range(repeats):  # in turn, so that whatever else changes on the machine falls on all
             alone.append(timed(self._alone))
-            around.append(timed(self._around))
+            around.append(timed(lambda: self._around(offload_calls, onload_calls)))
             for name, ablation in ablations.items():
                 with ablation():
-                    without[name].append(timed(self._around))
+                    without[name].append(timed(lambda: self._around([], [])))
         times_alone, times_around = spread(alone), spread(around)
         offload_s, onload_s = statistics.median(down), statistics.median(up)
         serial, exposed = offload_s + onload_s, times_around.median - times_alone.median
@@ -69,8 +68,8 @@ class BesideLogprobs:
             serial_s=serial,
             exposed_s=exposed,
             exposed_vs_serial=exposed / serial if serial else None,
-            begin_offload_s=statistics.median(self._offload_calls),
-            begin_onload_s=statistics.median(self._onload_calls),
+            begin_offload_s=statistics.median(offload_calls),
+            begin_onload_s=statistics.median(onload_calls),
             without={name: spread(seconds) for name, seconds in without.items()},
         )
 
@@ -78,10 +77,11 @@ class BesideLogprobs:
         self._job.logprobs(self._forwards)
         self._job.train_step()
 
-    def _around(self) -> None:
-        self._offload_calls.append(_host_seconds(lambda: self._strategy.begin_offload(OPTIMIZER)))
+    def _around(self, offload_calls: list[float], onload_calls: list[float]) -> None:
+        """The host's seconds in the two calls go to the end of the lists."""
+        offload_calls.append(_host_seconds(lambda: self._strategy.begin_offload(OPTIMIZER)))
         self._job.logprobs(self._forwards)
-        self._onload_calls.append(_host_seconds(lambda: self._strategy.begin_onload(OPTIMIZER)))
+        onload_calls.append(_host_seconds(lambda: self._strategy.begin_onload(OPTIMIZER)))
         self._job.train_step()
         self._strategy.finish()
 

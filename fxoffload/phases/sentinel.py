@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import shift_versions
+from fxoffload._torch_private import shift_version
 from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.storages import Holding
 from fxoffload.sizes import format_bytes
@@ -75,7 +75,6 @@ def holdings_of(tensor: Tensor) -> list[Holding]:
 def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Switches the class of tensors that lie in a holding, for each of some parts."""
     process = os.getpid()
-    leaving: list[tuple[Tensor, type]] = []
     with _LOCK:
         for tensors, holding in parts:
             for tensor in tensors:
@@ -83,20 +82,17 @@ def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                 record = attributes.get(_RECORD)
                 if record is None:
                     home = type(tensor)
+                    # A backward reads what its forward saved in C++, without asking the class: it ends the process,
+                    # unless autograd takes the tensor for modified and raises.
+                    shift_version(tensor, 1)
                     attributes[_RECORD] = _Away(home, [holding], process)
-                    leaving.append((tensor, home))
+                    tensor.__class__ = _CLASSES.get(home) or _away_class(home)
                 elif holding not in record.holdings:
                     record.holdings.append(holding)
-        # A backward reads what its forward saved in C++, without asking the class: it ends the process, unless autograd
-        # takes the tensor for modified and raises.
-        shift_versions((tensor for tensor, _ in leaving), 1)
-        for tensor, home in leaving:
-            tensor.__class__ = _CLASSES.get(home) or _away_class(home)
 
 
 def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Gives tensors their classes back, once nothing of them is away any more."""
-    returned: list[Tensor] = []
     with _LOCK:
         for tensors, holding in parts:
             for tensor in tensors:
@@ -110,8 +106,7 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                         continue
                 tensor.__class__ = record.home
                 del attributes[_RECORD]
-                returned.append(tensor)
-        shift_versions(returned, -1)
+                shift_version(tensor, -1)
 
 
 @contextlib.contextmanager

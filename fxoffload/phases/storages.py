@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload._torch_private import StorageWeakRef, is_dtensor, local_of
+from fxoffload._torch_private import StorageWeakRef, is_made_like_dtensor, local_of
 from fxoffload.runtime.host_arena import HostBlock, block_bytes
 
 
@@ -99,7 +99,7 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     # The first two are what nearly every tensor is, and need not be asked for methods that they do not have.
     if kind is Tensor or kind is nn.Parameter:
         return [tensor] if tensor.layout is torch.strided else []
-    if is_dtensor(tensor):  # nearly every other
+    if is_made_like_dtensor(kind):  # nearly every other
         return plain_tensors(local_of(tensor))
     if not hasattr(kind, "__tensor_flatten__") or not is_traceable_wrapper_subclass(tensor):
         return [tensor] if tensor.layout is torch.strided else []

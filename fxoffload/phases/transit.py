@@ -142,9 +142,11 @@ class Transit:
                 )
                 self._handles.append(handle)
             except BaseException:
-                self._settle([held for held in holdings if held.where is Where.LEAVING])
-                self.mover.finish(ahead)
-                self._gradients.restore(dropped)
+                try:
+                    self._settle([held for held in holdings if held.where is Where.LEAVING])
+                finally:
+                    self.mover.finish(ahead)
+                    self._gradients.restore(dropped)
                 raise
             transition.stood_still_since(began)
         return handle

@@ -14,6 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import record_function
 
+from benchmarks.rl.measure_exposed import BesideLogprobs
 from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.overlap_trace import WORK, summarize_work, trace_work
 from benchmarks.schema import Record, Report, Variant
@@ -98,10 +99,41 @@ def test_a_run_of_phases_leaves_things_out_where_asked(tmp_path: Path) -> None:
     assert "| giving_way" in render(Report("phases", {}, asked, None, [record]))
 
 
-def test_what_is_left_out_comes_back() -> None:
-    def in_effect() -> tuple[float, float]:
-        return giving_way.BURST_BYTES, mover.PACE_S_PER_BYTE
+def in_effect() -> tuple[float, float]:
+    return giving_way.BURST_BYTES, mover.PACE_S_PER_BYTE
 
+
+def test_each_round_runs_as_it_is_and_without() -> None:
+    seen = []
+
+    class Watched(Fxoffload):
+        def begin_offload(self, *groups: str) -> None:
+            seen.append(in_effect())
+            time.sleep(0.02 * (in_effect() != before))  # what the calls take is told of those as they are
+
+        def begin_onload(self, *groups: str) -> None:
+            time.sleep(0.02 * (in_effect() != before))
+
+        def offload(self, *groups: str) -> None: ...
+        def onload(self, *groups: str) -> None: ...
+        def finish(self) -> None: ...
+
+    job: Any = SimpleNamespace(logprobs=lambda _: None, train_step=lambda: None, forwards_for=lambda _: 1)
+
+    def timed(work: Any) -> float:
+        work()
+        return 1.0
+
+    before = in_effect()
+    asked = dataclasses.replace(SHORT, ablate_overlap=True, trace_overlap=True)
+    found = BesideLogprobs(job, Watched({}), asked).measure(timed, 2, lambda _, work: work())
+    as_it_is, without = before, [(sys.maxsize, before[1]), (before[0], 0.0), (sys.maxsize, 0.0)]
+    assert seen == [as_it_is, *[as_it_is, *without] * 2]  # the first for the trace
+    assert found.begin_offload_s is not None and found.begin_offload_s < 0.01
+    assert found.begin_onload_s is not None and found.begin_onload_s < 0.01
+
+
+def test_what_is_left_out_comes_back() -> None:
     before = in_effect()
     seen = {}
     for name, ablation in Fxoffload({}).ablations().items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxoffload.phases import OffloadedError
+from fxoffload.phases import OffloadedError, sharded
 from fxoffload.phases.inventory import Inventory
 from tests.phases.phase_support import make, rehearse
 
@@ -26,6 +26,14 @@ def test_modules_are_the_models_and_the_modules_of_extra() -> None:
     assert list(inventory.modules)[:2] == ["actor", "critic"]
     names = {name for name, _ in inventory.collect("extra")}
     assert {"critic.weight", "tree.0.bias", "tree.1"} <= names
+
+
+def test_sharded_modules_of_extra_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, average = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    monkeypatch.setattr(sharded, "is_fsdp2", lambda module: isinstance(module, nn.Linear))
+    monkeypatch.setattr(sharded, "kept_on_cpu", lambda module: [module.weight])
+    kept = Inventory(model, None, {"ema": average}).kept_by_fsdp()
+    assert kept == {id(model[0].weight), id(average[1].weight)}
 
 
 def test_what_would_do_half_of_its_work_raises_before() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases import PhaseManager, weight_plans
 from fxoffload.phases.cuts import Cut
+from fxoffload.phases.storages import plain_tensors
 
 
 class Two(nn.Module):
@@ -217,3 +219,25 @@ def test_what_has_no_values_any_more_is_refused(planned: list[int], mesh: Device
         else:
             plans.plan(model, 1024)
     assert len(planned) == 1
+
+
+class Scaled(DTensor):
+    """With a second tensor inside."""
+
+    _scale: Tensor
+
+    def __tensor_flatten__(self) -> Any:
+        names, context = super().__tensor_flatten__()
+        return [*names, "_scale"], context
+
+
+def test_a_dtensor_with_more_inside_is_no_dtensor_of_one(planned: list[int], mesh: DeviceMesh) -> None:
+    weight = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+    assert plain_tensors(weight) == [weight._local_tensor]
+    weight.__class__ = Scaled
+    weight._scale = torch.ones(2)
+    assert [id(t) for t in plain_tensors(weight)] == [id(weight._local_tensor), id(weight._scale)]
+    model = nn.Module()
+    model.register_buffer("weight", weight)
+    with pytest.raises(UnsupportedError, match="DTensor of 2 tensors"):
+        weight_plans.WeightPlans().plan(model, 1024)
