@@ -52,7 +52,7 @@ class Process:
         environment = dict(os.environ)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        environment.setdefault("PYTORCH_ALLOC_CONF", run.allocator)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks", *words_of(run, limit_s, out, settings)],
             cwd=ROOT,

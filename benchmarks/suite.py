@@ -1,6 +1,6 @@
 """The runs behind the published tables of GPUs, as data, by their weight; ``run_suite`` takes them in turn.
 
-Not among them: ``pinning``, and ``moe-convert``, which needs no GPU.
+Not among them: the rest of ``pinning``, and ``moe-convert``, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Run:
         gpus: that it needs, all at once.
         seconds: that it takes on H200s with 16 cores each, peers included; no more is given to it.
         alone: nothing runs beside it, as it measures the link and the host's memory.
+        allocator: PYTORCH_ALLOC_CONF, where the caller has set none.
     """
 
     name: str
@@ -28,8 +29,11 @@ class Run:
     gpus: int = 1
     seconds: float = 300.0
     alone: bool = False
+    allocator: str = "expandable_segments:True"
 
 
+# What phases on several GPUs are told to set (docs/phases.md).
+LARGE_PAGES = "expandable_segments:True,large_segment_size_mb:64"
 AT_CHECKPOINT = "auto@activation_budget=1.02*checkpoint"
 SHARDED = "host_budget=64GiB steps=8 warmup=1"
 
@@ -63,20 +67,22 @@ SUITE = (
     Run(
         "phases-2",
         "phases",
-        "ranks=2 layers=32 endurance=0 cycles_s=6",
+        "ranks=2 layers=32 endurance=0 cycles_s=4 ablate_overlap=true",
         "fxoffload,packed",
         gpus=2,
-        seconds=150,
+        seconds=180,
         alone=True,
+        allocator=LARGE_PAGES,
     ),
     Run(
         "phases-4",
         "phases",
-        "ranks=4 layers=64 endurance=0 cycles_s=6",
+        "ranks=4 layers=64 endurance=0 cycles_s=4 ablate_overlap=true",
         "fxoffload,packed",
         gpus=4,
-        seconds=200,
+        seconds=240,
         alone=True,
+        allocator=LARGE_PAGES,
     ),
     Run(
         "fsdp",
@@ -98,15 +104,22 @@ SUITE = (
     Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),
     Run("compile-time", "compile-time", seconds=1100),
-    Run("overhead", "overhead", seconds=120),
+    Run("overhead", "overhead", seconds=120, alone=True),
+    Run("small-copies", "pinning", variants="small_copies", seconds=60, alone=True),
     Run(
         "max-seq",
         "max-seq",
         "timeout_s=1500",
         "inductor@lengths=16384+18432+20480,checkpoint@lengths=131072+147456+155648+163840,"
-        "auto@activation_budget=0.94*free@host_budget=98GiB@lengths=245760+262144+278528+294912,"
-        # Not run yet: where eager logits (three times in bfloat16) leave room is an estimate.
-        "trl_checkpoint@lengths=49152+65536+81920+98304,verl_checkpoint@lengths=49152+65536+81920+98304",
+        "auto@activation_budget=0.94*free@host_budget=98GiB@lengths=245760+262144+278528+294912",
         seconds=6000,
+    ),
+    # Not run yet: where eager logits (three times in bfloat16) leave room is an estimate.
+    Run(
+        "max-seq-peers",
+        "max-seq",
+        "timeout_s=600",
+        "trl_checkpoint@lengths=49152+65536+81920+98304,verl_checkpoint@lengths=49152+65536+81920+98304",
+        seconds=1200,
     ),
 )

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +23,7 @@ from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.run_suite import GRACE_S, Outcome, Process, choose, report_of, take_turns, words_of
 from benchmarks.scenarios import find_scenario
-from benchmarks.suite import SUITE, Run
+from benchmarks.suite import LARGE_PAGES, SUITE, Run
 
 
 class Machine:
@@ -124,6 +126,25 @@ def test_what_a_run_is_called_with_is_understood(run: Run, tmp_path: Path) -> No
     of_phases = run.scenario in PHASE_SCENARIOS
     variants = run.variants or scenario.variants
     assert parse_phase_variants(run.scenario, variants) if of_phases else parse_variants(variants, values)
+
+
+@pytest.mark.parametrize("theirs", [None, "backend:native"])
+def test_a_run_has_its_allocator_unless_the_caller_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if theirs is not None:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", theirs)
+    told: list[str] = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> Any:
+        told.append(env["PYTORCH_ALLOC_CONF"])
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(run_suite.subprocess, "Popen", popen)
+    for run in (LONG, Run("pages", "phases", allocator=LARGE_PAGES)):
+        Process(run, ["0"], 60.0, tmp_path, []).stop()
+    assert told == ([theirs] * 2 if theirs else ["expandable_segments:True", LARGE_PAGES])
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
