@@ -17,11 +17,8 @@ from benchmarks.schema import Case, Memory, Protocol, Record, Report, Result, Su
 from benchmarks.tables import render as render_table
 
 RESULTS = ROOT / "benchmarks" / "results"
-REPORTS = sorted(
-    path
-    for path in RESULTS.glob("*.json")
-    if not path.stem.endswith(("-plans", "-sustained-rates", "-bench")) and path.name != "2026-11-22-h200-pinning.json"
-)
+NO_REPORTS = ("-plans", "-sustained-rates", "-bench", "-ablation", "2026-11-22-h200-pinning")
+REPORTS = sorted(path for path in RESULTS.glob("*.json") if not path.stem.endswith(NO_REPORTS))
 
 
 def summary(median: float, spread: float = 1.0) -> Summary:

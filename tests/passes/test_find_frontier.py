@@ -508,7 +508,8 @@ def test_an_unknown_layer_lists_the_known() -> None:
 
 
 def test_a_large_joint_graph_takes_little_time() -> None:
-    """80 layers, 50,000 nodes."""
+    """80 layers, 50,000 nodes. What looks at all nodes again for each takes minutes; the limits are twice what a slow
+    machine was seen to take."""
     graph = fx.Graph()
     with FakeTensorMode():
         values = {name: torch.empty(64, 64) for name in ("x", "tangents_1", "value")}
@@ -540,7 +541,7 @@ def test_a_large_joint_graph_takes_little_time() -> None:
     seconds = time.process_time() - start
     assert max(len(c.layers) for c in classes) >= 78
     assert all(len(c.points) > 3 for c in classes)
-    assert seconds < 5
+    assert seconds < 10
     start = time.process_time()
     TagRecompute({label: c.points[1] for c in classes for label in c.layers})(gm)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 4
