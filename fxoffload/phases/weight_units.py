@@ -30,7 +30,6 @@ from fxoffload._torch_private import FlatParameterInfo
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases.buckets import Load
 from fxoffload.phases.cuts import Cut, region
-from fxoffload.phases.own_tensors import own_buffers, own_parameters
 from fxoffload.phases.sentinel import untouched
 from fxoffload.phases.storages import plain_tensors
 
@@ -200,10 +199,10 @@ def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if module._parameters:
-        yield from own_parameters(module)
+        yield from module.named_parameters(recurse=False, remove_duplicate=False)
     if module._buffers:
         left_out = private.non_persistent_buffers(module)
-        for attribute, tensor in own_buffers(module):
+        for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if attribute not in left_out:
                 yield attribute, tensor
 
