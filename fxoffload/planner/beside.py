@@ -2,15 +2,17 @@
 
 FSDP gathers the parameters of the next layer while one computes, and reduces the gradients of the last one. A budget
 that leaves no room for them is not met. What was seen on the device when calls began, less what the graphs take there,
-counts as working set of all segments of these calls.
+counts as working set of all segments of these calls; what was seen between two calls, as that of the empty segment that
+stands there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
-from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.simulate import Boundary, Simulation
+from fxoffload.runtime.chain_clock import TURN, lies_between
 from fxoffload.runtime.held import CallAt
 from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
 
@@ -32,11 +34,11 @@ def beside_when_calls_begin(chain: Chain, graphs: Simulation, live_bytes: Mappin
         known["forward", call] = graphs.boundaries[down].after_bytes
         known["backward", call] = graphs.boundaries[first + up - 1].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
-    return tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
+    return Beside(tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES))
 
 
 def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Beside:
-    """By what was measured before each segment, and by the peak of the step, which may lie between calls.
+    """By what was measured before each segment and between the calls, and by the peak of the step.
 
     Args:
         chain: that ran, with nothing beside it.
@@ -52,5 +54,28 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Bes
             most = max((seen.get(phase, {}).get(b.segment, 0) - b.live_bytes for b in own), default=0)
             found[phase].append(max(most, 0))
             known = max(known, *(b.peak_bytes + found[phase][-1] for b in own))
-    between = max((readings.peak_bytes() or 0) - known, 0)
-    return tuple(tuple(n + between for n in found[phase]) for phase in PHASES)
+    gaps = _gaps(graphs.boundaries, readings)
+    known = max([known, *(boundaries[at].live_bytes + nbytes for at, nbytes in gaps.items())])
+    # Where the peak is somewhere else, nobody knows where.
+    rest = max((readings.peak_bytes() or 0) - known, 0)
+    calls = tuple(tuple(n + rest for n in found[phase]) for phase in PHASES)
+    return Beside(calls, tuple((name, nbytes) for (_, name), nbytes in gaps.items() if nbytes))
+
+
+def _gaps(boundaries: Sequence[Boundary], readings: Readings) -> dict[tuple[str, str], int]:
+    """What is allocated between calls above what the chain has there, by what was measured.
+
+    Calls are mostly alike: where the peak of the process hid what is between two of them, it is as much as between
+    others of the phase, if that is not above what the whole step may have had.
+    """
+    peaks, bounds = readings.gap_peaks(), readings.peak_bounds_bytes()
+    found: dict[tuple[str, str], int] = {}
+    for phase in PHASES:
+        empty = [b for b in boundaries if b.phase == phase and lies_between(b.segment)]
+        known = {b.segment: max(peaks[b.segment] - b.live_bytes, 0) for b in empty if b.segment in peaks}
+        usual = max((nbytes for name, nbytes in known.items() if name != TURN), default=0)
+        for b in empty:
+            most = usual if bounds is None else min(usual, max(bounds[1] - b.live_bytes, 0))
+            hidden = 0 if b.segment == TURN else most
+            found[phase, b.segment] = known.get(b.segment, hidden)
+    return found

@@ -21,9 +21,22 @@ from fxoffload.runtime.held import Held, Moment
 from fxoffload.runtime.segment_readings import PHASES, Phase
 from fxoffload.runtime.windows import Windows
 
-# Bytes beside the graphs, per call: while forwards run, and while backwards do. Empty: nothing.
-Beside = tuple[tuple[int, ...], ...]
-BESIDE_NOTHING: Beside = ()
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes beside the graphs.
+
+    Attributes:
+        calls: per phase, per call: while it runs. Empty: nothing.
+        gaps: between two calls, by the empty segment that stands there: what is allocated, and freed again or not,
+            above what the chain has there.
+    """
+
+    calls: tuple[tuple[int, ...], ...] = ()
+    gaps: tuple[tuple[str, int], ...] = ()
+
+
+BESIDE_NOTHING = Beside()
 
 
 @dataclass(frozen=True)
@@ -74,22 +87,27 @@ class Chain:
         """The same with other bytes beside its graphs."""
         if beside == self.beside:
             return self
-        more: dict[str, dict[str, int]] = {}
-        for i, phase in enumerate(PHASES):
-            for k, segments in enumerate(self.segments_of_calls(phase)):
-                nbytes = (beside[i][k] if beside else 0) - (self.beside[i][k] if self.beside else 0)
-                more.setdefault(phase, {}).update({s.name: nbytes for s in segments})
+        more, less = self._by_segment(beside), self._by_segment(self.beside)
 
-        def larger(phase: Phase, segments: Iterable[SegmentStep]) -> tuple[SegmentStep, ...]:
-            found = more[phase]
-            return tuple(replace(s, temp_bytes=s.temp_bytes + found.get(s.name, 0)) for s in segments)
+        def changed(phase: Phase, segments: Iterable[SegmentStep]) -> tuple[SegmentStep, ...]:
+            by = {s.name: more.get((phase, s.name), 0) - less.get((phase, s.name), 0) for s in segments}
+            return tuple(replace(s, temp_bytes=s.temp_bytes + by[s.name]) for s in segments)
 
         step = replace(
             self.step,
-            forward=larger("forward", self.step.forward),
-            backward=larger("backward", self.step.backward),
+            forward=changed("forward", self.step.forward),
+            backward=changed("backward", self.step.backward),
         )
         return replace(self, step=step, beside=beside)
+
+    def _by_segment(self, beside: Beside) -> dict[tuple[Phase, str], int]:
+        found: dict[tuple[Phase, str], int] = {}
+        for phase, calls in zip(PHASES, beside.calls, strict=False):
+            for nbytes, segments in zip(calls, self.segments_of_calls(phase), strict=True):
+                found.update({(phase, s.name): nbytes for s in segments})
+        for name, nbytes in beside.gaps:
+            found.update({(phase, name): nbytes for phase in PHASES})  # no two of them have one name
+        return found
 
 
 def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:

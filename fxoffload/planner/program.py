@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
+from fxoffload.runtime.chain_clock import lies_between
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Program:
         takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads what it gets).
         in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
         awaited: likewise as ``offloads``: lent candidates whose copies are waited for there.
+        is_gap: per backward segment, whether it stands for what lies between two calls of a chain.
     """
 
     candidates: Candidates
@@ -73,6 +75,7 @@ class Program:
     takes: list[list[tuple[int, int]]]
     in_head: list[bool]
     awaited: list[list[int]]
+    is_gap: list[bool]
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[TrainingStep, Program] = weakref.WeakKeyDictionary()
@@ -188,6 +191,7 @@ class _Builder:
             takes,
             self._in_head(),
             awaited,
+            [lies_between(s.name) for s in self.step.backward],
         )
 
     def _due(self, storage: StorageInfo) -> int:

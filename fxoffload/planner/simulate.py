@@ -10,7 +10,8 @@ The rules are the executor's (``fxoffload.runtime.executor``) and the copy engin
   (``Windows``) differ from point to point and outweigh both.
 - The backward takes back what is still on the device (not what is lent, which the caller may have written to). It is
   readable once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they
-  start behind what compute has been given so far, as many as the prefetch window holds.
+  start behind what compute has been given so far, as many as the prefetch window holds. (In a chain of calls: those of
+  a call's top behind what lies between it and the call before it.)
 - A segment waits for what it reads; what nobody has asked for until then is asked for and waited for at once.
 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
@@ -347,8 +348,11 @@ class _Run:
             self._prefetch(queue, window, 0)
         for at, segment in enumerate(segments):
             self._take(program.takes[at], dies)
-            self._prefetch(queue, window, at + 1)
+            if not program.is_gap[at]:
+                self._prefetch(queue, window, at + 1)
             self._call("backward", segment, first + at, self.saved - dies[at])
+            if program.is_gap[at]:
+                self._prefetch(queue, window, at + 1)
             if at == 0 and any(program.takes):
                 self._release(0, first, dies)
         self._take(program.takes[end], dies)

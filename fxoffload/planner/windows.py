@@ -87,8 +87,12 @@ def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) 
             read[at] += nbytes[i]
     everything = later = sum(nbytes[i] for i in moves)
     for at in range(len(backward) - 1, -1, -1):
-        later = min(backward[at], later + read[at + 1])
-        ahead[at + 1] = later
+        later += read[at + 1]
+        if program.is_gap[at]:  # what is asked for next is asked for behind it
+            ahead[at + 1] = later
+        later = min(backward[at], later)
+        if not program.is_gap[at]:
+            ahead[at + 1] = later
     ahead[0] = later + read[0]
 
     in_flight = [0] * (num_forward + 1)

@@ -59,6 +59,7 @@ class Recorder:
         "_end",
         "_ended",
         "_epoch",
+        "_gap",
         "_open",
         "_sources",
         "_trace",
@@ -86,9 +87,13 @@ class Recorder:
         self._broken = False
         self._end: Event | None = None
         self._trace: AllocatorTrace | None = None
+        self._gap: AllocatorTrace | None = None
         if earlier is not None:
             self._trace = None if earlier._trace is None else earlier._trace.go_on()
-            self._read_memory()
+            self._gap = None if self._trace is None else AllocatorTrace.begin(self._trace.last)
+            memory = self._read_memory()
+            if self._gap is not None and memory is not None:
+                self._gap.add(memory)
         elif phase == "forward" and sources.memory is not None:
             self._trace = AllocatorTrace.begin(sources.memory())
         self._begin: Event = sources.events.record()
@@ -134,6 +139,12 @@ class Recorder:
         """Milliseconds from the beginning of a first call to the end of this one. As ``sample``."""
         assert self._end is not None
         return first._begin.elapsed_ms(self._end)
+
+    def gap_peak(self) -> int | None:
+        """Most bytes between the end of the earlier call and the beginning of this one, above those at the beginning of
+        the first; None where that is not known. Needs no device to have passed anything."""
+        peak = None if self._gap is None else self._gap.exact_peak()
+        return None if peak is None or self._trace is None else peak - self._trace.first.allocated
 
     def sample(self) -> Sample:
         """What was recorded. Only of a call that has completed, before ``release``."""

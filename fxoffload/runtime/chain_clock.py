@@ -12,6 +12,9 @@ is read once the device has passed all of it. Once enough steps have been read n
   (the loss, and a head that is not compiled) is the ``TURN``.
 - The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
   where the first backward begins. What stands before and behind (an embedding, the optimizer) is in neither.
+- [Note: Gaps] What is allocated and freed between two calls (FSDP's reduction of gradients, an eager head) is seen only
+  where the allocator's peak rises there, which belongs to the process: mostly in the first step that follows a plan.
+  No kernel of a graph is tuned there, so that step tells as much of it as any other.
 - What is left of a step is inside calls and outside segments: waits for copies, and the executor's own host time where
   the device notices it.
 """
@@ -63,6 +66,7 @@ class StepRecording:
         num_calls: of the chain.
         ended: called by ``end`` with a step that counts.
         failed: called with what kept a call from being measured.
+        only_gaps: whether nothing counts but ``gap_peaks``: something may be compiled in its calls.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class StepRecording:
         num_calls: int,
         ended: Callable[[StepRecording], None],
         failed: Callable[[Exception], None],
+        *,
+        only_gaps: bool = False,
     ) -> None:
+        self.only_gaps = only_gaps
         self._sources = sources
         self._num_calls = num_calls
         self._ended = ended
@@ -111,7 +118,7 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
-        if not counts:
+        if not counts and not self.only_gaps:
             self.drop()
 
     def end(self) -> None:
@@ -150,6 +157,17 @@ class StepRecording:
             _add(into, recorder.sample(), call)
         for sample in found:
             sample.raise_bytes(self._left_bytes)
+        found[1].gap_peaks.update(self.gap_peaks())
+        return found
+
+    def gap_peaks(self) -> dict[str, int | None]:
+        """``Sample.gap_peaks`` of the whole step. The device need not have passed it."""
+        turn, found = self._num_calls, {}
+        for at, recorder in enumerate(self._recorders[1:], 1):
+            call = at if at < turn else 2 * turn - 1 - at
+            peak = recorder.gap_peak()
+            name = TURN if at == turn else entry_of(recorder.phase, call)
+            found[name] = None if peak is None else peak + self._left_bytes
         return found
 
 
@@ -170,8 +188,8 @@ def _add(whole: Sample, call: Sample, number: int) -> None:
 class ChainClock:
     """Times and bytes of steps of one chain. Thread-safe.
 
-    Not counted: the first ``skip`` steps (variants are new), and steps in which something was compiled, that were not
-    the chain to their end, or that run under CUDA graph capture.
+    Not counted: the first ``skip`` steps (variants are new), but for [Note: Gaps], and steps in which something was
+    compiled, that were not the chain to their end, or that run under CUDA graph capture.
 
     Args:
         num_calls: of the chain.
@@ -206,6 +224,7 @@ class ChainClock:
         self._seen = self._recorded = self._counted = 0
         self._unread: deque[StepRecording] = deque()
         self._samples: list[tuple[Sample, Sample]] = []
+        self._gaps: list[dict[str, int | None]] = []
         self._failed = False
 
     def begin_step(self) -> StepRecording | None:
@@ -214,8 +233,12 @@ class ChainClock:
             if not self.measuring:
                 return None
             self._seen += 1
-            if self._seen <= self._skip or not self._sources.events.usable():
+            if not self._sources.events.usable():
                 return None
+            if self._seen <= self._skip:
+                if self._sources.memory is None:
+                    return None
+                return StepRecording(self._sources, self._num_calls, self._ended, self.fail, only_gaps=True)
             if self._recorded >= _PATIENCE * self._count:
                 self.measuring = False
                 return None
@@ -225,6 +248,10 @@ class ChainClock:
     def _ended(self, step: StepRecording) -> None:
         with self._lock:
             if not self.measuring:
+                step.drop()
+                return
+            if step.only_gaps:
+                self._gaps.append(step.gap_peaks())
                 step.drop()
                 return
             self._unread.append(step)
@@ -267,7 +294,11 @@ class ChainClock:
         """What was measured, as of one forward and one backward. See [Note: What a chain's times mean]."""
         with self._lock:
             self._read_completed()
-            return Readings({"forward": [f for f, _ in self._samples], "backward": [b for _, b in self._samples]})
+            samples: dict[Phase, list[Sample]] = {
+                "forward": [f for f, _ in self._samples],
+                "backward": [b for _, b in self._samples],
+            }
+            return Readings(samples, tuple(self._gaps))
 
 
 def chain_clock_for(device: torch.device, num_calls: int) -> ChainClock:

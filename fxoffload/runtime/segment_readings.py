@@ -35,6 +35,8 @@ class Sample:
         live_after: likewise.
         peaks: most bytes allocated while each segment ran; None where that is not known.
         temp_bytes: the same above what was live when the segment began.
+        gap_peaks: of a chain, most bytes between two calls, by the empty segment that stands there; None where that is
+            not known.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
         bounds: at least and at most the same, or None.
     """
@@ -45,6 +47,7 @@ class Sample:
     live_after: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     temp_bytes: dict[str, int | None] = field(default_factory=dict)
+    gap_peaks: dict[str, int | None] = field(default_factory=dict)
     peak: int | None = None
     bounds: tuple[int, int] | None = None
 
@@ -52,16 +55,23 @@ class Sample:
         """So many of the bytes that were there at the beginning count as well."""
         for found in (self.live_before, self.live_after):
             found.update({name: live + nbytes for name, live in found.items()})
-        self.peaks = {name: None if peak is None else peak + nbytes for name, peak in self.peaks.items()}
+        for peaks in (self.peaks, self.gap_peaks):
+            peaks.update({name: None if peak is None else peak + nbytes for name, peak in peaks.items()})
         self.peak = None if self.peak is None else self.peak + nbytes
         self.bounds = None if self.bounds is None else (self.bounds[0] + nbytes, self.bounds[1] + nbytes)
 
 
 @dataclass(frozen=True)
 class Readings:
-    """Calls that were read, of one signature, by phase. A phase that was not measured has none."""
+    """Calls that were read, of one signature, by phase. A phase that was not measured has none.
+
+    Attributes:
+        samples: of the calls.
+        skipped_gaps: ``Sample.gap_peaks`` of steps of which nothing else counts.
+    """
 
     samples: Mapping[Phase, Sequence[Sample]]
+    skipped_gaps: Sequence[Mapping[str, int | None]] = ()
 
     def segment_ms(self) -> dict[Phase, dict[str, float]]:
         """Milliseconds of each segment: medians. See [Note: What the times mean]."""
@@ -88,6 +98,12 @@ class Readings:
     def temp_bytes(self) -> dict[Phase, dict[str, int | None]]:
         """The same above what was live when the segment began (the simulator's ``SegmentStep.temp_bytes``)."""
         return {p: _largest(s.temp_bytes for s in found) for p, found in self.samples.items()}
+
+    def gap_peaks(self) -> dict[str, int]:
+        """Most bytes between two calls of a chain, likewise, by the empty segment that stands there; without those that
+        are not known. The peak of the process rises mostly in a plan's first step."""
+        found = _largest((*(s.gap_peaks for of in self.samples.values() for s in of), *self.skipped_gaps))
+        return {name: peak for name, peak in found.items() if peak is not None}
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that

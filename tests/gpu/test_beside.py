@@ -29,6 +29,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.layer.free()
+        torch.empty(ctx.layer.passing_bytes, dtype=torch.uint8, device="cuda")
         return gradients[0], None
 
 
@@ -48,10 +49,14 @@ class Leave(torch.autograd.Function):
 
 
 class Gathered(nn.Module):
-    """A compiled block whose parameters have no memory but while it runs."""
+    """A compiled block whose parameters have no memory but while it runs.
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    Behind its backward ``passing_bytes`` are allocated and freed, as where FSDP reduces gradients.
+    """
+
+    def __init__(self, options: dict[str, Any], passing_bytes: int) -> None:
         super().__init__()
+        self.passing_bytes = passing_bytes
         self.block = Block(WIDTH, 16).to("cuda", torch.bfloat16)
         self.block.compile(backend="fxoffload", options=options)
         for p in self.block.parameters():
@@ -72,21 +77,26 @@ class Gathered(nn.Module):
         return Leave.apply(self.block(Enter.apply(x, self)), self)
 
 
-def run(**options: Any) -> tuple[list[int], fxoffload.Plan | None]:
-    """Peaks of steps above what was allocated when they began, and the plan."""
+def run(*, passing_bytes: int = 0, resets: bool = True, **options: Any) -> tuple[list[int], fxoffload.Plan | None]:
+    """Peaks of steps above what was allocated when they began, and the plan. ``resets``: whether the process' peak is
+    reset before each step; else only before the last four, and those of the others are what the process had so far."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Gathered({"min_bytes": 1 << 16, "profile": "h200", **options}) for _ in range(DEPTH)))
+    layers = nn.Sequential(
+        *(Gathered({"min_bytes": 1 << 16, "profile": "h200", **options}, passing_bytes) for _ in range(DEPTH))
+    )
     x = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x.grad = torch.zeros_like(x)
     peaks = []
-    for _ in range(16):
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(16):
         for thread in threading.enumerate():
             if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
                 thread.join()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if resets or i >= 12:
+            torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         layers(x).float().square().mean().backward()
         torch.cuda.synchronize()
@@ -108,3 +118,15 @@ def test_a_budget_holds_what_eager_code_has_beside_the_graphs() -> None:
     assert plan.baseline_peak_bytes == pytest.approx(kept[-1], rel=0.05)
     assert plan.calibrated is not None
     assert plan.calibrated.peak_bytes == pytest.approx(max(peaks[-3:]), rel=0.06)
+
+
+def test_a_budget_holds_what_passes_between_calls_of_a_process_that_never_resets_its_peak() -> None:
+    passing = 256 * MIB
+    kept, _ = run(policy="keep_all", passing_bytes=passing)
+    budget = int(0.6 * kept[-1])
+    peaks, plan = run(activation_budget=budget, passing_bytes=passing, resets=False)
+    assert plan is not None and plan.predicted.bytes_offloaded > 0
+    seen = f"{[p / MIB for p in peaks]} MiB, {budget / MIB} allowed; {plan.summary}"
+    assert max(peaks[-4:]) <= budget, seen
+    assert plan.calibrated is not None
+    assert plan.calibrated.peak_bytes == pytest.approx(max(peaks[-4:]), rel=0.06), seen

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.planner.beside import beside_segments, beside_when_calls_begin
-from fxoffload.planner.chain import BESIDE_NOTHING, concatenate
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, concatenate
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
@@ -44,18 +44,19 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
     chain = concatenate(steps)
     decisions = [data.draw(st.booleans()) for _ in chain.step.candidates]
     ran = simulate(chain.step, decisions, copies=RATES, windows=no_windows(chain.step))
-    beside = tuple(tuple(data.draw(st.integers(0, 1 << 20)) for _ in steps) for _ in PHASES)
+    calls = tuple(tuple(data.draw(st.integers(0, 1 << 20)) for _ in steps) for _ in PHASES)
+    beside = Beside(calls)
     first = len(chain.step.forward)
     seen = {}
     for k in range(len(steps)):
-        seen["forward", k] = ran.boundaries[chain.forward[k]].after_bytes + beside[0][k]
-        seen["backward", k] = ran.boundaries[first + chain.backward[k] - 1].after_bytes + beside[1][k]
+        seen["forward", k] = ran.boundaries[chain.forward[k]].after_bytes + calls[0][k]
+        seen["backward", k] = ran.boundaries[first + chain.backward[k] - 1].after_bytes + calls[1][k]
     assert beside_when_calls_begin(chain, ran, seen) == beside
     larger = simulate(chain.with_beside(beside).step, decisions, copies=RATES, windows=no_windows(chain.step))
     for before, now in zip(ran.boundaries, larger.boundaries, strict=True):
         assert now.live_bytes == before.live_bytes
         assert now.peak_bytes >= before.peak_bytes
-    assert larger.peak_bytes <= ran.peak_bytes + max(map(max, beside))
+    assert larger.peak_bytes <= ran.peak_bytes + max(map(max, calls))
     again = chain.with_beside(beside).with_beside(BESIDE_NOTHING).step
     assert (again.forward, again.backward) == (chain.step.forward, chain.step.backward)
 
@@ -64,7 +65,7 @@ def test_less_than_the_graphs_take_is_nothing() -> None:
     """The allocator counts requests, and a plan what is asked for: it may see less."""
     chain = concatenate([_step(), _step()])
     ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
-    assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == ((0, 0), (0, 0))
+    assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == Beside(((0, 0), (0, 0)))
     assert beside_when_calls_begin(chain, ran, {}) == BESIDE_NOTHING
 
 
@@ -79,13 +80,13 @@ def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
         found.live_before = {n: live[phase, n] + 100 * (k + 1) + 1000 * i for k, of in enumerate(names) for n in of}
         samples[phase] = [found]
     beside = beside_segments(chain, ran, Readings(samples))
-    assert beside == ((100, 200), (1100, 1200))
+    assert beside == Beside(((100, 200), (1100, 1200)))
     known = simulate(
         chain.with_beside(beside).step, [False] * len(chain.step.candidates), copies=RATES, windows=None
     ).peak_bytes
     samples["backward"][0].peak = known + 77
     raised = beside_segments(chain, ran, Readings(samples))
-    assert raised == ((177, 277), (1177, 1277))
+    assert raised == Beside(((177, 277), (1177, 1277)))
 
 
 def test_what_is_gone_when_the_second_call_begins_belongs_to_the_step() -> None:

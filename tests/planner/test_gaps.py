@@ -1,0 +1,272 @@
+"""What is allocated between two calls of a chain, as by FSDP's reduction of gradients: measured, and in the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import fxoffload
+from fxoffload.compiler import tape_plan
+from fxoffload.planner.beside import beside_segments
+from fxoffload.planner.chain import Beside, Chain, concatenate
+from fxoffload.planner.link import ConstantRates
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
+from fxoffload.planner.windows import no_windows, windows_for
+from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.chain_clock import TURN, ChainClock, entry_of
+from fxoffload.runtime.segment_readings import Readings, Sample
+from fxoffload.runtime.stream_events import host_events
+from tests.planner import test_tape_plan as chains
+from tests.planner.rehearsal import Watch
+from tests.planner.test_tape_plan import Run, alone, recorded
+from tests.planner.test_tape_replan import Measured, the_plan
+from tests.support import Stack, assert_equal
+
+__all__ = ["alone"]  # the fixture
+
+RATES = ConstantRates(50.0, 50.0)
+LAYERS = 5
+
+
+def _call(saved: int = 400) -> TrainingStep:
+    return TrainingStep(
+        (StorageInfo("h", saved, moved_bytes=saved), StorageInfo("y", 50, is_output=True)),
+        forward=(SegmentStep("a", ms=1.0, writes=("h",)), SegmentStep("b", ms=1.0, reads=("h",), writes=("y",))),
+        backward=(SegmentStep("a", ms=1.0, temp_bytes=30), SegmentStep("b", ms=1.0, reads=("h",))),
+    )
+
+
+def _chain(calls: int = 3) -> Chain:
+    return concatenate([_call() for _ in range(calls)])
+
+
+def _keep(chain: Chain) -> Simulation:
+    return simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+
+
+def _live(simulation: Simulation, phase: str, segment: str) -> int:
+    (found,) = [b.live_bytes for b in simulation.boundaries if (b.phase, b.segment) == (phase, segment)]
+    return found
+
+
+def _readings(gaps: dict[str, int | None], high: int | None = None) -> Readings:
+    forward, backward = Sample(1.0), Sample(1.0)
+    backward.bounds = None if high is None else (0, high)
+    return Readings({"forward": [forward], "backward": [backward]}, (gaps,))
+
+
+# -- what becomes of it ------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_gap_is_what_was_measured() -> None:
+    chain = _chain()
+    kept = _keep(chain)
+    name = entry_of("backward", 1)
+    peak = kept.peak_bytes + 1000
+    beside = beside_segments(chain, kept, _readings({name: peak}))
+    assert dict(beside.gaps)[name] == peak - _live(kept, "backward", name)
+    found = _keep(chain.with_beside(beside))
+    assert (found.peak_bytes, found.peak_segment, found.peak_phase) == (peak, name, "backward")
+    assert found.live_bytes == kept.live_bytes
+    back = chain.with_beside(beside).with_beside(Beside()).step
+    assert (back.forward, back.backward) == (chain.step.forward, chain.step.backward)
+
+
+def test_gaps_that_are_hidden_are_like_the_others_of_their_phase() -> None:
+    """But no more than the whole step may have had, and what lies at the turn is like nothing else."""
+    chain = _chain(4)
+    kept = _keep(chain)
+    first, second, third = (entry_of("backward", k) for k in (2, 1, 0))
+    live = {name: _live(kept, "backward", name) for name in (first, second, third)}
+    measured = {first: live[first] + 500, second: None}
+    gaps = dict(beside_segments(chain, kept, _readings(measured, kept.peak_bytes + 9999)).gaps)
+    assert gaps == {first: 500, second: 500, third: 500}
+    high = live[second] + 120
+    gaps = dict(beside_segments(chain, kept, _readings(measured, high)).gaps)
+    assert gaps == {first: 500, second: 120, third: min(500, high - live[third])}
+    assert beside_segments(chain, kept, _readings({TURN: 10**6})).gaps == (), "this step has no segment for it"
+    down = {entry_of("forward", 1): _live(kept, "forward", entry_of("forward", 1)) + 70}
+    gaps = dict(beside_segments(chain, kept, _readings(down)).gaps)
+    assert gaps == {entry_of("forward", k): 70 for k in range(1, 4)} | {entry_of("forward", 0): 70}
+
+
+def test_less_than_is_thought_is_nothing() -> None:
+    chain = _chain()
+    assert beside_segments(chain, _keep(chain), _readings({entry_of("backward", 0): 0})).gaps == ()
+
+
+def test_reloads_of_a_call_come_behind_the_gap_before_it() -> None:
+    """While FSDP reduces gradients nothing of the next call is there; what is ahead was asked for by the last one."""
+    chain = _chain()
+    gaps = tuple((entry_of("backward", k), 10_000) for k in (1, 0))
+    chain = chain.with_beside(Beside(gaps=gaps))
+    step, offload = chain.step, [True] * len(chain.step.candidates)
+    least = simulate(step, offload, copies=RATES, windows=no_windows(step)).peak_bytes
+    windows = windows_for(step, offload, least)
+    assert windows is not None
+    found = simulate(step, offload, copies=RATES, windows=windows)
+    assert found.peak_bytes == least
+    for k in (1, 0):
+        at = chain.backward[k]
+        assert windows.ahead[at - 1] == 0 and windows.ahead[at] > 0
+        boundary = found.boundaries[len(step.forward) + at - 1]
+        assert boundary.segment == entry_of("backward", k) and boundary.ahead_bytes == 0
+        events = {e.name: e for e in found.events if e.track == "h2d"}
+        assert events[f"call {k}/h"].begin_ms >= boundary.end_ms
+
+
+# -- how it is measured ------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """An allocator's numbers."""
+
+    def __init__(self) -> None:
+        self.now, self.peak = 1000, 5000
+
+    def read(self) -> Memory:
+        return Memory(self.now, self.peak)
+
+    def pass_by(self, nbytes: int) -> None:
+        """Allocated and freed."""
+        self.peak = max(self.peak, self.now + nbytes)
+
+
+def _run(clock: ChainClock, counter: Counter, between: list[int], *, compiles: list[int] | None = None) -> None:
+    step = clock.begin_step()
+    order: list[tuple[Any, int]] = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+    for at, (phase, number) in enumerate(order):
+        if step is not None:
+            recorder = step.begin(phase, number)
+            assert recorder is not None
+            recorder.before("a")
+            counter.now += 100
+            counter.pass_by(0)
+            recorder.after("a")
+            if compiles is not None:
+                compiles[0] += 1
+            recorder.end()
+        if at < 3:
+            counter.pass_by(between[at])
+    counter.now -= 400
+    if step is not None:
+        step.end()
+
+
+def test_a_gap_is_seen_where_the_peak_rises_in_it() -> None:
+    """In the first step, of which nothing else counts: something was compiled in it. Later the same peak hides it."""
+    counter, epoch = Counter(), [0]
+    clock = ChainClock(2, skip=1, count=2, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
+    _run(clock, counter, [10, 6000, 6500], compiles=epoch)
+    assert clock._counted == 0
+    _run(clock, counter, [10, 6000, 6500])
+    _run(clock, counter, [10, 6000, 6500])
+    assert clock.ready()
+    found = clock.readings()
+    # Above what there was when the step began.
+    assert found.gap_peaks() == {TURN: 200 + 6000, entry_of("backward", 0): 300 + 6500}
+    assert found.peak_bytes() is None
+    assert found.peak_bounds_bytes() == (400, 300 + 6500)
+    assert all(s.gap_peaks[TURN] is None for s in found.samples["backward"])
+
+
+def test_a_gap_in_a_step_that_counts() -> None:
+    counter = Counter()
+    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
+    _run(clock, counter, [7000, 10, 10])
+    assert clock.ready() and clock.readings().gap_peaks() == {entry_of("forward", 1): 7100}
+
+
+def test_steps_that_are_no_chain_tell_nothing_of_gaps() -> None:
+    counter = Counter()
+    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=counter.read)
+    step = clock.begin_step()
+    assert step is not None and step.only_gaps
+    recorder = step.begin("forward", 0)
+    assert recorder is not None
+    recorder.end()
+    counter.pass_by(9000)
+    assert step.begin("backward", 0) is None
+    step.end()
+    _run(clock, counter, [1, 1, 1])
+    assert clock.ready() and clock.readings().skipped_gaps == ()
+
+
+def test_without_an_allocator_skipped_steps_are_not_recorded() -> None:
+    clock = ChainClock(2, skip=1, count=1, events=host_events())
+    assert clock.begin_step() is None
+
+
+# -- from the step to the plan -----------------------------------------------------------------------------------------
+
+
+class Rehearsed(Measured):
+    """As there, and the allocator is what the watch sees, with a peak of its own. Behind each layer's backward but the
+    last, something is allocated and freed.
+
+    Args:
+        nbytes: of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(1e-3)
+        self.nbytes = nbytes
+        self.watch = Watch()
+        self.peak = 0
+
+    def model(self) -> Stack:
+        def between(i: int, x: Tensor) -> Tensor:
+            if i < LAYERS - 1:
+                x.register_hook(self.pass_by)
+            return x
+
+        return Stack(LAYERS, between=between)
+
+    def pass_by(self, gradient: Tensor) -> None:
+        self.peak = max(self.peak, self.now_live() + self.nbytes)
+
+    def peak_of(self, run: Run) -> int:
+        """Most bytes in a step."""
+        before, self.peak = self.peak, 0
+        run.step()
+        found, self.peak = self.peak, max(before, self.peak)
+        return found
+
+    def now_live(self) -> int:
+        self.watch._drop_dead()
+        return sum(nbytes for _, nbytes, name in self.watch.alive.values() if name not in self.watch.callers)
+
+    def read(self) -> Memory:
+        now = self.now_live()
+        self.peak = max(self.peak, now)
+        return Memory(now, self.peak)
+
+    def _clock(self, num_calls: int) -> ChainClock:
+        self.events.append(host_events(self._time))
+        self.clocks.append(ChainClock(num_calls, skip=1, count=2, events=self.events[-1], memory=self.read))
+        return self.clocks[-1]
+
+
+def test_a_budget_holds_what_is_allocated_between_calls() -> None:
+    """The first plan does not know of it and exceeds its budget; the one made from measured steps keeps it, and says
+    how much that takes. No bit of a gradient changes."""
+    least, most = chains.range_of_peaks("stack")
+    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
+    budget = most  # all of it could be kept
+    found = Rehearsed((most - least) * 2 // 3)
+    with mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+        run = recorded(found.model, activation_budget=budget, disable=("tape_recompute",))
+        found.watch = run.watch
+        assert found.peak_of(run) > 1.2 * budget
+        run.steps(2)
+        assert the_plan().calibrated is None
+        assert_equal(run.step(), plain)
+        plan = the_plan()
+        assert plan.calibrated is not None
+        assert found.peak_of(run) == plan.calibrated.peak_bytes <= budget
+    assert plan.predicted.bytes_offloaded == 0 < plan.calibrated.bytes_offloaded
+    assert plan.calibrated.peak_bytes > 0.9 * budget
