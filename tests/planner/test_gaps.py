@@ -81,14 +81,14 @@ def test_gaps_that_are_hidden_are_like_the_others_of_their_phase() -> None:
     kept = _keep(chain)
     first, second, third = (entry_of("backward", k) for k in (2, 1, 0))
     live = {name: _live(kept, "backward", name) for name in (first, second, third)}
-    measured = {first: live[first] + 500, second: None}
+    measured: dict[str, int | None] = {first: live[first] + 500, second: None}
     gaps = dict(beside_segments(chain, kept, _readings(measured, kept.peak_bytes + 9999)).gaps)
     assert gaps == {first: 500, second: 500, third: 500}
     high = live[second] + 120
     gaps = dict(beside_segments(chain, kept, _readings(measured, high)).gaps)
     assert gaps == {first: 500, second: 120, third: min(500, high - live[third])}
     assert beside_segments(chain, kept, _readings({TURN: 10**6})).gaps == (), "this step has no segment for it"
-    down = {entry_of("forward", 1): _live(kept, "forward", entry_of("forward", 1)) + 70}
+    down: dict[str, int | None] = {entry_of("forward", 1): _live(kept, "forward", entry_of("forward", 1)) + 70}
     gaps = dict(beside_segments(chain, kept, _readings(down)).gaps)
     assert gaps == {entry_of("forward", k): 70 for k in range(1, 4)} | {entry_of("forward", 0): 70}
 
