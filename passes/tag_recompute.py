@@ -80,7 +80,7 @@ class TagRecompute:
     Args:
         recompute: "default": no tags. "cheap": everything that is cheap to compute again. Or layer -> the point of its
             frontier to realise (``FindFrontier``; the label of a graph without labels is ``""``); layers that are not
-            named stay untagged.
+            named stay untagged. In any case what reads an input that the graph writes is saved.
     """
 
     name = "tag_recompute"
@@ -91,6 +91,11 @@ class TagRecompute:
         self.recompute = recompute
 
     def __call__(self, gm: fx.GraphModule) -> TagReport:
+        report = self._tag(gm)
+        _save_what_is_made_of_overwritten(gm.graph)
+        return report
+
+    def _tag(self, gm: fx.GraphModule) -> TagReport:
         if not isinstance(self.recompute, str):
             return _tag_points(gm.graph, self.recompute)
         for node in gm.graph.nodes:
@@ -143,6 +148,21 @@ def _tag_points(graph: fx.Graph, points: Mapping[str, RecomputePoint]) -> TagRep
                 recomputed += position in again
                 saved += position not in again
     return TagReport(saved, recomputed)
+
+
+def _save_what_is_made_of_overwritten(graph: fx.Graph) -> None:
+    """What the forward makes of an input that it writes later must not be made again of what was written.
+
+    Left to itself the partitioner does that: an input is there for nothing (torch 2.13, plain Inductor).
+    """
+    overwritten = overwritten_inputs(graph)
+    backward = behind_tangents(graph) if overwritten else ()
+    for node in graph.nodes if overwritten else ():
+        if node in backward or node in overwritten or node.op != "call_function" or "recompute" in node.meta:
+            continue
+        if tensors_of(node) and not mutated_args(node) and overwritten.intersection(node.all_input_nodes):
+            for value in (node, *(u for u in node.users if u.target is operator.getitem)):
+                _tag(value, CheckpointPolicy.MUST_SAVE, 0)
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy, region: int) -> None:

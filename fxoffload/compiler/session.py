@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import (
     CustomPartitionerFn,
+    backward_keeps_graph,
     boxed,
     boxed_eager,
     compile_fx_inner,
@@ -51,7 +52,7 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.executor import Movable, backward_callable, forward_callable, no_clock
+from fxoffload.runtime.executor import Movable, backward_callable, clone_as_laid_out, forward_callable, no_clock
 from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.host_limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
@@ -454,6 +455,9 @@ class CompileSession:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
         run = compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
+        if kwargs.get("is_backward"):
+            overwritten = take_donated_placeholders()
+            run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
@@ -483,6 +487,25 @@ def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Cal
         return run(args)
 
     return boxed(call)
+
+
+def _retainable(run: Callable[[list[Any]], Any], overwritten: Collection[int]) -> Callable[[list[Any]], Any]:
+    """A plain backward that may run again. Inductor lets it overwrite what only it reads, and AOTAutograd would refuse
+    ``retain_graph=True`` for that, depending on what a plan did to the graph: it overwrites copies instead.
+
+    Args:
+        run: the backward.
+        overwritten: positions of arguments that it may overwrite.
+    """
+
+    def backward(args: list[Any]) -> Any:
+        if backward_keeps_graph():
+            for i in overwritten:
+                if isinstance(args[i], torch.Tensor):
+                    args[i] = clone_as_laid_out(args[i])
+        return run(args)
+
+    return boxed(backward)
 
 
 def compile_plain(

@@ -289,21 +289,19 @@ class CopyEngine:
             return
         # Targets are allocated on the compute stream, before the reload stream waits for it.
         stream = self.streams.compute_stream()
-        for transfer in missing:
-            transfer.stream = stream
-            transfer.buffer = torch.empty(transfer.nbytes, dtype=torch.uint8, device=self.device)
+        # Where one of them cannot be had, no transfer has a target, or it would pass for one that was reloaded.
+        buffers = [torch.empty(t.nbytes, dtype=torch.uint8, device=self.device) for t in missing]
         self.streams.reload_waits_for_compute()
         with self.streams.reloading():
-            for transfer in missing:
-                self._reload(transfer)
+            for transfer, buffer in zip(missing, buffers, strict=True):
+                self._reload(transfer, buffer, stream)
 
-    def _reload(self, transfer: Transfer) -> None:
-        buffer = transfer.buffer
-        assert buffer is not None
+    def _reload(self, transfer: Transfer, buffer: Tensor, stream: object) -> None:
         pieces = [
             (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
         ]
         transfer.ready = self.streams.reload(pieces)
+        transfer.buffer, transfer.stream = buffer, stream
         transfer.fence = Fence(next(self._order), transfer.ready)
         transfer.ahead_bytes = transfer.nbytes
         self._ahead.add(transfer)
@@ -370,11 +368,13 @@ class CopyEngine:
                 self._drop(abandoned)
         while self._dead:
             remains = self._dead.popleft()
-            if remains.buffer is not None:
-                self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY, remains.stream)
-                self._ahead_bytes -= remains.ahead_bytes
-                self._reclaimed_bytes -= remains.reclaimed_bytes
-            self.arena.free(remains.block, remains.fence)
+            try:
+                if remains.buffer is not None:
+                    self._ahead_bytes -= remains.ahead_bytes
+                    self._reclaimed_bytes -= remains.reclaimed_bytes
+                    self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY, remains.stream)
+            finally:
+                self.arena.free(remains.block, remains.fence)
 
     def _warn_full(self, nbytes: int, budgets: Budgets) -> None:
         counters.add("bytes_kept_host_full", nbytes)

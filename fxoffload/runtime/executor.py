@@ -533,7 +533,7 @@ def backward_callable(
             # Autograd hands these values out again next time; a segment may overwrite only a copy of them.
             for i in runs.overwritten:
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
-                    args[i] = _clone(args[i])
+                    args[i] = clone_as_laid_out(args[i])
         group = own if own is not None else slots[0].group if slots else Group()
         if site is not None:
             group = site.backward_begins(group, args)
@@ -562,5 +562,6 @@ def backward_callable(
     return boxed(backward)
 
 
-def _clone(value: Tensor) -> Tensor:
+def clone_as_laid_out(value: Tensor) -> Tensor:
+    """A copy with the same strides."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)

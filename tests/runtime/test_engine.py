@@ -6,6 +6,8 @@ import gc
 import logging
 import weakref
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -743,3 +745,57 @@ def test_groups_that_are_foretold_are_reloaded_in_that_order() -> None:
                 assert [reloaded(g) for g in groups[i:]][:3] == [[True, True], [True, False], [False, False]]
             bench.take(group.in_need_order())
     assert fxoffload.stats().num_wrong_predictions == 0
+
+
+# -- no room on the device ---------------------------------------------------------------------------------------------
+
+
+class NoRoom:
+    """Stands for ``torch`` in the engine: one allocation of a target fails."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    def empty(self, size: int, **kwargs: Any) -> Tensor:
+        self.left -= size > 0
+        if not self.left and size:
+            raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+        return torch.empty(size, **kwargs)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_target_that_cannot_be_had_leaves_nothing_that_passes_for_reloaded(
+    at: int, prefetches: bool, retained: bool
+) -> None:
+    """What was allocated before it holds no values. Tried again, the backward gets the right ones; given up, everything
+    returns and other steps go on."""
+    bench = Bench(Recorder())
+    engine = bench.engine
+    group = bench.save(1, 2, 3, 4, 5)
+    engine.release(0)
+    if retained:
+        bench.request(group, keeps_graph=True, prefetch=False)
+        assert bench.take(group.in_need_order()) == [5, 4, 3, 2, 1]
+    for again in (False, True):
+        bench.request(group, keeps_graph=True)
+        with mock.patch("fxoffload.runtime.engine.torch", NoRoom(at)), pytest.raises(torch.OutOfMemoryError):
+            if prefetches:
+                engine.prefetch(1 << 20)
+            else:
+                engine.take(group.in_need_order())
+        assert reloaded(group) == [False] * 5 and bench.ahead() == 0
+        if not again:
+            bench.request(group, keeps_graph=True)
+            assert bench.take(group.in_need_order()) == [5, 4, 3, 2, 1]
+    del group
+    gc.collect()
+    assert engine.host_bytes_in_use() == 0
+    other = bench.save(6, 7)
+    engine.release(0)
+    bench.request(other)
+    assert bench.take(other.in_need_order()) == [7, 6]
