@@ -113,8 +113,8 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return build
 
-    def reload(engine: CopyEngine, transfer: Any) -> None:
-        start_reload(engine, transfer)
+    def reload(engine: CopyEngine, transfer: Any, *target: Any) -> None:
+        start_reload(engine, transfer, *target)
         watch.see("reloaded", transfer.buffer)
 
     start_reload = CopyEngine._reload
