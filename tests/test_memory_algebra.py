@@ -114,8 +114,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
         return build
 
-    def reload(self: CopyEngine, transfer: Any) -> None:
-        start_reload(self, transfer)
+    def reload(self: CopyEngine, transfer: Any, *target: Any) -> None:
+        start_reload(self, transfer, *target)
         found.buffers.append((StorageWeakRef(transfer.buffer.untyped_storage()), transfer.nbytes))
 
     start_reload = CopyEngine._reload

@@ -5,8 +5,9 @@ Away classes fence single tensors when Python touches them. They cannot see what
 FSDP's all-gather (it reads flat shards of its own), DDP's broadcast of buffers, extensions that take a raw tensor, and
 Dynamo, whose guards would see another class and compile again. So while something of a model is away, every module that
 owns tensors, every FSDP and DDP module and every compiled one has a gate: a forward pre-hook, or a wrapper around the
-compiled call. A gate lets the current stream wait for what its module reads, or raises. Nothing is left behind when
-everything is back: Dynamo traces the hooks it finds.
+compiled call. A gate lets the current stream wait for what its module reads, or raises. DDP around a model that we were
+given without it has one too: see [Note: DDP]. Nothing is left behind when everything is back: Dynamo traces the hooks
+it finds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload._torch_private import optimized_modules_of
 from fxoffload.phases import sharded
+from fxoffload.phases.data_parallel import watch_forwards
 
 
 class Gates:
@@ -35,6 +37,7 @@ class Gates:
         self._passed = passed
         self._undo: list[Callable[[], None]] = []
         self._callers: list[nn.Module] | None = None
+        self._members: set[int] = set()
 
     def install(self) -> None:
         """Puts a gate in front of every module that reads something. Nothing happens where they are already there."""
@@ -45,6 +48,8 @@ class Gates:
             self._callers = [caller for model in self._models.values() for caller in optimized_modules_of(model)]
         for caller in self._callers:
             self._gate(caller, _tensors_under(caller), "the forward of the compiled model")
+        self._members = {id(module) for model in self._models.values() for module in model.modules()}
+        self._undo.append(watch_forwards(self._pass_wrapper))
         for prefix, model in self._models.items():
             groups = dict(sharded.fsdp_groups(model))
             for name, module in model.named_modules():
@@ -65,6 +70,12 @@ class Gates:
         undo, self._undo = self._undo, []
         for step in undo:
             step()
+
+    def _pass_wrapper(self, ddp: DistributedDataParallel) -> None:
+        modules = list(ddp.modules())
+        if any(id(module) in self._members for module in modules):
+            buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+            self._passed(buffers, f"the forward of {type(ddp).__name__}, which sends buffers to other ranks,")
 
     def _gate(self, module: nn.Module, tensors: list[Tensor], what: str) -> None:
         if not tensors:

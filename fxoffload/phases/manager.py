@@ -191,7 +191,7 @@ class PhaseManager:
     def offload(self, *groups: str, wait: bool = True) -> Handle:
         """Moves groups to the host, as they are when the current stream has done what is queued on it.
 
-        No other thread may write them while this runs.
+        No other thread may use them when this is called, be it to read, nor another stream: neither can be waited for.
 
         Args:
             groups: of "params", "grads", "optimizer", "buffers", "extra"; none means all.
@@ -211,7 +211,8 @@ class PhaseManager:
 
         Args:
             groups: as of ``offload``.
-            wait: whether to return when everything has arrived. Else each tensor and each module waits for its own.
+            wait: whether to return when everything has arrived. Else each tensor and each module waits for its own, but
+                not a backward whose forward ran before the offload: wait for the handle then.
 
         Raises:
             ValueError: an unknown group.
@@ -261,22 +262,36 @@ class PhaseManager:
 
     @contextlib.contextmanager
     def phase(self, phase: Phase | str, then: Phase | str | None = None) -> Iterator[PhaseManager]:
-        """Enters a phase; a phase inside another one's block enters the outer one again at its end.
+        """Enters a phase; a block inside another one's enters the outer phase again at its end, also by an exception.
 
-        With ``then``, what that next phase does not need begins to leave at the end of the block.
+        With ``then``, what that next phase does not need begins to leave at the end of the block instead, if it ends
+        without an exception. After one, what goes wrong on the way to the outer phase is logged.
         """
         following = None if then is None else Phase.of(then)
         self.enter(phase)
         self._blocks.append(Phase.of(phase))
         try:
             yield self
-        finally:
+        except BaseException:
             self._blocks.pop()
+            if self._blocks:
+                self._enter_again(self._blocks[-1])
+            raise
+        self._blocks.pop()
         if following is not None:
             self.prepare(following)
         elif self._blocks:
             self.enter(self._blocks[-1])
         self._transit.report()
+
+    def _enter_again(self, phase: Phase) -> None:
+        """After an exception, which this must not hide."""
+        # What went wrong in the background would be raised by the first call, in place of the transition.
+        for step in (self._transit.report, lambda: self.enter(phase)):
+            try:
+                step()
+            except Exception as error:
+                log.warning("on the way from an exception back to the phase %s: %s", phase.value, error)
 
     def prepare(self, next_phase: Phase | str) -> Handle:
         """Starts to offload, in the background, what the next phase does not need and the present one is done with.

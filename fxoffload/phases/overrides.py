@@ -5,20 +5,28 @@ A hook would do in many places, but hooks are walked through while they run: one
 thread that waits for copies, would take itself out of the list that is being walked. An attribute of the object in
 front of its class's method can be put and removed at any time, also around code that raises.
 
+Others replace methods too, and what they put in place while an override is there calls it for good (a learning rate
+scheduler's count of steps). Such an override stays where it is, inside theirs: it is switched on and off. In front of
+theirs it would call itself without end.
+
 Compiled code guards on the attributes that it went through. So an object gets the same override every time: a compiled
 function that calls one has a second version for it, in which the override is called and not traced, and no third.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 _MISSING = object()
+_NOT_SEARCHED = (type, types.ModuleType, nn.Module, Tensor)
+_DEPTH = 6  # of references from what others put in place to an override in it
 
 
 class Override:
@@ -33,30 +41,86 @@ class Override:
     def __init__(self, target: Any, name: str, call: Callable[..., Any]) -> None:
         self._target, self._name = target, name
         self._original: Callable[..., Any] = getattr(target, name)
+        self._before: Any = _MISSING  # the attribute that was there, if any
+        self._on = False
+        self._examined: tuple[Any, bool] = (None, False)  # what was in place, and whether it calls this
 
         @functools.wraps(self._original, assigned=("__name__", "__qualname__", "__doc__"))
         def override(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(self._original, *args, **kwargs)
+            return call(self._original, *args, **kwargs) if self._on else self._original(*args, **kwargs)
 
         # A bound method like any other: learning rate schedulers look for the function in it.
         self._ours = types.MethodType(torch.compiler.disable(override, recursive=False), target)
 
     def put(self) -> Callable[[], None]:
-        """Puts it in place. Returns what takes it away."""
+        """Puts it in place, or switches it on where what is in place calls it. Returns what takes it away."""
         attributes, name = self._target.__dict__, self._name
-        before = attributes.get(name, _MISSING)
-        self._original = getattr(self._target, name)
-        attributes[name] = self._ours
+        now = attributes.get(name, _MISSING)
+        if now is _MISSING or not self._is_part_of(now):
+            self._before, self._original = now, getattr(self._target, name)
+            attributes[name] = self._ours
+        self._on = True
 
         def undo() -> None:
+            self._on = False
             if attributes.get(name) is not self._ours:
-                return  # replaced once more by somebody else, who calls us
-            if before is _MISSING:
+                return  # replaced once more by somebody else, who may call us
+            if self._before is _MISSING:
                 del attributes[name]
             else:
-                attributes[name] = before
+                attributes[name] = self._before
 
         return undo
+
+    def _is_part_of(self, method: Any) -> bool:
+        """Whether this is the override, or was made of it."""
+        if self._examined[0] is not method:
+            self._examined = method, leads_to(method, self, self._ours, self._ours.__func__, apart_from=self._target)
+        return self._examined[1]
+
+
+def leads_to(method: Any, *wanted: Any, apart_from: Any = None) -> bool:
+    """Whether a callable is one of these, or may call one.
+
+    Args:
+        apart_from: an object that is not looked into.
+    """
+    seen = {id(apart_from)}
+    level = [method]
+    for _ in range(_DEPTH):
+        following = []
+        for thing in level:
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            if any(thing is one for one in wanted):
+                return True
+            following += _callees(thing)
+        level = following
+    return False
+
+
+def _callees(thing: Any) -> list[Any]:
+    """What a callable is bound to, closes over and wraps, its arguments and attributes."""
+    if isinstance(thing, Override):
+        return [thing._original]
+    if isinstance(thing, types.MethodType):
+        return [thing.__func__, thing.__self__]
+    if isinstance(thing, types.FunctionType):
+        cells = []
+        for cell in thing.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                cells.append(cell.cell_contents)
+        return [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *vars(thing).values()]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, (list, tuple)):
+        return [*thing]
+    if isinstance(thing, dict):
+        return [*thing.values()]
+    if type(thing).__module__.startswith("fxoffload.") or isinstance(thing, _NOT_SEARCHED):
+        return []
+    return [*getattr(thing, "__dict__", {}).values()]
 
 
 class Overrides:

@@ -65,25 +65,34 @@ def gathered_next(module: nn.Module) -> list[Tensor]:
 class GatherStreams:
     """The streams on which FSDP reads the shards of some models; see [Note: FSDP and streams]. None on a CPU.
 
+    Each root has streams of its own, from its first forward on: they are looked for until every module that FSDP was
+    applied to has some. It may be applied later, too.
+
     Args:
-        models: as they are sharded now.
+        models: sharded or not.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._modules = [module for model in models for _, module in fsdp_modules(model)]
-        self._streams: list[Any] = []
+        # Without streams so far. A walk through a model costs 30 times what it costs to look through this.
+        self._left = list({id(module): module for model in models for module in model.modules()}.values())
+        self._streams: dict[Any, Any] = {}
 
     def wait(self, event: Any) -> None:
-        """Lets them wait for an event. Before its first forward FSDP has none; they then wait for the caller's."""
-        if not self._streams:
-            found = [
-                stream
-                for module in self._modules
-                for stream in (private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module))
-            ]
-            self._streams = list({(s.device, s.stream_id): s for s in found}.values())
-        for stream in self._streams:
+        """Lets them wait for an event. A root that has none yet lets its own wait for the caller's, when it makes them
+        in its first forward."""
+        self._find()
+        for stream in list(self._streams.values()):
             stream.wait_event(event)
+
+    def _find(self) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is None:
+            return
+        kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+        found = {id(module): _streams_of(module) for module in self._left if isinstance(module, kinds)}
+        self._streams |= {(s.device, s.stream_id): s for streams in found.values() for s in streams}
+        if any(found.values()):
+            self._left = [module for module in self._left if not found.get(id(module))]
 
 
 def cpu_offloaded(module: nn.Module) -> bool:
@@ -170,6 +179,10 @@ def _initialize(model: nn.Module) -> None:
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """What an FSDP module gathers: its shards, also while its attributes are the gathered parameters."""
     return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
+
+
+def _streams_of(module: nn.Module) -> list[Any]:
+    return private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module)
 
 
 def _keeps_on_cpu(module: Any) -> bool:

@@ -1,0 +1,80 @@
+"""Forwards of ``DistributedDataParallel``, seen from the modules that it is around.
+
+[Note: DDP]
+Before its module's forward DDP broadcasts the buffers under it, in C++, which asks no tensor. Managers are often given
+the module without the wrapper (callbacks of transformers are), or before there is one, and a module does not know what
+is around it. To look for that takes a pass over all Python objects at each offload, and finds nothing that
+``gc.freeze()`` froze. So while somebody watches, the class has another forward, which asks all who do.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fxoffload.phases.forks import ForkSafeRLock
+from fxoffload.phases.overrides import leads_to
+
+Watcher = Callable[[DistributedDataParallel], object]
+
+
+class _Forwards:
+    """The class's own forward, and the one in its place while there are watchers."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeRLock()
+        self._watchers: tuple[weakref.WeakMethod[Watcher], ...] = ()  # one that was dropped watches no longer
+        self._original: Callable[..., Any] = DistributedDataParallel.forward
+
+        ask: Any = torch.compiler.disable(self._ask)
+
+        @functools.wraps(self._original)
+        def forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            ask(ddp)
+            return self._original(ddp, *args, **kwargs)
+
+        # The same one each time, called and not traced: see [Note: Overrides]. What it calls is compiled as ever.
+        self._ours: Any = torch.compiler.disable(forward, recursive=False)
+
+    def watch(self, watcher: Watcher) -> Callable[[], None]:
+        """See ``watch_forwards``."""
+        reference = weakref.WeakMethod(watcher)
+        with self._lock:
+            self._keep((*self._watchers, reference))
+            now = DistributedDataParallel.forward
+            if not leads_to(now, self._ours):
+                self._original = now
+                DistributedDataParallel.forward = self._ours
+
+        def end() -> None:
+            with self._lock:
+                self._keep(one for one in self._watchers if one is not reference)
+                if not self._watchers and DistributedDataParallel.forward is self._ours:
+                    DistributedDataParallel.forward = self._original
+
+        return end
+
+    def _ask(self, ddp: DistributedDataParallel) -> None:
+        for reference in self._watchers:
+            watcher = reference()
+            if watcher is not None:
+                watcher(ddp)
+
+    def _keep(self, watchers: Iterable[weakref.WeakMethod[Watcher]]) -> None:
+        self._watchers = tuple(one for one in watchers if one() is not None)
+
+
+_forwards = _Forwards()
+
+
+def watch_forwards(watcher: Watcher) -> Callable[[], None]:
+    """Lets a bound method be called with each ``DistributedDataParallel`` whose forward begins.
+
+    Returns what ends that. So does the end of the object that the method is bound to.
+    """
+    return _forwards.watch(watcher)
