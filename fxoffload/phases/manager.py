@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -401,6 +402,7 @@ class PhaseManager:
     def _offload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
         wanted = as_groups(groups)
         self._transit.report()
+        _drop_abandoned_activations()
         transition = self._record(Transition("offload", wanted, phase))
         handle = self._transit.offload(wanted, transition, at_once=wait)
         return handle.wait() if wait else handle
@@ -428,6 +430,13 @@ class PhaseManager:
         wanted = [group for group in GROUPS if group != GRADS or self._options.grads == "keep"]
         with self._transit.lock:
             self.image.reserve(bytes_of(self._transit.ledger.storages(wanted)))
+
+
+def _drop_abandoned_activations() -> None:
+    """What forwards without a backward have left on devices. The engine is there if something was compiled."""
+    runtime = sys.modules.get("fxoffload.runtime.engine")
+    for engine in runtime.engines() if runtime is not None else ():
+        engine.drop_abandoned()
 
 
 def _after_a_step(optimizer: Any, pending: list[Any], work: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -398,6 +398,12 @@ class CopyEngine:
             self._asked_bytes = max(self._asked_bytes, nbytes)
         self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
+    def drop_abandoned(self) -> None:
+        """Let go of what forwards without a backward have on the device: sources of copies, and buffers that were
+        reloaded for nothing. The next copy does that too; somebody may want the memory before."""
+        with self._lock:
+            self._collect()
+
     def host_bytes_in_use(self) -> int:
         """Bytes of live host blocks."""
         with self._lock:
