@@ -150,7 +150,7 @@ def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -
     assert planned_lengths() == ["2, 15", "2, 48", "2, 64"]
     beside = [chain.beside for chain in tape.CHAINS]
     # The last forward began with what those before it had saved offloaded: only its own input was there.
-    assert [b[0][-1] for b in beside] == [EACH * n - 2 * n * 16 * 4 for n in (SHORT, LONG, 64)]
+    assert [b.calls[0][-1] for b in beside] == [EACH * n - 2 * n * 16 * 4 for n in (SHORT, LONG, 64)]
 
 
 @pytest.mark.parametrize("without", ["budget", "memory"])
