@@ -222,6 +222,11 @@ def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
     return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose values are the negative ones: the same bytes with the other negative bit."""
+    return torch.ops.aten._neg_view(tensor)
+
+
 def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage of a weak reference, if it is still alive."""
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)

@@ -26,8 +26,10 @@ class PhaseCallback(TrainerCallback):
         phases = PhaseCallback()
         trainer = GRPOTrainer(model, ..., callbacks=[phases])
 
-    It leaves in the background behind each optimizer step, and returns right before the next one. Whoever generates on
-    the same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else away too.
+    It leaves in the background behind each optimizer step, and returns right before the next one, and for a checkpoint:
+    sharded state may be gathered on the device. (A callback that orders one belongs in front of this one.) Whoever
+    generates on the same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else
+    away too.
 
     Args:
         early: the state returns when a step begins, hidden behind forward and backward, which then have less room. Not
@@ -40,6 +42,7 @@ class PhaseCallback(TrainerCallback):
         self.early = early
         self._options = {"device_types": device_types or phases_device_types(), **options}
         self._manager: PhaseManager | None = None
+        self._waits_for_save = False
 
     @property
     def manager(self) -> PhaseManager:
@@ -93,9 +96,12 @@ class PhaseCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The state returns here with ``early``."""
+        """The state returns here with ``early``; where it has returned for a save that did not come, it leaves."""
         if self.early:
             self.manager.onload(OPTIMIZER, wait=False)
+        elif self._waits_for_save:
+            self.manager.offload(OPTIMIZER, wait=False)
+        self._waits_for_save = False
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,13 +115,41 @@ class PhaseCallback(TrainerCallback):
         """The state leaves, behind whatever comes next."""
         self.manager.offload(OPTIMIZER, wait=False)
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The state returns if a checkpoint is to be written."""
+        if control.should_save:
+            self._return_for_save()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """As at the end of a step."""
+        if control.should_save:
+            self._return_for_save()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """With ``save_strategy="best"`` a checkpoint may be written, which is known when no callback is asked again."""
+        if self._manager is not None and args.save_strategy == "best":
+            self._return_for_save()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The checkpoint is written: the state leaves."""
+        if self._waits_for_save:
+            self._waits_for_save = False
+            self.manager.offload(OPTIMIZER, wait=False)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Everything is back."""
         self._close()
 
+    def _return_for_save(self) -> None:
+        self._waits_for_save = True
+        self.manager.onload(OPTIMIZER)
+
     def _close(self) -> None:
+        self._waits_for_save = False
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.onload()

@@ -8,6 +8,7 @@ what is arriving and raises ``OffloadedError`` for what is on the host, before a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from fxoffload import _torch_private as private
 from fxoffload.phases import sharded
 from fxoffload.phases.compiled import CompiledFunctions
-from fxoffload.phases.optimizers import state_tensors
+from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.phases.overrides import Override, Overrides, is_ours
-from fxoffload.phases.phase import EXTRA, PARAMS
-from fxoffload.phases.sentinel import OffloadedError, touch
-from fxoffload.phases.state_dicts import HostReader
+from fxoffload.phases.phase import EXTRA, OPTIMIZER, PARAMS
+from fxoffload.phases.sentinel import OffloadedError, holdings_of, is_away, touch
+from fxoffload.phases.state_dicts import HostReader, one_state_dict
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
@@ -41,8 +42,9 @@ class Guards:
         self._overrides = Overrides()
         self._of_optimizers = Overrides()
         self._hooks: list[Any] = []
-        # The same ones each time: see [Note: Overrides].
-        self._steps: list[Override] | None = None
+        self._hooked: list[Any] = []
+        # The same ones each time: see [Note: Overrides]. By the id of their optimizer, which they hold.
+        self._steps: dict[int, Override] = {}
         self._of_modules: list[Override] = []
         self._guarded: list[int] = []
         self._compiled = CompiledFunctions()
@@ -53,16 +55,20 @@ class Guards:
         Args:
             of_modules: whether something that modules have is away: not so where only the optimizer's state is.
         """
-        if not self._hooks:
-            # They stay until ``close``: compiled code never walks through these lists.
-            self._hooks = [hook for optimizer in self._manager.optimizers for hook in self._optimizer_hooks(optimizer)]
+        optimizers = self._manager.optimizers
+        for optimizer in optimizers:
+            if not any(optimizer is hooked for hooked in self._hooked):
+                # They stay until ``close``: compiled code never walks through these lists.
+                self._hooked.append(optimizer)
+                self._hooks += self._optimizer_hooks(optimizer)
         modules = self._manager._inventory.modules
         if not self._of_optimizers:
-            if self._steps is None:
-                self._steps = [self._step_of(one) for one in self._manager.optimizers if hasattr(one, "step")]
-            for override in self._steps:
-                self._of_optimizers.put(override)
-            self._compiled.install(modules.values(), self._manager.optimizers)
+            for optimizer in optimizers:
+                if hasattr(optimizer, "step"):
+                    if id(optimizer) not in self._steps:
+                        self._steps[id(optimizer)] = self._step_of(optimizer)
+                    self._of_optimizers.put(self._steps[id(optimizer)])
+            self._compiled.install(modules.values(), optimizers)
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
 
@@ -94,7 +100,7 @@ class Guards:
         self.remove()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._hooked = [], []
 
     def _overrides_of(self, module: nn.Module, name: str, group: str) -> list[Override]:
         found: list[Override] = []
@@ -110,6 +116,7 @@ class Guards:
             put(module, method, self._touching(lambda: tensors_under(module), f"{what} of {name}"))
         put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
         put(module, "_save_to_state_dict", self._save(module, name, group))
+        put(module, "state_dict", _as_one_state_dict)
         if sharded.is_fsdp2(module):
             for gathered in private.fsdp2_groups(module):
                 put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
@@ -159,7 +166,7 @@ class Guards:
             own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
-            with self._reader.answering_detach(own, destination):
+            with self._reader.answering_detach(own):
                 original(destination, prefix, keep_vars)
             self._reader.stand_ins(destination, [prefix + name for name in module._parameters], group)
 
@@ -188,24 +195,39 @@ class Guards:
         return call
 
     def _optimizer_hooks(self, optimizer: Any) -> Iterator[Any]:
-        if not hasattr(optimizer, "register_state_dict_post_hook"):
+        if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not call Optimizer.__init__
             return
-        name = type(optimizer).__name__
+        # Weakly: while something is away its tensors keep us, and afterwards a hook is no reason to keep a host image.
+        ours = weakref.ref(self)
 
         def before_load(optimizer: Any, state_dict: Any) -> None:
-            touch_all(tensors_of(optimizer), f"{name}.load_state_dict()")
+            if (guards := ours()) is not None:
+                guards._before_load(optimizer)
 
         def after_save(optimizer: Any, state_dict: Any) -> Any:
-            if self._has_fsdp1(optimizer):
-                what = f"state_dict() of {name} (FSDP1 gathers it on the device)"
-                touch_all(tree_leaves(state_dict), what)
-            return self._reader.read_tree(state_dict)
+            guards = ours()
+            return state_dict if guards is None else guards._after_save(optimizer, state_dict)
 
         yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
         yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
 
+    def _before_load(self, optimizer: Any) -> None:
+        """What is loaded comes to lie beside the parameters. So state that is away returns, unless they are away too:
+        then the device is meant to be free."""
+        what = f"{type(optimizer).__name__}.load_state_dict()"
+        touch_all(stepped_by(optimizer), what)
+        if any(map(is_away, state_of(optimizer))):
+            touch_all(parameters_of(optimizer), what)
+            self._manager.onload(OPTIMIZER)
+
+    def _after_save(self, optimizer: Any, state_dict: Any) -> Any:
+        if self._has_fsdp1(optimizer):
+            what = f"state_dict() of {type(optimizer).__name__} (FSDP1 gathers it on the device)"
+            touch_all(tree_leaves(state_dict), what)
+        return self._reader.read_tree(state_dict)
+
     def _has_fsdp1(self, optimizer: Any) -> bool:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own = {id(p) for p in parameters_of(optimizer)}
         return any(
             id(p) in own
             for model in self._manager._inventory.modules.values()
@@ -238,12 +260,24 @@ def gradients_under(module: nn.Module) -> Iterator[Tensor]:
 
 def tensors_of(optimizer: Any) -> Iterator[Tensor]:
     """What a step of an optimizer reads and writes: parameters, gradients and state."""
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter
-                yield parameter.grad
+    yield from stepped_by(optimizer)
+    yield from state_of(optimizer)
+
+
+def stepped_by(optimizer: Any) -> Iterator[Tensor]:
+    """The parameters that a step of an optimizer changes, and their gradients."""
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            yield parameter
+            yield parameter.grad
+
+
+def state_of(optimizer: Any) -> Iterator[Tensor]:
+    """All that is moved as the state of an optimizer: what it keeps outside of ``state``, and master copies, too."""
     yield from state_tensors(optimizer)
+    for parameter in parameters_of(optimizer):
+        if any(holding.group == OPTIMIZER for holding in holdings_of(parameter)):
+            yield parameter
 
 
 def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -253,6 +287,11 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_hooks") and isinstance(value, dict):
             found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
     return found
+
+
+def _as_one_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with one_state_dict():
+        return original(*args, **kwargs)
 
 
 def _gatherers(module: nn.Module) -> list[Any]:

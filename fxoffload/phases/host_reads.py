@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fxoffload import _torch_private as private
+
 
 def read_tensor(plain: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
     """A copy of a tensor, with its shape and strides, in memory of its own on the CPU.
@@ -18,9 +20,17 @@ def read_tensor(plain: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
     size, start = plain.element_size(), plain.storage_offset() * plain.element_size()
     reach = sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
     stop = start + (reach + 1) * size if plain.numel() else start
-    found = torch.empty(stop - start, dtype=torch.uint8)
-    for at, host in pieces:
-        begin, end = max(at, start), min(at + host.numel(), stop)
-        if begin < end:
-            found[begin - start : end - start] = host[begin - at : end - at]
-    return torch.as_strided(found.view(plain.dtype), plain.shape, plain.stride())
+    with torch.inference_mode(False):
+        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        for at, host in pieces:
+            begin, end = max(at, start), min(at + host.numel(), stop)
+            if begin < end:
+                found[begin - start : end - start] = host[begin - at : end - at]
+        return with_bits_of(plain, torch.as_strided(found.view(plain.dtype), plain.shape, plain.stride()))
+
+
+def with_bits_of(tensor: Tensor, copy: Tensor) -> Tensor:
+    """A copy of a tensor's bytes as the values that they stand for: ``conj()`` and ``imag`` may have set a bit only."""
+    if tensor.is_conj():
+        copy = copy.conj()
+    return private.negated(copy) if tensor.is_neg() else copy

@@ -31,7 +31,6 @@ class Inventory:
 
     Attributes:
         models: by name; the name of a single model is "".
-        optimizers: those with state, out of their wrappers.
     """
 
     def __init__(
@@ -41,11 +40,19 @@ class Inventory:
         extra: Mapping[str, Any] | None,
     ) -> None:
         self.models = _named_models(models)
-        self.optimizers = leaves(optimizers)
+        self._optimizers = optimizers
+        leaves(optimizers)  # complains now, if it does
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"expected extra as a mapping of names to tensors or modules, found {type(extra).__name__}")
         self._extra = dict(extra or {})
+        for name, value in self._extra.items():
+            _require_tensors(name, value)
         self._reported: set[int] = set()
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those with state, out of their wrappers; a wrapper may get some later."""
+        return leaves(self._optimizers)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -236,6 +243,20 @@ class Walk:
             found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, nn.Module))]
             leaves_of_all += [(name if len(found) == 1 else f"{name}.{i}", leaf) for i, leaf in enumerate(found)]
         return leaves_of_all
+
+
+def _require_tensors(name: str, value: Any) -> None:
+    # Plain data beside tensors (the decay of an EMA) needs no memory on a device; of anything else nobody knows.
+    leaves_in_it = tree_leaves(value)
+    is_tree = len(leaves_in_it) != 1 or leaves_in_it[0] is not value
+    allowed = (Tensor, nn.Module, type(None), *((bool, int, float, complex, str) if is_tree else ()))
+    for leaf in leaves_in_it:
+        if not isinstance(leaf, allowed):
+            raise TypeError(
+                f"expected extra[{name!r}] as a tensor, a module, or a tree (dict, list, tuple) of them, found "
+                f"{type(leaf).__name__}{' in it' if is_tree else ''}: its tensors would stay on the device. Pass those "
+                f"that it holds, as extra={{{name!r}: [...]}}; a list or dict that changes is looked through every time"
+            )
 
 
 def can_be_emptied(storage: torch.UntypedStorage, device_type: str) -> bool:

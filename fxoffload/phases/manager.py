@@ -423,7 +423,7 @@ class PhaseManager:
         """Begins to pin what is known; the optimizer's state is known after its first step."""
         self._reserve_known()
         for optimizer in self.optimizers:
-            if hasattr(optimizer, "register_step_post_hook") and not getattr(optimizer, "state", None):
+            if hasattr(optimizer, "_optimizer_step_post_hooks") and not getattr(optimizer, "state", None):
                 _after_a_step(optimizer, self._pending, weakref.WeakMethod(self._reserve_known))
 
     def _reserve_known(self) -> None:

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path
 
 # Attributes under which wrappers keep the optimizers they wrap: verl's and VeOmni's MultiOptimizer, Megatron's chained
-# optimizers, and the many that wrap one.
+# optimizers, and the many that wrap one (torch's ZeroRedundancyOptimizer: ``optim``).
 _MANY = ("optimizers_dict", "chained_optimizers", "optimizers")
-_ONE = ("optimizer", "_optimizer", "inner_optimizer", "base_optimizer")
+_ONE = ("optimizer", "_optimizer", "inner_optimizer", "base_optimizer", "_base_optimizer", "optim")
 
 _DEPTH = 4  # of objects within objects of an optimizer's state
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers that hold state, each once, in order.
+    """The optimizers that hold state, each once, in order. A wrapper is one too if it has state of its own (Lookahead's
+    slow weights); it comes behind what it wraps.
 
     Args:
         optimizer: a torch optimizer, a wrapper of one (accelerate's, DeepSpeed's), a MultiOptimizer
@@ -59,6 +60,14 @@ def _descend(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
         inner = wrapped
     for one in inner:
         _descend(one, found, seen)
+    if _has_own_state(optimizer, found.values()):
+        found[id(optimizer)] = optimizer
+
+
+def _has_own_state(optimizer: Any, inner: Iterable[Any]) -> bool:
+    """Whether a wrapper has entries that are not just those of what it wraps."""
+    state = getattr(optimizer, "__dict__", {}).get("state")
+    return isinstance(state, Mapping) and bool(state) and not any(state is _state_of(one) for one in inner)
 
 
 def _wrapped(optimizer: Any) -> Iterable[Any] | None:
@@ -94,7 +103,7 @@ def named_state(
     state = _all_state(optimizer, groups, names, kept)
     if masters:
         return state
-    others = {id(parameter) for group in groups for parameter in group["params"]}
+    others = {id(parameter) for parameter in parameters_of(optimizer)}
     return ((name, tensor) for name, tensor in state if id(tensor) not in others)
 
 
@@ -117,14 +126,23 @@ def _all_state(
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors in the state entries of an optimizer."""
-    for _, entries in _entries(optimizer):
-        for _, tensor in _tensors("", entries, _DEPTH, set()):
-            yield tensor
+    """The tensors of ``named_state``, but for master copies."""
+    return (tensor for _, tensor in named_state(optimizer, {}, masters=False))
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """The parameters in the groups of one of ``leaves``; of a wrapper also in those of what it wraps."""
+    for one in (optimizer, *(_wrapped(optimizer) or ())):
+        for group in getattr(one, "param_groups", ()):
+            yield from group["params"]
+
+
+def _state_of(optimizer: Any) -> Any:
+    return getattr(optimizer, "state", None)
 
 
 def _entries(optimizer: Any) -> list[tuple[Any, Any]]:
-    state: Any = getattr(optimizer, "state", None)
+    state = _state_of(optimizer)
     return list(state.items()) if isinstance(state, Mapping) else []
 
 
@@ -136,11 +154,16 @@ def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None)
     leaves_with_path: Any = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves_with_path:
         if isinstance(leaf, Tensor):
-            yield name + keystr(path), leaf
+            yield name + _written(path), leaf
         elif depth and seen is not None and id(leaf) not in seen and (inside := _attributes(leaf)):
             seen.add(id(leaf))
             for attribute, value in inside.items():
-                yield from _tensors(f"{name}{keystr(path)}.{attribute}", value, depth - 1, seen)
+                yield from _tensors(f"{name}{_written(path)}.{attribute}", value, depth - 1, seen)
+
+
+def _written(path: Iterable[Any]) -> str:
+    # A parameter may be a key: its values are no name, and take long to print.
+    return "".join("[parameter]" if isinstance(getattr(key, "key", None), Tensor) else str(key) for key in path)
 
 
 def _attributes(thing: Any) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxoffload import _torch_private as private
+from fxoffload.phases.host_reads import with_bits_of
 from fxoffload.phases.phase import PARAMS
 from fxoffload.phases.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
 from fxoffload.phases.storages import Holding, Where
@@ -28,7 +28,26 @@ from fxoffload.phases.storages import Holding, Where
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
 
-Memo = dict[int, Tensor]  # by holding: its bytes on the CPU, so that what was tied stays tied
+# By id: a holding, which is kept lest another one gets its id, and its bytes on the CPU. What was tied stays tied.
+Memo = dict[int, tuple[Holding, Tensor]]
+
+_MEMO: ContextVar[Memo | None] = ContextVar("memo", default=None)
+
+
+@contextlib.contextmanager
+def one_state_dict() -> Iterator[Memo]:
+    """Copies made in this block are tied as the tensors are, and no longer: neither does the next state dict find this
+    one's values, nor is memory kept that whoever asked has let go. Of blocks in each other the outermost counts."""
+    memo = _MEMO.get()
+    if memo is not None:
+        yield memo
+        return
+    memo = {}
+    token = _MEMO.set(memo)
+    try:
+        yield memo
+    finally:
+        _MEMO.reset(token)
 
 
 class HostReader:
@@ -41,17 +60,14 @@ class HostReader:
     def __init__(self, manager: PhaseManager) -> None:
         self._manager = manager
         self._process = os.getpid()
-        self._memos: dict[int, tuple[weakref.ref[Any], Memo]] = {}
-        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def answering_detach(self, tensors: Iterable[Tensor], destination: MutableMapping[str, Any]) -> Iterator[None]:
+    def answering_detach(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """In this block ``detach()`` of an away tensor gives a copy from the host. ``tensors`` that are arriving are
-        fenced before. Copies for the same destination are tied as the tensors are."""
+        fenced before. See ``one_state_dict`` for what is tied."""
         for tensor in tensors:
             self._fence(tensor)
-        memo = self._memo_of(destination)
-        with detached_by(lambda tensor: self.read(tensor, memo)):
+        with one_state_dict() as memo, detached_by(lambda tensor: self.read(tensor, memo)):
             yield
 
     def read_tree(self, tree: Any) -> Any:
@@ -71,7 +87,7 @@ class HostReader:
                 "a state dict was asked for in a forked process, which has no access to the pinned host memory: "
                 "ask for it in the process that owns the model, or onload() before the fork"
             )
-        with untouched():
+        with untouched(), torch.inference_mode(False):
             return self._copy(tensor, memo)
 
     def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str], group: str = PARAMS) -> None:
@@ -107,30 +123,20 @@ class HostReader:
             holding = self._manager.holding_of(tensor)
             if holding is None:
                 return copy
-        found = self._bytes(holding, memo).view(tensor.dtype) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
-        return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() if tensor.numel() else 0)
+        if not tensor.numel():
+            found = torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride(), 0)
+        else:
+            whole = self._bytes(holding, memo).view(tensor.dtype)
+            found = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return with_bits_of(tensor, found)
 
     def _bytes(self, holding: Holding, memo: Memo) -> Tensor:
-        found = memo.get(id(holding))
-        if found is None:
-            # Whole multiples of the widest dtype, so that the bytes can be viewed as any.
-            found = torch.empty(-(-holding.nbytes // 16) * 16, dtype=torch.uint8)
-            for at, host in self._manager.host_pieces(holding):
-                found[at : at + host.numel()] = host
-            memo[id(holding)] = found
+        known = memo.get(id(holding))
+        if known is not None:
+            return known[1]
+        # Whole multiples of the widest dtype, so that the bytes can be viewed as any.
+        found = torch.empty(-(-holding.nbytes // 16) * 16, dtype=torch.uint8, device="cpu")
+        for at, host in self._manager.host_pieces(holding):
+            found[at : at + host.numel()] = host
+        memo[id(holding)] = holding, found
         return found
-
-    def _memo_of(self, destination: MutableMapping[str, Any]) -> Memo:
-        """One per state dict that is being filled."""
-        with self._lock:
-            known = self._memos.get(id(destination))
-            if known is not None and known[0]() is destination:
-                return known[1]
-            key = id(destination)
-            try:
-                alive = weakref.ref(destination, lambda _: self._memos.pop(key, None))
-            except TypeError:  # a plain dict: ties between modules are lost
-                return {}
-            memo: Memo = {}
-            self._memos[key] = (alive, memo)
-            return memo

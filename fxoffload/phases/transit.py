@@ -112,14 +112,13 @@ class Transit:
         # The caller, and the device, wait for this: no time to collect garbage.
         with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock, gc_paused():
             self.harvest()
-            arriving = self.ledger.held(Where.ARRIVING, groups=groups)
-            self._arrivals.cancel(arriving)
-            self._fence(arriving)
             dropped = self._gradients.apply_policy() if GRADS in groups else []
             ahead = Ahead()
             holdings: list[Holding] = []
             try:
                 self._settle_modules(groups)
+                arriving = self.ledger.held(Where.ARRIVING, groups=groups)
+                self._fence([held for held in arriving if held.serial])
                 if at_once:
                     ahead = self._start_ahead(groups)
                 holdings = self._find(groups)
@@ -140,6 +139,8 @@ class Transit:
                 self.worker.submit(
                     lambda: self._leave(holdings, ahead, dropped, transition, handle, returner, streams, at_once)
                 )
+                # What was not started stays on the host: not before nothing can be refused any more.
+                self._arrivals.cancel(arriving)
                 self._handles.append(handle)
             except BaseException:
                 try:

@@ -58,13 +58,14 @@ class WeightSource:
             return
         with untouched():
             item, offset = unit.local.element_size(), int(unit.local.storage_offset())
-            contiguous = unit.local.is_contiguous()
-        if contiguous:
+            as_it_lies = unit.local.is_contiguous() and not (unit.local.is_conj() or unit.local.is_neg())
+        if as_it_lies:
             yield from self._from_image(holding, (offset + start) * item, target)
         else:
             # Put in order by the CPU: slow, and rare.
             with self._still.on_host():
-                values = self._manager.host_copy(unit.local).reshape(-1)[start:stop]
+                values = self._manager.host_copy(unit.local).resolve_conj().resolve_neg()
+                values = values.reshape(-1)[start:stop].contiguous()
             yield target, values.view(torch.uint8)
 
     def _from_image(self, holding: Holding, first: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

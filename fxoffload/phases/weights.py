@@ -184,7 +184,9 @@ class WeightsOnDevice(dict[str, Tensor]):
 
 @contextlib.contextmanager
 def weights_on_device(manager: Moved, model: str | None = None) -> Iterator[WeightsOnDevice]:
-    """The simple way: brings parameters and buffers to the device, and takes back at the end what was not there before.
+    """The simple way: brings parameters and buffers to the device, and takes back at the end what was on the host.
+
+    What was arriving is waited for, and stays: somebody has called for it.
 
     Sharded parameters stay DTensors. The manager's transitions record what was moved; there are none where nothing was.
 
@@ -193,10 +195,12 @@ def weights_on_device(manager: Moved, model: str | None = None) -> Iterator[Weig
         UnsupportedError: FSDP1, whose parameters are parts of a shard: use ``stream_weights``.
     """
     weights = WeightsOnDevice(named_tensors(_model(manager.models, model)))
-    away = [group for group in (PARAMS, BUFFERS) if manager.where(group) is not Where.DEVICE]
-    if away:
+    places = {group: manager.where(group) for group in (PARAMS, BUFFERS)}
+    missing = [group for group, where in places.items() if where is not Where.DEVICE]
+    away = [group for group in missing if places[group] is not Where.ARRIVING]
+    if missing:
         began = time.perf_counter()
-        manager.onload(*away).wait()
+        manager.onload(*missing).wait()
         weights.load_seconds = time.perf_counter() - began
     try:
         yield weights
