@@ -86,7 +86,7 @@ def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
     assert first.shape == f"input_ids {BATCH}x{SEQUENCE}, labels {BATCH}x{SEQUENCE}"
     assert first.device == "NVIDIA H200"
     assert str(first).startswith(f"plan ahead (Qwen3ForCausalLM), {first.shape}, NVIDIA H200\n")
-    assert "offload" in {d.action for d in first.decisions}
+    assert {"offload", "recompute"} & {d.action for d in first.decisions}
     assert_same(first, compiled_plan(real, **tokens(), options=LONG))
 
 
