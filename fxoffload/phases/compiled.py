@@ -78,6 +78,13 @@ def reached(function: Any, targets: dict[int, Any]) -> Iterator[Any]:
 
 
 def _references(thing: Any) -> list[Any]:
+    try:
+        return _references_of(thing)
+    except Exception:  # a proxy of something that is gone, say
+        return []
+
+
+def _references_of(thing: Any) -> list[Any]:
     if isinstance(thing, types.FunctionType):
         names = set(_names(thing.__code__))
         found = [thing.__globals__[name] for name in names if name in thing.__globals__]

@@ -30,6 +30,7 @@ class _Forwards:
         self._lock = ForkSafeRLock()
         self._watchers: tuple[weakref.WeakMethod[Watcher], ...] = ()  # one that was dropped watches no longer
         self._original: Callable[..., Any] = DistributedDataParallel.forward
+        self._examined: tuple[Any, bool] = (None, False)  # what was in place, and whether it calls ours
 
         ask: Any = torch.compiler.disable(self._ask)
 
@@ -47,7 +48,9 @@ class _Forwards:
         with self._lock:
             self._keep((*self._watchers, reference))
             now = DistributedDataParallel.forward
-            if not leads_to(now, self._ours):
+            if self._examined[0] is not now:
+                self._examined = now, leads_to(now, self._ours)
+            if not self._examined[1]:
                 self._original = now
                 DistributedDataParallel.forward = self._ours
 

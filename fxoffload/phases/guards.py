@@ -215,10 +215,10 @@ class Guards:
         """What is loaded comes to lie beside the parameters. So state that is away returns, unless they are away too:
         then the device is meant to be free."""
         what = f"{type(optimizer).__name__}.load_state_dict()"
-        touch_all(stepped_by(optimizer), what)
         if any(map(is_away, state_of(optimizer))):
-            touch_all(parameters_of(optimizer), what)
+            touch_all((p for p in parameters_of(optimizer) if not _is_state(p)), what)
             self._manager.onload(OPTIMIZER)
+        touch_all(stepped_by(optimizer), what)
 
     def _after_save(self, optimizer: Any, state_dict: Any) -> Any:
         if self._has_fsdp1(optimizer):
@@ -275,9 +275,12 @@ def stepped_by(optimizer: Any) -> Iterator[Tensor]:
 def state_of(optimizer: Any) -> Iterator[Tensor]:
     """All that is moved as the state of an optimizer: what it keeps outside of ``state``, and master copies, too."""
     yield from state_tensors(optimizer)
-    for parameter in parameters_of(optimizer):
-        if any(holding.group == OPTIMIZER for holding in holdings_of(parameter)):
-            yield parameter
+    yield from filter(_is_state, parameters_of(optimizer))
+
+
+def _is_state(parameter: Tensor) -> bool:
+    """Whether a parameter is a master copy, which is away."""
+    return any(holding.group == OPTIMIZER for holding in holdings_of(parameter))
 
 
 def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 _MANY = ("optimizers_dict", "chained_optimizers", "optimizers")
 _ONE = ("optimizer", "_optimizer", "inner_optimizer", "base_optimizer", "_base_optimizer", "optim")
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEPTH = 4  # of objects within objects of an optimizer's state
 
 
@@ -151,6 +152,8 @@ def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None)
     if type(tree) is dict and all(type(key) is str and isinstance(value, Tensor) for key, value in tree.items()):
         yield from ((f"{name}[{key!r}]", value) for key, value in tree.items())  # nearly always: ten times faster
         return
+    if isinstance(tree, _PLAIN) or (type(tree) in (list, tuple) and all(map(_is_plain, tree))):
+        return  # 200,000 numbers in a list are no reason to be late for a step
     leaves_with_path: Any = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves_with_path:
         if isinstance(leaf, Tensor):
@@ -159,6 +162,10 @@ def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None)
             seen.add(id(leaf))
             for attribute, value in inside.items():
                 yield from _tensors(f"{name}{_written(path)}.{attribute}", value, depth - 1, seen)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, _PLAIN)
 
 
 def _written(path: Iterable[Any]) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 _MISSING = object()
 _NOT_SEARCHED = (type, types.ModuleType, nn.Module, Tensor)
 _DEPTH = 6  # of references from what others put in place to an override in it
+_MOST_THINGS, _MOST_ITEMS = 2000, 100  # that are looked at, and of one collection
 
 
 class Override:
@@ -41,13 +43,23 @@ class Override:
     def __init__(self, target: Any, name: str, call: Callable[..., Any]) -> None:
         self._target, self._name = target, name
         self._original: Callable[..., Any] = getattr(target, name)
+        self._first = self._original  # before anybody can have put ours into theirs
+        self._inside = threading.local()
         self._before: Any = _MISSING  # the attribute that was there, if any
         self._on = False
         self._examined: tuple[Any, bool] = (None, False)  # what was in place, and whether it calls this
 
         @functools.wraps(self._original, assigned=("__name__", "__qualname__", "__doc__"))
         def override(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(self._original, *args, **kwargs) if self._on else self._original(*args, **kwargs)
+            if getattr(self._inside, "now", False):
+                # We are part of what was in place when we were put there, and were not found in it: now it is known.
+                self._examined, self._original = (self._original, True), self._first
+                return self._first(*args, **kwargs)
+            self._inside.now = True
+            try:
+                return call(self._original, *args, **kwargs) if self._on else self._original(*args, **kwargs)
+            finally:
+                self._inside.now = False
 
         # A bound method like any other: learning rate schedulers look for the function in it.
         self._ours = types.MethodType(torch.compiler.disable(override, recursive=False), target)
@@ -90,7 +102,7 @@ def leads_to(method: Any, *wanted: Any, apart_from: Any = None) -> bool:
     for _ in range(_DEPTH):
         following = []
         for thing in level:
-            if id(thing) in seen:
+            if id(thing) in seen or len(seen) > _MOST_THINGS:
                 continue
             seen.add(id(thing))
             if any(thing is one for one in wanted):
@@ -101,7 +113,15 @@ def leads_to(method: Any, *wanted: Any, apart_from: Any = None) -> bool:
 
 
 def _callees(thing: Any) -> list[Any]:
-    """What a callable is bound to, closes over and wraps, its arguments and attributes."""
+    """What a callable is bound to, closes over and wraps, its arguments and attributes. What cannot be looked into (a
+    proxy of something that is gone) calls nobody."""
+    try:
+        return _callees_of(thing)
+    except Exception:
+        return []
+
+
+def _callees_of(thing: Any) -> list[Any]:
     if isinstance(thing, Override):
         return [thing._original]
     if isinstance(thing, types.MethodType):
@@ -115,9 +135,9 @@ def _callees(thing: Any) -> list[Any]:
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, (list, tuple)):
-        return [*thing]
+        return [*thing] if len(thing) <= _MOST_ITEMS else []
     if isinstance(thing, dict):
-        return [*thing.values()]
+        return [*thing.values()] if len(thing) <= _MOST_ITEMS else []
     if type(thing).__module__.startswith("fxoffload.") or isinstance(thing, _NOT_SEARCHED):
         return []
     return [*getattr(thing, "__dict__", {}).values()]

@@ -55,8 +55,9 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Bes
             found[phase].append(max(most, 0))
             known = max(known, *(b.peak_bytes + found[phase][-1] for b in own))
     gaps = _gaps(graphs.boundaries, readings)
-    known = max([known, *(boundaries[at].live_bytes + nbytes for at, nbytes in gaps.items())])
-    # Where the peak is somewhere else, nobody knows where.
+    # Gaps that were measured explain the peak; those that are taken to be like them do not. Where it is somewhere else,
+    # nobody knows where.
+    known = max([known, *readings.gap_peaks().values()])
     rest = max((readings.peak_bytes() or 0) - known, 0)
     calls = tuple(tuple(n + rest for n in found[phase]) for phase in PHASES)
     return Beside(calls, tuple((name, nbytes) for (_, name), nbytes in gaps.items() if nbytes))

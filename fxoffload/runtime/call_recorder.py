@@ -59,6 +59,7 @@ class Recorder:
         "_end",
         "_ended",
         "_epoch",
+        "_epoch_at_end",
         "_gap",
         "_open",
         "_sources",
@@ -82,6 +83,7 @@ class Recorder:
         self._sources = sources
         self._ended = ended
         self._epoch = sources.epoch() if earlier is None else earlier._epoch
+        self._epoch_at_end: object = None
         self._brackets: list[_Bracket] = []
         self._open: tuple[str, Event, Memory | None] | None = None
         self._broken = False
@@ -90,7 +92,9 @@ class Recorder:
         self._gap: AllocatorTrace | None = None
         if earlier is not None:
             self._trace = None if earlier._trace is None else earlier._trace.go_on()
-            self._gap = None if self._trace is None else AllocatorTrace.begin(self._trace.last)
+            # What is compiled there is tuned there, once; what is compiled in the calls is no matter.
+            is_gap = self._trace is not None and sources.epoch() == earlier._epoch_at_end
+            self._gap = AllocatorTrace.begin(self._trace.last) if self._trace is not None and is_gap else None
             memory = self._read_memory()
             if self._gap is not None and memory is not None:
                 self._gap.add(memory)
@@ -123,6 +127,7 @@ class Recorder:
             return
         self._end = self._sources.events.record()
         self._read_memory()
+        self._epoch_at_end = self._sources.epoch()
         self._ended(self, not self._broken and self._open is None and self._epoch == self._sources.epoch())
 
     def has_completed(self) -> bool:

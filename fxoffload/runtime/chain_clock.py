@@ -14,7 +14,8 @@ is read once the device has passed all of it. Once enough steps have been read n
   where the first backward begins. What stands before and behind (an embedding, the optimizer) is in neither.
 - [Note: Gaps] What is allocated and freed between two calls (FSDP's reduction of gradients, an eager head) is seen only
   where the allocator's peak rises there, which belongs to the process: mostly in the first step that follows a plan.
-  No kernel of a graph is tuned there, so that step tells as much of it as any other.
+  No kernel of the chain is tuned there, so that step tells as much of it as any other; a gap in which something else
+  is compiled tells nothing.
 - What is left of a step is inside calls and outside segments: waits for copies, and the executor's own host time where
   the device notices it.
 """

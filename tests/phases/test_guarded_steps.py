@@ -152,3 +152,22 @@ def test_loading_state_is_refused_while_the_parameters_are_away_too() -> None:
         optimizer.load_state_dict(saved)
     assert manager.where("optimizer") is Where.HOST
     manager.close()
+
+
+def test_loading_brings_master_copies_back_too() -> None:
+    """They are the optimizer's, and leave with its state."""
+    model = network()
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [m.detach().clone() for m in masters]
+    manager = rehearse(model, optimizer)
+    manager.offload("optimizer")
+    optimizer.load_state_dict(saved)
+    assert manager.where("optimizer") is Where.DEVICE
+    assert all(map(torch.equal, masters, before))
+    assert torch.equal(optimizer.state[masters[0]]["exp_avg"], saved["state"][0]["exp_avg"])
+    manager.close()

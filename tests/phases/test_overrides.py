@@ -163,3 +163,57 @@ def test_a_learning_rate_scheduler(made: str) -> None:
                 scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.125e-2]
     manager.close()
+
+
+class Slots:
+    """A wrapper that is not looked into."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Callable[..., int]) -> None:
+        self.inner = inner
+
+    def __call__(self, x: int) -> int:
+        return self.inner(x) + 10
+
+
+def deep(inner: Callable[..., int]) -> Callable[..., int]:
+    """One more layer than are looked through."""
+    for _ in range(9):
+        inner = (lambda call: lambda x: call(x))(inner)
+    return lambda x: inner(x) + 10
+
+
+@pytest.mark.parametrize("wrap", [Slots, deep])
+def test_an_override_that_is_not_found_in_a_wrapper_is_called_once(wrap: Callable[..., Any]) -> None:
+    """And does not call itself without end."""
+    thing: Any = Thing()
+    override, calls = counted(thing)
+    undo = override.put()
+    thing.work = wrap(thing.work)
+    undo()
+    for i in range(3):
+        calls.clear()
+        assert thing.work(i) == i + 11
+        undo = override.put()
+        assert (thing.work(i), calls) == (i + 11, [i])
+        undo()
+
+
+class Raises:
+    """A proxy of something that is not there."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ReferenceError("it is gone")
+
+
+def test_a_wrapper_that_holds_what_cannot_be_looked_into() -> None:
+    thing: Any = Thing()
+    held, many = Raises(), [{"row": i} for i in range(300_000)]
+    inner = thing.work
+    thing.work = lambda x: inner(x) + (10 if held is not None and many else 0)
+    override, calls = counted(thing)
+    undo = override.put()
+    assert (thing.work(1), calls) == (12, [1])
+    undo()
+    assert thing.work(1) == 12

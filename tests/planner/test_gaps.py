@@ -93,6 +93,17 @@ def test_gaps_that_are_hidden_are_like_the_others_of_their_phase() -> None:
     assert gaps == {entry_of("forward", k): 70 for k in range(1, 4)} | {entry_of("forward", 0): 70}
 
 
+def test_a_peak_that_no_measured_gap_explains_may_be_anywhere() -> None:
+    """Gaps that are only taken to be like others explain nothing."""
+    chain = _chain()
+    kept = _keep(chain)
+    first = entry_of("backward", 1)
+    readings = _readings({first: _live(kept, "backward", first) + 10}, kept.peak_bytes + 300)
+    readings.samples["backward"][0].peak = kept.peak_bytes + 300
+    assert beside_segments(chain, kept, readings).calls == ((300,) * 3,) * 2
+    assert _keep(chain.with_beside(beside_segments(chain, kept, readings))).peak_bytes == kept.peak_bytes + 300
+
+
 def test_less_than_is_thought_is_nothing() -> None:
     chain = _chain()
     assert beside_segments(chain, _keep(chain), _readings({entry_of("backward", 0): 0})).gaps == ()
@@ -135,7 +146,14 @@ class Counter:
         self.peak = max(self.peak, self.now + nbytes)
 
 
-def _run(clock: ChainClock, counter: Counter, between: list[int], *, compiles: list[int] | None = None) -> None:
+def _run(
+    clock: ChainClock,
+    counter: Counter,
+    between: list[int],
+    *,
+    compiles: list[int] | None = None,
+    between_compiles: tuple[int, list[int]] | None = None,
+) -> None:
     step = clock.begin_step()
     order: list[tuple[Any, int]] = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
     for at, (phase, number) in enumerate(order):
@@ -151,6 +169,8 @@ def _run(clock: ChainClock, counter: Counter, between: list[int], *, compiles: l
             recorder.end()
         if at < 3:
             counter.pass_by(between[at])
+        if between_compiles is not None and at == between_compiles[0]:
+            between_compiles[1][0] += 1
     counter.now -= 400
     if step is not None:
         step.end()
@@ -171,6 +191,16 @@ def test_a_gap_is_seen_where_the_peak_rises_in_it() -> None:
     assert found.peak_bytes() is None
     assert found.peak_bounds_bytes() == (400, 300 + 6500)
     assert all(s.gap_peaks[TURN] is None for s in found.samples["backward"])
+
+
+def test_a_gap_in_which_something_is_compiled_tells_nothing() -> None:
+    """A loss of its own, say: what tunes its kernels comes once."""
+    counter, epoch = Counter(), [0]
+    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
+    _run(clock, counter, [10, 9000, 9500], between_compiles=(1, epoch))
+    _run(clock, counter, [10, 10, 10])
+    assert clock.ready()
+    assert clock.readings().gap_peaks() == {entry_of("backward", 0): 300 + 9500}
 
 
 def test_a_gap_in_a_step_that_counts() -> None:

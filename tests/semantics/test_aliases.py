@@ -303,8 +303,7 @@ def test_a_kept_graph_input_that_the_caller_writes_to_is_noticed_as_in_eager() -
 
 
 def test_what_the_graph_writes_in_place_stays() -> None:
-    """Inductor's partition recomputes from an input that the graph has written by then, so its gradients differ from
-    eager's. Offloading is not the place to correct that, nor to change it."""
+    """What is made of it is saved. (Left to itself, the partition computes it again from what was written.)"""
 
     class InPlace(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -314,8 +313,9 @@ def test_what_the_graph_writes_in_place_stays() -> None:
 
     model = InPlace()
     module = compiled(model)
-    flip = check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
-    assert any(s.reason == "the graph writes it in place" for s in flip.graphs[0].saved.skipped)
+    check_flip(train_step(model, lambda: (module(batch()) ** 2).sum()))
+    expected = train_step(model, lambda: (model(batch()) ** 2).sum())()
+    assert_close(train_step(model, lambda: (module(batch()) ** 2).sum())(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_graph_itself_writes_to_an_input() -> None:
