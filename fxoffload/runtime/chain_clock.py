@@ -158,7 +158,7 @@ class StepRecording:
             _add(into, recorder.sample(), call)
         for sample in found:
             sample.raise_bytes(self._left_bytes)
-        found[1].gap_peaks.update(self.gap_peaks())
+        found[1].gap_peaks.update(self.gap_peaks())  # which counts those bytes itself
         return found
 
     def gap_peaks(self) -> dict[str, int | None]:
@@ -265,6 +265,7 @@ class ChainClock:
             is_known, self._failed, self.measuring = self._failed, True, False
             self._unread.clear()
             self._samples.clear()
+            self._gaps.clear()
         if not is_known:
             warnings.warn(
                 f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "

@@ -52,11 +52,10 @@ class Sample:
     bounds: tuple[int, int] | None = None
 
     def raise_bytes(self, nbytes: int) -> None:
-        """So many of the bytes that were there at the beginning count as well."""
+        """So many of the bytes that were there at the beginning count as well (in ``gap_peaks`` they do already)."""
         for found in (self.live_before, self.live_after):
             found.update({name: live + nbytes for name, live in found.items()})
-        for peaks in (self.peaks, self.gap_peaks):
-            peaks.update({name: None if peak is None else peak + nbytes for name, peak in peaks.items()})
+        self.peaks = {name: None if peak is None else peak + nbytes for name, peak in self.peaks.items()}
         self.peak = None if self.peak is None else self.peak + nbytes
         self.bounds = None if self.bounds is None else (self.bounds[0] + nbytes, self.bounds[1] + nbytes)
 

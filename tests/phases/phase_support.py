@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,3 +123,14 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@contextmanager
+def nothing_starts_in_the_background(manager: PhaseManager) -> Iterator[None]:
+    """What is to return is not asked for yet."""
+    go = threading.Event()
+    manager._transit._bringer.submit(go.wait)
+    try:
+        yield
+    finally:
+        go.set()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxoffload.phases import OffloadedError, PhaseManager, Where
+from fxoffload.phases import OffloadedError, Where
 from fxoffload.phases.sentinel import is_away, untouched
 
 from .delayed import DelayedCopies
-from .phase_support import rehearse
+from .phase_support import nothing_starts_in_the_background, rehearse
 
 
 class Fused(torch.optim.AdamW):
@@ -47,16 +44,6 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     backward(model)
     optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def nothing_starts_in_the_background(manager: PhaseManager) -> Iterator[None]:
-    go = threading.Event()
-    manager._transit._bringer.submit(go.wait)
-    try:
-        yield
-    finally:
-        go.set()
 
 
 @pytest.mark.parametrize("started", [True, False])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from fxoffload.phases import PhaseManager, Where
 
 from .delayed import DelayedCopies
-from .phase_support import rehearse
+from .phase_support import nothing_starts_in_the_background, rehearse
 
 
 def network() -> nn.Module:
@@ -31,16 +30,6 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxoffload.phases.arrivals.SLICE", 1)
     monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_BYTES", 1)
     monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_MAPPED_BYTES", 1)
-
-
-@contextmanager
-def nothing_starts_in_the_background(manager: PhaseManager) -> Iterator[None]:
-    go = threading.Event()
-    manager._transit._bringer.submit(go.wait)
-    try:
-        yield
-    finally:
-        go.set()
 
 
 def by_gradients(model: nn.Module, manager: PhaseManager) -> str:

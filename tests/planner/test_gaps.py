@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import fxoffload
@@ -208,6 +209,26 @@ def test_a_gap_in_a_step_that_counts() -> None:
     clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
     _run(clock, counter, [7000, 10, 10])
     assert clock.ready() and clock.readings().gap_peaks() == {entry_of("forward", 1): 7100}
+
+
+def test_what_was_gathered_for_the_step_counts_in_gaps() -> None:
+    """As in everything else: above what is there whether the step runs or not."""
+    counter = Counter()
+    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
+    gathered = torch.ones(16)
+    begin_step = clock.begin_step
+
+    def begin() -> Any:
+        step = begin_step()
+        assert step is not None
+        step.given(0, [gathered])
+        gathered.untyped_storage().resize_(0)
+        step.given(1, [])
+        return step
+
+    with mock.patch.object(clock, "begin_step", begin):
+        _run(clock, counter, [7000, 10, 10])
+    assert clock.ready() and clock.readings().gap_peaks() == {entry_of("forward", 1): 7100 + 64}
 
 
 def test_steps_that_are_no_chain_tell_nothing_of_gaps() -> None:
