@@ -241,6 +241,7 @@ class TapePlanning:
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
+        others_bytes: as of ``Seen``.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class TapePlanning:
     ) -> None:
         self.parts = parts
         self.sizes = tuple(sizes)
+        self.others_bytes = seen.others_bytes
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)

@@ -182,4 +182,8 @@ def replan_for_tape(planning: TapePlanning, schedule: Schedule, sites: Sites, bo
     if device.type != "cuda" or not planning.calibrates:
         return None
     calibration = TapeCalibration(planning, schedule, sites[0], box)
-    return TapeReplan(calibration, box, sites, make_clock=lambda: chain_clock_for(device, len(sites)))
+
+    def make_clock() -> ChainClock:
+        return chain_clock_for(device, len(sites), left_bytes=planning.others_bytes)
+
+    return TapeReplan(calibration, box, sites, make_clock=make_clock)

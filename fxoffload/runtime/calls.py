@@ -48,6 +48,7 @@ from fxoffload.runtime.chains import (
 )
 from fxoffload.runtime.held import CallAt, Edges, Moment
 from fxoffload.runtime.host_trim import HostTrim
+from fxoffload.runtime.lent import OnOtherStreams
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
@@ -217,6 +218,7 @@ class StepCalls:
         in_flight: storage -> how many sources the copy engine holds of it.
         in_background: whether plans are made on a thread of their own.
         memory: reads the allocator; None where there is nothing to read.
+        others: begins to watch what other streams have, from the arguments of a step's first call on; None likewise.
         trim: of the host's memory; None: it stays as it is.
     """
 
@@ -226,11 +228,13 @@ class StepCalls:
         *,
         in_background: bool,
         memory: Callable[[], Memory] | None = None,
+        others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
         trim: HostTrim | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._in_background = in_background
         self._memory = memory
+        self._others = others
         self._trim = trim
         self._sites: weakref.WeakSet[Site] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -357,7 +361,7 @@ class StepCalls:
     def _begin(self, site: Site, args: Sequence[Any]) -> _Step:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
-        step = _Step(chain.sizes)
+        step = _Step(chain.sizes, live_bytes=LiveBytes(self._others))
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None:
             step.recording = follower.step_begins()
@@ -451,6 +455,7 @@ class StepCalls:
             step.is_complete = not step.pending
             if step.is_complete:
                 step.plan = None  # it is not kept alive any longer
+                step.live_bytes.end()
                 if step.records:
                     step.record = self._record(step)
 
@@ -477,7 +482,7 @@ class StepCalls:
         step.edges.clear()
         step.records = False
         sites, sizes = step.sites_and_sizes()
-        return Record(sites, held, step.live_bytes.above_start(), sizes)
+        return Record(sites, held, step.live_bytes, sizes)
 
     def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
         chains = first.chains
@@ -490,7 +495,7 @@ class StepCalls:
             return
         chains.before = None
         chains.known = Known(record.sites, merged, [before.sizes, record.sizes])
-        chains.known.measured(step.sizes, record.live_bytes, record.sizes)
+        chains.known.measured(step.sizes, record.live, record.sizes)
         chain = chains.at(step.sizes)
         if chains.may_plan(chain):
             self._plan(first, chain)
@@ -500,7 +505,7 @@ class StepCalls:
         known = step.measures
         if known is None or first.chains.known is not known:
             return
-        known.measured(chain.sizes, step.live_bytes.above_start(), step.sites_and_sizes()[1])
+        known.measured(chain.sizes, step.live_bytes, step.sites_and_sizes()[1])
         if first.chains.may_plan(chain):
             self._plan(first, chain)
 

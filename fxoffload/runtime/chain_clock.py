@@ -68,6 +68,7 @@ class StepRecording:
         ended: called by ``end`` with a step that counts.
         failed: called with what kept a call from being measured.
         only_gaps: whether nothing counts but ``gap_peaks``: something may be compiled in its calls.
+        left_bytes: of what is there when it begins, so much is its all the same, beside what it is ``given``.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StepRecording:
         failed: Callable[[Exception], None],
         *,
         only_gaps: bool = False,
+        left_bytes: int = 0,
     ) -> None:
         self.only_gaps = only_gaps
         self._sources = sources
@@ -88,14 +90,15 @@ class StepRecording:
         self._num_ended = 0
         self._dropped = False
         self._lent: Lent | None = None
-        self._left_bytes = 0
+        self._left_bytes = left_bytes
 
     def given(self, place: int, args: Iterable[Any]) -> None:
         """The forward at ``place`` is given ``args``."""
         if place == 0:
             self._lent = Lent(args)
         elif self._lent is not None:
-            self._left_bytes, self._lent = self._lent.left_bytes(), None
+            self._left_bytes += self._lent.left_bytes()
+            self._lent = None
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
@@ -199,6 +202,7 @@ class ChainClock:
         events: see ``cuda_events`` and ``host_events``.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
+        left_bytes: of each step; see ``StepRecording``.
 
     Attributes:
         measuring: whether ``begin_step`` may still return a recording.
@@ -213,6 +217,7 @@ class ChainClock:
         events: EventSource,
         memory: Callable[[], Memory] | None = None,
         epoch: Callable[[], object] = lambda: None,
+        left_bytes: int = 0,
     ) -> None:
         if num_calls < 1 or skip < 0 or count < 1:
             raise ValueError(
@@ -221,6 +226,7 @@ class ChainClock:
         self.measuring = True
         self._num_calls, self._skip, self._count = num_calls, skip, count
         self._sources = Sources(events, memory, epoch)
+        self._left_bytes = left_bytes
         self._lock = threading.Lock()
         self._seen = self._recorded = self._counted = 0
         self._unread: deque[StepRecording] = deque()
@@ -239,12 +245,22 @@ class ChainClock:
             if self._seen <= self._skip:
                 if self._sources.memory is None:
                     return None
-                return StepRecording(self._sources, self._num_calls, self._ended, self.fail, only_gaps=True)
+                return self._recording(only_gaps=True)
             if self._recorded >= _PATIENCE * self._count:
                 self.measuring = False
                 return None
             self._recorded += 1
-            return StepRecording(self._sources, self._num_calls, self._ended, self.fail)
+            return self._recording(only_gaps=False)
+
+    def _recording(self, *, only_gaps: bool) -> StepRecording:
+        return StepRecording(
+            self._sources,
+            self._num_calls,
+            self._ended,
+            self.fail,
+            only_gaps=only_gaps,
+            left_bytes=self._left_bytes,
+        )
 
     def _ended(self, step: StepRecording) -> None:
         with self._lock:
@@ -303,8 +319,9 @@ class ChainClock:
             return Readings(samples, tuple(self._gaps))
 
 
-def chain_clock_for(device: torch.device, num_calls: int) -> ChainClock:
-    """A clock for a chain whose graphs run on ``device``."""
+def chain_clock_for(device: torch.device, num_calls: int, *, left_bytes: int = 0) -> ChainClock:
+    """A clock for a chain whose graphs run on ``device``. ``left_bytes``: see ``StepRecording``."""
     if device.type == "cuda" and torch.cuda.is_available():
-        return ChainClock(num_calls, events=cuda_events(device), memory=cuda_memory(device), epoch=compilations)
+        events, memory = cuda_events(device), cuda_memory(device)
+        return ChainClock(num_calls, events=events, memory=memory, epoch=compilations, left_bytes=left_bytes)
     return ChainClock(num_calls, events=host_events(), epoch=compilations)

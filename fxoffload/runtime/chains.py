@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fxoffload.runtime.chain_clock import StepRecording
 from fxoffload.runtime.held import CallAt, Held, later
+from fxoffload.runtime.step_memory import LiveBytes
 from fxoffload.runtime.windows import Choice
 
 if TYPE_CHECKING:
@@ -111,11 +112,13 @@ class Seen:
         live_bytes: bytes on the device when each call began, above those when the step did; empty where that is not
             known.
         sizes: per call, those of the step in which ``live_bytes`` were read.
+        others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
     """
 
     held: tuple[Held, ...]
     live_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     sizes: tuple[Sizes, ...] = ()
+    others_bytes: int = 0
 
 
 # Plans calls of graphs, seen so, for so large sizes: per call, or none at all where no sizes vary.
@@ -128,7 +131,7 @@ class Record:
 
     sites: tuple[weakref.ref[Site], ...]
     held: tuple[Held, ...]
-    live_bytes: Mapping[CallAt, int]
+    live: LiveBytes
     sizes: tuple[Sizes, ...] = ()
 
     def same_chain(self, other: Record) -> bool:
@@ -146,7 +149,7 @@ class Record:
             return None
         held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
         last = self if _volume(self.sizes) > _volume(other.sizes) else other
-        return Seen(held, last.live_bytes, last.sizes)
+        return Seen(held, last.live.above_start(), last.sizes, last.live.others_bytes)
 
 
 @dataclass
@@ -180,10 +183,10 @@ class Known:
         """Whether a step whose first call has these sizes is worth measuring."""
         return first not in self.seen_first and self.num_measured[first] < _MOST_MEASURED
 
-    def measured(self, first: Sizes, live_bytes: Mapping[CallAt, int], sizes: tuple[Sizes, ...]) -> None:
-        """A step of this chain had these bytes on the device, and calls of these sizes; see ``Seen``. ``first``: what
-        those of its first call are planned as."""
-        self.seen_first[first] = Seen(self.seen.held, live_bytes, sizes)
+    def measured(self, first: Sizes, live: LiveBytes, sizes: tuple[Sizes, ...]) -> None:
+        """A step of this chain had this on the device, and calls of these sizes. ``first``: what those of its first
+        call are planned as."""
+        self.seen_first[first] = Seen(self.seen.held, live.above_start(), sizes, live.others_bytes)
         planned = self.sizes_at(first)
         if planned and not all(map(_fits, sizes, planned)):
             self.learns(self.sites, sizes)

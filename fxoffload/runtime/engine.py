@@ -49,6 +49,7 @@ from fxoffload.runtime.host_arena import (
 )
 from fxoffload.runtime.host_limits import default_host_budget_bytes
 from fxoffload.runtime.host_trim import HostTrim
+from fxoffload.runtime.lent import others_watch
 from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group, Remains, Transfer, View, Watch
@@ -93,7 +94,8 @@ class CopyEngine:
         self.tape = Tape()
         on_gpu = device.type == "cuda"
         memory = cuda_memory(device) if on_gpu else None
-        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, trim=HostTrim(self))
+        others = others_watch(device) if on_gpu else None
+        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, others=others, trim=HostTrim(self))
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
+from fxoffload.runtime.allocator_trace import Block, cuda_blocks
 
 
 class Lent:
@@ -20,14 +22,57 @@ class Lent:
     """
 
     def __init__(self, args: Iterable[Any]) -> None:
-        tensors = [a for a in args if isinstance(a, Tensor) and a.layout is torch.strided]
         plain: dict[int, Tensor] = {}
-        for a in tensors:
-            if not is_traceable_wrapper_subclass(a):
-                plain.setdefault(a.untyped_storage()._cdata, a)
+        for a in _plain(args):
+            plain.setdefault(a.untyped_storage()._cdata, a)
         # Not the tensors: what a compiled graph is given may be a view that lives for the call.
         self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]
 
     def left_bytes(self) -> int:
         """Bytes of what is gone or empty by now."""
         return sum(nbytes for ref, nbytes in self._given if not ref.nbytes())
+
+
+class OnOtherStreams:
+    """What streams other than the compute stream have allocated when a step begins, and no longer when it ends: the
+    buffer that FSDP2 gathers a layer's parameters into, which it keeps until it gathers the next layer's. What the
+    first call is given is not among it (see ``Lent``). On the compute stream nobody can tell such memory from what the
+    last step's results still hold.
+
+    Args:
+        read: what is allocated.
+        compute: the handle of the compute stream.
+        args: of the first call.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[Block]], compute: int, args: Iterable[Any]) -> None:
+        self._read = read
+        self._compute = compute
+        self._first = self._bytes({a.untyped_storage().data_ptr() for a in _plain(args)})
+
+    def gone_bytes(self) -> int:
+        """Bytes that each of the streams has fewer by now."""
+        now = self._bytes(())
+        return sum(max(nbytes - now[stream], 0) for stream, nbytes in self._first.items())
+
+    def _bytes(self, without: Collection[int]) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for stream, address, nbytes in self._read():
+            if stream != self._compute and address not in without:
+                found[stream] += nbytes
+        return found
+
+
+def others_watch(device: torch.device) -> Callable[[Iterable[Any]], OnOtherStreams] | None:
+    """Begins to watch a GPU, where a step's first call has these arguments, on the stream that is current then; None
+    where the allocator says nothing."""
+    read = cuda_blocks(device)
+    if read is None:
+        return None
+    return lambda args: OnOtherStreams(read, torch.cuda.current_stream(device).cuda_stream, args)
+
+
+def _plain(args: Iterable[Any]) -> list[Tensor]:
+    """The tensors that have a storage of their own."""
+    tensors = [a for a in args if isinstance(a, Tensor) and a.layout is torch.strided]
+    return [a for a in tensors if not is_traceable_wrapper_subclass(a)]

@@ -5,7 +5,7 @@ Neither is thread-safe: ``fxoffload.runtime.calls`` has a lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,28 @@ from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 from fxoffload.runtime.held import CallAt, Held, Moment
-from fxoffload.runtime.lent import Lent
+from fxoffload.runtime.lent import Lent, OnOtherStreams
 from fxoffload.runtime.segment_readings import Phase
 
 
 class LiveBytes:
-    """What is on the device when each call of a step begins, as the allocator says."""
+    """What is on the device when each call of a step begins, as the allocator says.
 
-    def __init__(self) -> None:
+    Args:
+        others: watches what other streams have, from the arguments of the step's first call on; None: nobody knows.
+
+    Attributes:
+        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``); once it has
+            ended.
+    """
+
+    def __init__(self, others: Callable[[Sequence[Any]], OnOtherStreams] | None = None) -> None:
+        self.others_bytes = 0
         self._read: dict[CallAt, int] = {}
         self._lent: Lent | None = None
         self._left_bytes = 0
+        self._watch = others
+        self._others: OnOtherStreams | None = None
 
     def __len__(self) -> int:
         return len(self._read)
@@ -33,13 +44,20 @@ class LiveBytes:
         """A call with these arguments begins."""
         if not self._read:
             self._lent = Lent(args)
+            self._others = None if self._watch is None else self._watch(args)
         elif self._lent is not None:
             self._left_bytes, self._lent = self._lent.left_bytes(), None
         self._read[at] = allocated
 
+    def end(self) -> None:
+        """The step's last call has run."""
+        others, self._others = self._others, None
+        if others is not None:
+            self.others_bytes = others.gone_bytes()
+
     def above_start(self) -> dict[CallAt, int]:
         """Above what is there whether the step runs or not."""
-        base = next(iter(self._read.values()), 0) - self._left_bytes
+        base = next(iter(self._read.values()), 0) - self._left_bytes - self.others_bytes
         return {at: nbytes - base for at, nbytes in self._read.items()}
 
 

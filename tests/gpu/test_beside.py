@@ -15,6 +15,24 @@ from tests.gpu.gpu_support import MIB, Block
 pytestmark = pytest.mark.gpu
 
 WIDTH, TOKENS, DEPTH = 2048, 4096, 8
+BUFFER = 512 * MIB
+
+
+class Buffer:
+    """What layers are gathered into on a stream of its own, as FSDP2 does it: each is kept until the next layer's, the
+    last one until the backward begins."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.held: Tensor | None = None
+
+    def take(self) -> None:
+        with torch.cuda.stream(self.stream):
+            after = torch.empty(BUFFER, dtype=torch.uint8, device="cuda")
+        self.held = after
+
+    def drop(self) -> None:
+        self.held = None
 
 
 class Enter(torch.autograd.Function):
@@ -24,6 +42,8 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: Gathered) -> Tensor:
         ctx.layer = layer
         layer.gather()
+        if layer.buffer is not None:
+            layer.buffer.take()
         return x.view_as(x)
 
     @staticmethod
@@ -45,6 +65,8 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.layer.gather()
+        if ctx.layer.buffer is not None:
+            ctx.layer.buffer.drop()
         return gradients[0], None
 
 
@@ -54,9 +76,9 @@ class Gathered(nn.Module):
     Behind its backward ``passing_bytes`` are allocated and freed, as where FSDP reduces gradients.
     """
 
-    def __init__(self, options: dict[str, Any], passing_bytes: int) -> None:
+    def __init__(self, options: dict[str, Any], passing_bytes: int, buffer: Buffer | None) -> None:
         super().__init__()
-        self.passing_bytes = passing_bytes
+        self.passing_bytes, self.buffer = passing_bytes, buffer
         self.block = Block(WIDTH, 16).to("cuda", torch.bfloat16)
         self.block.compile(backend="fxoffload", options=options)
         for p in self.block.parameters():
@@ -77,15 +99,18 @@ class Gathered(nn.Module):
         return Leave.apply(self.block(Enter.apply(x, self)), self)
 
 
-def run(*, passing_bytes: int = 0, resets: bool = True, **options: Any) -> tuple[list[int], fxoffload.Plan | None]:
+def run(
+    *, passing_bytes: int = 0, resets: bool = True, buffered: bool = False, **options: Any
+) -> tuple[list[int], fxoffload.Plan | None]:
     """Peaks of steps above what was allocated when they began, and the plan. ``resets``: whether the process' peak is
-    reset before each step; else only before the last four, and those of the others are what the process had so far."""
+    reset before each step; else only before the last four, and those of the others are what the process had so far.
+    ``buffered``: layers are gathered into a ``Buffer``."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
     torch.manual_seed(0)
-    layers = nn.Sequential(
-        *(Gathered({"min_bytes": 1 << 16, "profile": "h200", **options}, passing_bytes) for _ in range(DEPTH))
-    )
+    buffer = Buffer() if buffered else None
+    options = {"min_bytes": 1 << 16, "profile": "h200", **options}
+    layers = nn.Sequential(*(Gathered(options, passing_bytes, buffer) for _ in range(DEPTH)))
     x = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x.grad = torch.zeros_like(x)
     peaks = []
@@ -130,3 +155,17 @@ def test_a_budget_holds_what_passes_between_calls_of_a_process_that_never_resets
     assert max(peaks[-4:]) <= budget, seen
     assert plan.calibrated is not None
     assert plan.calibrated.peak_bytes == pytest.approx(max(peaks[-4:]), rel=0.06), seen
+
+
+def test_a_budget_holds_what_was_gathered_before_the_first_call() -> None:
+    """The buffer of the first layer is there before a call says that a step begins, and is the step's all the same."""
+    kept, _ = run(policy="keep_all", buffered=True)
+    budget = int(0.7 * kept[-1])
+    assert 0.05 * budget < BUFFER
+    peaks, plan = run(activation_budget=budget, buffered=True)
+    assert plan is not None and plan.predicted.bytes_offloaded > 0
+    seen = f"{[p / MIB for p in peaks]} MiB, {budget / MIB} allowed; {plan.summary}"
+    assert max(peaks[-6:]) <= budget, seen
+    assert plan.baseline_peak_bytes == pytest.approx(kept[-1], rel=0.05), f"{kept[-1] / MIB} MiB, {seen}"
+    assert plan.calibrated is not None
+    assert plan.calibrated.peak_bytes == pytest.approx(max(peaks[-3:]), rel=0.06), seen

@@ -18,9 +18,9 @@ from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.allocator_trace import Block, Memory
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.lent import Lent
+from fxoffload.runtime.lent import Lent, OnOtherStreams
 from fxoffload.runtime.segment_readings import PHASES, Readings, Sample
 from tests.planner.chains import training_steps
 
@@ -101,6 +101,25 @@ def test_what_is_gone_when_the_second_call_begins_belongs_to_the_step() -> None:
     assert stays.numel() == 8
 
 
+GATHERS, REDUCES = 7, 8  # streams
+
+
+def test_what_other_streams_have_no_longer_when_the_step_ends_belongs_to_the_step() -> None:
+    """As FSDP2 does it: what the first layer was gathered into is kept until the next is; gradients are made."""
+    given = torch.ones(8)
+    blocks = [
+        Block(0, 10, 999),
+        Block(GATHERS, 20, 300),
+        Block(GATHERS, 30, 40),
+        Block(GATHERS, given.data_ptr(), given.nbytes),
+        Block(REDUCES, 50, 5),
+    ]
+    watch = OnOtherStreams(lambda: blocks, 0, [given, None, 3])
+    assert watch.gone_bytes() == 0
+    blocks = [Block(GATHERS, 30, 40), Block(REDUCES, 50, 5), Block(REDUCES, 60, 10_000)]
+    assert watch.gone_bytes() == 300
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +163,27 @@ def allocator() -> Iterator[None]:
     assert reads[0] == 2 * 8, "only the steps that are recorded are read"
 
 
+@pytest.fixture
+def gathering() -> Iterator[None]:
+    """As much in all calls, on another stream: it is there before the first one begins, and gone behind the last."""
+    calls = engine_for(CPU).calls
+
+    def memory() -> Memory:
+        return Memory(EXTRA, EXTRA)
+
+    def blocks() -> list[Block]:
+        step = calls._step
+        assert step is not None
+        return [] if step.is_complete else [Block(GATHERS, 20, EXTRA)]
+
+    torch.compiler.reset()
+    with (
+        mock.patch.object(calls, "_memory", memory),
+        mock.patch.object(calls, "_others", lambda args: OnOtherStreams(blocks, 0, args)),
+    ):
+        yield
+
+
 def plan_within(nbytes: int) -> fxoffload.Plan:
     before = {p.graph for p in fxoffload.plans()}
     model = Layers()
@@ -164,6 +204,12 @@ def test_a_budget_leaves_room_for_what_runs_beside_the_graphs(allocator: None) -
 
 
 def test_a_budget_that_holds_both_moves_nothing(allocator: None) -> None:
+    plan = plan_within(2 * EXTRA)
+    assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA
+    assert plan.predicted.bytes_offloaded == 0
+
+
+def test_what_was_gathered_before_the_first_call_is_in_the_budget_too(gathering: None) -> None:
     plan = plan_within(2 * EXTRA)
     assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA
     assert plan.predicted.bytes_offloaded == 0

@@ -239,9 +239,10 @@ def test_what_it_is_given() -> None:
     assert clock.begin_step() is not None
 
 
-def test_what_the_first_call_is_given_for_the_step_alone_counts() -> None:
+@pytest.mark.parametrize("others", [0, 1000])
+def test_what_the_first_call_is_given_for_the_step_alone_counts(others: int) -> None:
     time = Time()
-    clock = time.clock(memory=lambda: time.memory)
+    clock = time.clock(memory=lambda: time.memory, left_bytes=others)
     stays, gathered = torch.ones(8), torch.ones(16)
     step = clock.begin_step()
     assert step is not None
@@ -255,5 +256,6 @@ def test_what_the_first_call_is_given_for_the_step_alone_counts() -> None:
         time.call(step, phase, number, {"a": 1.0})
     step.end()
     live = clock.readings().live_before()
-    assert live["forward"] == {"call 0/a": 64, "call 1/a": 100}
-    assert live["backward"] == {"call 1/a": 100, "call 0/a": 100}
+    assert live["forward"] == {"call 0/a": others + 64, "call 1/a": others + 100}
+    assert live["backward"] == {"call 1/a": others + 100, "call 0/a": others + 100}
+    assert clock.readings().gap_peaks()["turn entry"] == others + 100
