@@ -20,7 +20,9 @@ back are backed and registered anew like any others.
 
 [Note: Arena and fork]
 A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
-refused, and freeing them does nothing.
+refused, and freeing them does nothing. CUDA events are neither used nor destroyed there: the destructor of torch's
+event sets the device, which raises in a forked child, and so aborts it (each worker of a DataLoader, say). What an
+arena held is therefore kept for good, and garbage from before the fork is not collected (``gc.freeze``).
 
 [Note: Block fences]
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
@@ -32,6 +34,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import gc
 import logging
 import mmap
 import os
@@ -457,12 +460,14 @@ class HostArena:
 
     def _abandon(self) -> None:
         """See [Note: Arena and fork]."""
+        _KEPT.append((self._free, self._cut, self._dead.copy()))
         self._registered.clear()
         self._dead.clear()
         self._begin()
 
 
 _ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
+_KEPT: list[object] = []  # in a forked child: what holds events
 
 
 def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
@@ -482,8 +487,11 @@ def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    for arena in list(_ARENAS):
+    arenas = list(_ARENAS)
+    for arena in arenas:
         arena._abandon()
+    if any(arena._pinner.pinned for arena in arenas):
+        gc.freeze()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import fxoffload
 from tests.gpu.gpu_support import build, deterministic, differing, disturbed, engine, fresh_input, gradients, sleep
@@ -126,3 +128,28 @@ def test_under_save_on_cpu_with_pinned_memory_the_call_keeps_everything() -> Non
     assert fxoffload.stats().calls_kept == {"saved-tensor hooks": 1}
     assert fxoffload.stats().bytes_offloaded == 0
     assert engine().tape.live() == []
+
+
+class Tokens(Dataset[Tensor]):
+    """Made in the workers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        gc.collect()  # as any worker does at some time
+        return torch.full((TOKENS,), index)
+
+
+def test_data_loaders_fork_workers_behind_steps_that_offload() -> None:
+    """As every epoch and every evaluation does: what was offloaded has left events in the host memory's free ranges,
+    and a forked child that destroys a CUDA event is aborted."""
+    model = _model("qwen3")
+    initial = copy.deepcopy(model.state_dict())
+    step = torch.compile(model, backend="fxoffload", options={"policy": "offload_all", "min_bytes": 1})
+    with deterministic():
+        first = _train(model, step, initial)
+        loader = DataLoader(Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        for _ in range(2):
+            assert [int(row[0]) for batch in loader for row in batch] == list(range(8))
+            assert differing(first, _train(model, step, initial)) == 0
