@@ -104,7 +104,7 @@ SUITE = (
     Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),
     Run("compile-time", "compile-time", seconds=1100),
-    Run("overhead", "overhead", seconds=120, alone=True),
+    Run("overhead", "overhead", seconds=300, alone=True),
     Run("small-copies", "pinning", variants="small_copies", seconds=60, alone=True),
     Run(
         "max-seq",
