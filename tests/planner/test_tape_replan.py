@@ -607,3 +607,28 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
         ("call 0/backward entry", 0.25),
         ("call 0/b0", 9.0),
     ]
+
+
+def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None:
+    asked: list[Any] = []
+
+    def clock(device: torch.device, num_calls: int, *, left_bytes: int = 0) -> ChainClock:
+        asked.append((device, num_calls, left_bytes))
+        return ChainClock(num_calls, events=host_events())
+
+    cuda = torch.device("cuda")
+    planning: Any = SimpleNamespace(
+        device=cuda,
+        calibrates=True,
+        option=SimpleNamespace(scheduler=None),
+        goal=None,
+        limit_bytes=None,
+        others_bytes=77,
+    )
+    sites = [engine_for(CPU).calls.site() for _ in range(3)]
+    schedule: Any = None
+    box: Any = None
+    with mock.patch.object(tape_replan, "chain_clock_for", clock):
+        follower = tape_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, sites)), box)
+    assert follower is not None
+    assert asked == [(cuda, 3, 77)]
