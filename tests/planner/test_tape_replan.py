@@ -621,7 +621,7 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None
         device=cuda,
         calibrates=True,
         option=SimpleNamespace(scheduler=None),
-        goal=None,
+        goal=SimpleNamespace(budget_bytes=None),
         limit_bytes=None,
         others_bytes=77,
     )
