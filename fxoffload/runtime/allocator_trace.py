@@ -52,8 +52,8 @@ class Block(NamedTuple):
 
 
 def cuda_blocks(device: torch.device) -> Callable[[], list[Block]] | None:
-    """Reads what is allocated, block by block: tens of milliseconds. None as for ``cuda_memory``."""
-    if torch.cuda.get_allocator_backend() not in _ALLOCATORS:
+    """Reads what is allocated, block by block: tens of milliseconds. None for an allocator that keeps no list of it."""
+    if torch.cuda.get_allocator_backend() != "native":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     # Without the history that a user may have recorded, where torch can leave it out.

@@ -5,6 +5,7 @@ Neither is thread-safe: ``fxoffload.runtime.calls`` has a lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 from fxoffload.runtime.held import CallAt, Held, Moment
 from fxoffload.runtime.lent import Lent, OnOtherStreams
 from fxoffload.runtime.segment_readings import Phase
+
+log = logging.getLogger(__name__)
 
 
 class LiveBytes:
@@ -44,7 +47,7 @@ class LiveBytes:
         """A call with these arguments begins."""
         if not self._read:
             self._lent = Lent(args)
-            self._others = None if self._watch is None else self._watch(args)
+            self._others = self._begin_to_watch(args)
         elif self._lent is not None:
             self._left_bytes, self._lent = self._lent.left_bytes(), None
         self._read[at] = allocated
@@ -52,8 +55,17 @@ class LiveBytes:
     def end(self) -> None:
         """The step's last call has run."""
         others, self._others = self._others, None
-        if others is not None:
-            self.others_bytes = others.gone_bytes()
+        try:
+            self.others_bytes = 0 if others is None else others.gone_bytes()
+        except RuntimeError as error:
+            log.info("what other streams have is not known: %s", error)
+
+    def _begin_to_watch(self, args: Sequence[Any]) -> OnOtherStreams | None:
+        try:
+            return None if self._watch is None else self._watch(args)
+        except RuntimeError as error:  # it is no reason to do without a plan
+            log.info("what other streams have is not known: %s", error)
+            return None
 
     def above_start(self) -> dict[CallAt, int]:
         """Above what is there whether the step runs or not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -207,6 +207,25 @@ def test_a_budget_that_holds_both_moves_nothing(allocator: None) -> None:
     plan = plan_within(2 * EXTRA)
     assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA
     assert plan.predicted.bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_plan_is_made_where_nobody_can_say_what_other_streams_have(allocator: None, reads: int) -> None:
+    """From the beginning, or not when the step ends."""
+    left: list[int] = []
+
+    def blocks() -> list[Block]:
+        if not left:
+            raise RuntimeError("no snapshot")
+        left.pop()
+        return [Block(GATHERS, 20, EXTRA)]
+
+    def others(args: Sequence[object]) -> OnOtherStreams:
+        left[:] = range(reads)
+        return OnOtherStreams(blocks, 0, args)
+
+    with mock.patch.object(engine_for(CPU).calls, "_others", others):
+        assert plan_within(2 * EXTRA).predicted.bytes_offloaded == 0
 
 
 def test_what_was_gathered_before_the_first_call_is_in_the_budget_too(gathering: None) -> None:
