@@ -366,6 +366,11 @@ class StorageRef:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
         return 0 if storage is None else storage.nbytes()
 
+    def address(self) -> int:
+        """Of its memory, now; 0 where it has none."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        return 0 if storage is None else storage.data_ptr()
+
     def is_alive(self, but_for: int) -> bool:
         """Whether more than ``but_for`` tensors hold it."""
         if self.is_expired():

@@ -1,4 +1,5 @@
-"""Work that makes many objects which stay, without the cyclic collector looking at them again and again."""
+"""Python's cyclic collector rests: through work that makes many objects which stay, and for what a forked child has of
+its parent (see ``fxoffload.runtime.forked``)."""
 
 from __future__ import annotations
 
@@ -51,11 +52,30 @@ def gc_paused() -> Iterator[None]:
         pauses.end()
 
 
+_leaves_garbage = False
+
+
+def leave_garbage_to_parent() -> None:
+    """From here on, forked children collect nothing that was there before the fork."""
+    global _leaves_garbage
+    _leaves_garbage = True
+
+
+def _before_fork() -> None:
+    _pauses.begin()  # nothing is collected in the child before it is said what may be
+
+
+def _after_fork_in_parent() -> None:
+    _pauses.end()
+
+
 def _after_fork_in_child() -> None:
-    # The threads that would have ended their pauses are not here, and one of them may have had the lock.
+    # The threads that would have ended their pauses are not here.
     global _pauses
     before, _pauses = _pauses, _Pauses()
+    if _leaves_garbage:
+        gc.freeze()
     before.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -455,7 +455,8 @@ class StepCalls:
             step.is_complete = not step.pending
             if step.is_complete:
                 step.plan = None  # it is not kept alive any longer
-                step.live_bytes.end()
+                if step.regular:
+                    step.live_bytes.end()
                 if step.records:
                     step.record = self._record(step)
 

@@ -20,9 +20,8 @@ back are backed and registered anew like any others.
 
 [Note: Arena and fork]
 A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
-refused, and freeing them does nothing. CUDA events are neither used nor destroyed there: the destructor of torch's
-event sets the device, which raises in a forked child, and so aborts it (each worker of a DataLoader, say). What an
-arena held is therefore kept for good, and garbage from before the fork is not collected (``gc.freeze``).
+refused, and freeing them does nothing. The events that were its parent's are not destroyed there
+(``fxoffload.runtime.forked``).
 
 [Note: Block fences]
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
@@ -34,7 +33,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import gc
 import logging
 import mmap
 import os
@@ -49,6 +47,7 @@ import torch
 
 from fxoffload.runtime import numa
 from fxoffload.runtime.chunk_threads import ChunkThreads
+from fxoffload.runtime.forked import generation, keep_if_forked
 from fxoffload.runtime.free_list import Fence as Fence
 from fxoffload.runtime.free_list import FreeList, FreeRange, younger
 from fxoffload.runtime.host_ledger import Booking
@@ -70,12 +69,13 @@ _PAGE = HUGE_PAGE  # chunk borders are multiples of it
 @dataclass(slots=True)
 class HostBlock:
     """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing; ``home``: tells
-    the arena that it is a range of, as that was made or as a fork left it."""
+    the arena that it is a range of, as that was made or as a fork left it; ``made_in``: a ``forked.generation``."""
 
     offset: int
     nbytes: int
     fence: Fence | None
     home: object = field(default=None, compare=False, repr=False)
+    made_in: int = field(default_factory=generation, compare=False, repr=False)
 
 
 class HostArena:
@@ -300,7 +300,8 @@ class HostArena:
         while self._dead:
             block = self._dead.popleft()
             if not self.owns(block):
-                continue  # from before a fork
+                keep_if_forked(block.made_in, block)
+                continue
             self._in_use -= block.nbytes
             self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
 
@@ -460,14 +461,13 @@ class HostArena:
 
     def _abandon(self) -> None:
         """See [Note: Arena and fork]."""
-        _KEPT.append((self._free, self._cut, self._dead.copy()))
+        keep_if_forked(-1, (self._free, self._cut, self._dead.copy()))
         self._registered.clear()
         self._dead.clear()
         self._begin()
 
 
 _ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
-_KEPT: list[object] = []  # in a forked child: what holds events
 
 
 def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
@@ -487,11 +487,8 @@ def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    arenas = list(_ARENAS)
-    for arena in arenas:
+    for arena in list(_ARENAS):
         arena._abandon()
-    if any(arena._pinner.pinned for arena in arenas):
-        gc.freeze()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

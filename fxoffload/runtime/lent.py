@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,15 +48,17 @@ class OnOtherStreams:
     def __init__(self, read: Callable[[], Iterable[Block]], compute: int, args: Iterable[Any]) -> None:
         self._read = read
         self._compute = compute
-        self._first = self._bytes({a.untyped_storage().data_ptr() for a in _plain(args)})
+        self._given = [StorageRef(a) for a in _plain(args)]
+        self._first = self._bytes()
 
     def gone_bytes(self) -> int:
         """Bytes that each of the streams has fewer by now."""
-        now = self._bytes(())
+        now = self._bytes()
         return sum(max(nbytes - now[stream], 0) for stream, nbytes in self._first.items())
 
-    def _bytes(self, without: Collection[int]) -> Counter[int]:
+    def _bytes(self) -> Counter[int]:
         found: Counter[int] = Counter()
+        without = {ref.address() for ref in self._given}  # FSDP1 empties them, and fills them elsewhere
         for stream, address, nbytes in self._read():
             if stream != self._compute and address not in without:
                 found[stream] += nbytes

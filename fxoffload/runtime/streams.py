@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fxoffload.gc_pause import leave_garbage_to_parent
 from fxoffload.runtime.capture_mode import outside_captures
 from fxoffload.runtime.giving_way import GivingWay
 
@@ -132,6 +133,7 @@ class CudaCopies:
     _MAX_PENDING = 4096
 
     def __init__(self, device: torch.device) -> None:
+        leave_garbage_to_parent()  # events are in it
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         # Device to host: overlaps the forward's kernels.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import TokenLostError
+from fxoffload.runtime.forked import generation, keep_if_forked
 from fxoffload.runtime.host_arena import Fence, HostBlock
 from fxoffload.runtime.windows import Windows
 
@@ -111,6 +112,7 @@ class Transfer:
     __slots__ = (
         "__weakref__",
         "_bury",
+        "_generation",
         "ahead_bytes",
         "block",
         "buffer",
@@ -151,8 +153,12 @@ class Transfer:
         self.serial = next(_SERIAL)
         self.fence: Fence | None = None
         self._bury = bury
+        self._generation = generation()
 
     def __del__(self) -> None:
+        held = (self.block, self.written, self.fence, self.ready, self.buffer)
+        if keep_if_forked(self._generation, held):
+            return
         reclaimed = self.nbytes if self.reclaimed else 0
         self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes, reclaimed, self.stream))
 

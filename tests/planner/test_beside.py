@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload.compiler import tape_plan
 from fxoffload.planner.beside import beside_segments, beside_when_calls_begin
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, concatenate
 from fxoffload.planner.link import ConstantRates
@@ -116,7 +117,14 @@ def test_what_other_streams_have_no_longer_when_the_step_ends_belongs_to_the_ste
     ]
     watch = OnOtherStreams(lambda: blocks, 0, [given, None, 3])
     assert watch.gone_bytes() == 0
-    blocks = [Block(GATHERS, 30, 40), Block(REDUCES, 50, 5), Block(REDUCES, 60, 10_000)]
+    given.untyped_storage().resize_(0)  # FSDP1 has it elsewhere meanwhile
+    given.untyped_storage().resize_(1 << 22)
+    blocks = [
+        Block(GATHERS, 30, 40),
+        Block(GATHERS, given.untyped_storage().data_ptr(), 1 << 22),
+        Block(REDUCES, 50, 5),
+        Block(REDUCES, 60, 10_000),
+    ]
     assert watch.gone_bytes() == 300
 
 
@@ -229,6 +237,13 @@ def test_a_plan_is_made_where_nobody_can_say_what_other_streams_have(allocator: 
 
 
 def test_what_was_gathered_before_the_first_call_is_in_the_budget_too(gathering: None) -> None:
-    plan = plan_within(2 * EXTRA)
+    told: list[int] = []
+
+    def follow(planning: tape_plan.TapePlanning, *others: object) -> None:
+        told.append(planning.others_bytes)
+
+    with mock.patch.object(tape_plan, "replan_for_tape", follow):
+        plan = plan_within(2 * EXTRA)
+    assert told == [EXTRA], "what the steps that are measured are told"
     assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA
     assert plan.predicted.bytes_offloaded == 0

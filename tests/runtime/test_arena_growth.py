@@ -259,42 +259,6 @@ def test_a_forked_child_has_no_part_of_it(tmp_path: Path) -> None:
     assert arena.in_use_bytes == 8 * MIB
 
 
-class Event:
-    """One that aborts a forked child which destroys it, as torch's CUDA event does."""
-
-    def __init__(self) -> None:
-        self.me: object = None
-        self._made_in = os.getpid()
-
-    def __del__(self) -> None:
-        if os.getpid() != self._made_in:
-            os.abort()
-
-
-def test_a_forked_child_destroys_no_event(tmp_path: Path) -> None:
-    """Those of ranges that are free, of blocks that are dead, and of what the collector has not found yet."""
-    pinner = Chunks()
-    arena = make(tmp_path, pinner)
-    first, second = take(arena, MIB), take(arena, MIB)
-    arena.free(first, Fence(1, Event()))
-    assert arena.in_use_bytes == MIB  # its fence lies on a free range now
-    arena.free(second, Fence(2, Event()))
-    del first, second
-    lost = Event()
-    lost.me = lost
-    gc.disable()
-    try:
-        del lost
-        pid = os.fork()
-        if pid == 0:
-            gc.collect()
-            pinner.base = None
-            os._exit(0 if take(arena, MIB).offset == 0 else 1)
-    finally:
-        gc.enable()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_a_fork_in_the_middle_of_a_growth(tmp_path: Path) -> None:
     """The child has neither the threads nor the locks that they held."""
     gate = threading.Event()

@@ -1,0 +1,160 @@
+"""Forked children destroy no event of their parent: torch's CUDA events would abort them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxoffload import gc_pause
+from fxoffload.gc_pause import gc_paused
+from fxoffload.runtime import forked
+from fxoffload.runtime.free_list import FreeRange
+from fxoffload.runtime.host_arena import Fence, HeapMemory, HostArena
+from fxoffload.runtime.transfer import Remains, Transfer, View
+from tests.runtime.arenas import LARGE, MIB, take
+
+ABORTED = 99
+
+
+class Event:
+    """Ends a forked child that destroys it."""
+
+    def __init__(self) -> None:
+        self.me: object = None
+        self._made_in = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self._made_in:
+            os._exit(ABORTED)
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """The exit code of a child that does it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture
+def arena() -> HostArena:
+    found = HostArena(HeapMemory(), LARGE)
+    found.free(take(found, 2 * MIB), None)
+    return found
+
+
+def test_the_event_of_these_tests_ends_a_child() -> None:
+    events = [Event()]
+    assert in_child(events.clear) == ABORTED
+
+
+def test_those_of_an_arena(arena: HostArena) -> None:
+    """Of ranges that are free or being given back, and of blocks that are dead, or die in the child."""
+    first, second, third = (take(arena, MIB // 2) for _ in range(3))
+    arena.free(first, Fence(1, Event()))
+    assert arena.in_use_bytes == MIB  # its fence lies on a free range now
+    arena.free(second, Fence(2, Event()))
+    arena._cut = FreeRange(0, 1, Fence(3, Event()))
+    del first, second
+    left = [third]
+    del third
+
+    def use() -> None:
+        arena.free(left.pop(), Fence(4, None))
+        assert take(arena, MIB).offset == 0
+        assert arena.in_use_bytes == MIB
+
+    left[0].fence = Fence(5, Event())
+    assert in_child(use) == 0
+    arena._cut = None
+
+
+def test_those_of_an_arena_are_let_go_where_nobody_forked(arena: HostArena) -> None:
+    event = Event()
+    seen = weakref.ref(event)
+    block = take(arena, MIB)
+    arena.free(block, Fence(1, event))
+    assert arena.in_use_bytes == 0
+    arena.release()
+    block.fence = None
+    del event
+    assert seen() is None
+
+
+def transfer(arena: HostArena, buried: list[Remains]) -> Transfer:
+    view = View(torch.float32, (4,), (1,), 0)
+    return Transfer(MIB, take(arena, MIB), Event(), [view], reclaimable=True, bury=buried.append)
+
+
+def test_those_of_a_transfer(arena: HostArena) -> None:
+    """One from before the fork is kept; the child's own are buried as ever."""
+    buried: list[Remains] = []
+    held = [transfer(arena, buried)]
+    held[0].ready = Event()
+
+    def use() -> None:
+        held.clear()
+        assert not buried
+        own = transfer(arena, buried)
+        del own
+        assert len(buried) == 1
+        buried.clear()
+
+    assert in_child(use) == 0
+    held.clear()
+    assert len(buried) == 1
+
+
+def test_those_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_pause, "_leaves_garbage", True)
+    with gc_paused():  # the parent finds none of it
+        lost = Event()
+        lost.me = lost
+        del lost
+        assert in_child(gc.collect) == 0
+
+
+def test_nothing_is_collected_around_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the collector could run in the child before it is told what to leave alone."""
+    seen: list[tuple[str, bool]] = []
+
+    class Pauses(type(gc_pause._pauses)):
+        def begin(self) -> None:
+            super().begin()
+            seen.append(("begin", gc.isenabled()))
+
+        def end(self) -> None:
+            super().end()
+            seen.append(("end", gc.isenabled()))
+
+    monkeypatch.setattr(gc_pause, "_pauses", Pauses())
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        assert in_child(lambda: None if gc.isenabled() else sys.exit(1)) == 0
+        assert seen == [("begin", False), ("end", True)]
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_what_the_child_makes_is_its_own() -> None:
+    before = forked.generation()
+
+    def use() -> None:
+        assert forked.generation() == before + 1
+        assert not forked.keep_if_forked(forked.generation(), object())
+        assert forked.keep_if_forked(before, object())
+
+    assert in_child(use) == 0
+    assert forked.generation() == before
