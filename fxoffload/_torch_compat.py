@@ -363,13 +363,16 @@ class StorageRef:
 
     def nbytes(self) -> int:
         """Its bytes now: none where nobody holds it, or where it was emptied."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        storage = self._storage()
         return 0 if storage is None else storage.nbytes()
 
     def address(self) -> int:
         """Of its memory, now; 0 where it has none."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        storage = self._storage()
         return 0 if storage is None else storage.data_ptr()
+
+    def _storage(self) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
 
     def is_alive(self, but_for: int) -> bool:
         """Whether more than ``but_for`` tensors hold it."""

@@ -19,8 +19,8 @@ def generation() -> int:
 
 
 def keep_if_forked(since: int, held: object) -> bool:
-    """In a child that was forked since ``since``, a ``generation``: hold ``held`` as long as the process lives, and say
-    so."""
+    """Hold ``held`` as long as this process lives, if it was forked since ``since``, a ``generation`` (-1: in any case).
+    Returns whether it was."""
     if since == _generation:
         return False
     _kept.append(held)
