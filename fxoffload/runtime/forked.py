@@ -19,8 +19,8 @@ def generation() -> int:
 
 
 def keep_if_forked(since: int, held: object) -> bool:
-    """Hold ``held`` as long as this process lives, if it was forked since ``since``, a ``generation`` (-1: in any case).
-    Returns whether it was."""
+    """Hold ``held`` as long as this process lives, if it was forked since ``since``, a ``generation`` (-1: hold it in
+    any case). Returns whether it was."""
     if since == _generation:
         return False
     _kept.append(held)
