@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.activations.kinds import CHECKOUTS, PATH, PEERS
 from benchmarks.budgets import check_budget
 from benchmarks.hf_models import HF_MODELS
-from benchmarks.schema import Case, Protocol, Variant
+from benchmarks.schema import PROCESS_GROUPS, Case, Protocol, Variant
 
 KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget", *PEERS)
 FXOFFLOAD_KINDS = ("keep_all", "offload_all", "auto")
@@ -116,6 +116,11 @@ def parse_protocol(values: dict[str, list[str]], defaults: dict[str, Any]) -> Pr
     if protocol.memory_fraction not in MEMORY_FRACTIONS:
         raise ValueError(
             f"expected memory_fraction to be one of {', '.join(MEMORY_FRACTIONS)}, found {protocol.memory_fraction!r}"
+        )
+    if protocol.process_group not in PROCESS_GROUPS:
+        raise ValueError(
+            f"expected process_group to be one of {', '.join(filter(None, PROCESS_GROUPS))}, or unset,"
+            f" found {protocol.process_group!r}"
         )
     return protocol
 

@@ -69,6 +69,8 @@ def run(
         )
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
+        if protocol.process_group and chosen.name != "fsdp":
+            raise ValueError(f"process_group is for scenario fsdp; found {chosen.name}")
         if chosen.name == "max-seq" and not (protocol.lengths or all(v.lengths for v in asked)):
             raise ValueError(
                 "max-seq needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"

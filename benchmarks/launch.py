@@ -78,7 +78,7 @@ def _as_warm(record: Record) -> WarmStart:
 
 
 def _ranks(request: Request) -> range:
-    return range(request.protocol.ranks)
+    return range(request.protocol.num_processes)
 
 
 def _start(request: Request, folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -86,6 +86,7 @@ def _start(request: Request, folder: Path, name: str) -> subprocess.Popen[bytes]
     asked, answer = folder / name / f"request{rank}.json", folder / name / f"result{rank}.json"
     asked.write_text(to_json(request))
     words = ["_worker", str(asked), str(answer)]
+    # Ranks that are only pretended share the host's memory as well: plans are made as for them.
     return start_process(words, folder / name / f"log{rank}.txt", folder / f"caches{rank}", request.protocol.ranks)
 
 

@@ -54,7 +54,7 @@ class Measurement:
         if protocol.calibration_steps and uses_fxoffload(self.request.variant):
             phases.required("plan", self.await_plan)
         phases.required("timed steps", self.timed_steps)
-        if protocol.gradients:
+        if protocol.gradients and protocol.process_group != "fake":
             phases.optional("gradients", self.gradients)
         # FSDP writes gradients itself: none arrives where the trace looks for it.
         plain = protocol.ranks == 1 and not is_sharded(self.request.variant.kind)
@@ -63,7 +63,7 @@ class Measurement:
         variant = self.request.variant
         if protocol.copy_trace and on_gpu and (uses_fxoffload(variant) or variant.kind in PEERS):
             phases.optional("copy trace", self.trace_copies)
-        if protocol.copy_trace and on_gpu and protocol.ranks > 1:
+        if protocol.copy_trace and on_gpu and protocol.ranks > 1 and not protocol.process_group:
             phases.optional("collective trace", self.trace_collectives)
         phases.optional("graph count", self.count_graphs)
 

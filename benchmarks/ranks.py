@@ -11,13 +11,20 @@ from benchmarks.schema import Collective, Request, Result
 
 def join(request: Request, device: torch.device) -> None:
     """Meet through a file: no port to find, nothing to resolve. NCCL reads its own environment variables."""
+    group = request.protocol.process_group
+    if group == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.protocol.ranks)
+        return
+    nccl = device.type == "cuda" and group != "gloo"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if nccl else "gloo",
         init_method=f"file://{request.rendezvous}",
         rank=request.rank,
         world_size=request.protocol.ranks,
         timeout=datetime.timedelta(seconds=max(60.0, request.protocol.timeout_s)),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if nccl else None,
     )
 
 
@@ -39,11 +46,13 @@ def gather_ranks(request: Request, result: Result) -> None:
     if result.step_ms is None:
         raise AssertionError("expected timed steps before ranks are gathered")
     own = (result.step_ms.median, result.memory.peak_bytes if result.memory else 0)
-    everyone: list[tuple[float, int]] = [own] * request.protocol.ranks
-    dist.all_gather_object(everyone, own)
+    everyone: list[tuple[float, int]] = [own] * request.protocol.num_processes
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own)
     result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
     result.peak_bytes_by_rank = [peak for _, peak in everyone]
-    if request.protocol.tensor_parallel == 1:  # otherwise a rank has others' collectives beside its own
+    # With tensor parallelism a rank has others' collectives beside its own; and only NCCL's are traced.
+    if request.protocol.tensor_parallel == 1 and not request.protocol.process_group:
         for mine in (result.collectives, result.collectives_without):
             traced: list[dict[str, Collective]] = [mine] * request.protocol.ranks
             dist.all_gather_object(traced, mine)

@@ -57,6 +57,12 @@ class Variant:
     lengths: list[int] = field(default_factory=list)
 
 
+# "": NCCL between GPUs, Gloo between processes on the CPU. "gloo": on GPUs too, which ranks may share; its collectives
+# go through the host, so times say little. "fake": torch's stand-in, one process that is rank 0 of a group with nobody
+# else in it; FSDP's buffers and streams are real, collectives take no time and gradients mean nothing.
+PROCESS_GROUPS = ("", "gloo", "fake")
+
+
 @dataclass(frozen=True)
 class Protocol:
     """How a variant is measured: first step, second step, ``warmup`` steps, then ``steps`` timed ones.
@@ -66,7 +72,7 @@ class Protocol:
     of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each after the first. ``warm``: each variant once more in a
     second process with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each
-    layer.
+    layer; ``process_group``: how they meet (``PROCESS_GROUPS``).
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
@@ -80,6 +86,7 @@ class Protocol:
     timeout_s: float = 300.0
     ranks: int = 1
     tensor_parallel: int = 1
+    process_group: str = ""
     gradients: bool = True
     allocator_trace: bool = True
     copy_trace: bool = True
@@ -102,6 +109,10 @@ class Protocol:
     pin_gib: float = 8.0
     trace_overlap: bool = False
     ablate_overlap: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.process_group == "fake" else self.ranks
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def serve(asked: Path, answer: Path) -> bool:
     phases = Phases(result, answer)
     device = torch.device(request.case.device)
     if device.type == "cuda":
-        device = torch.device("cuda", request.rank)
+        device = torch.device("cuda", _device_index(request))
     phases.required("device", lambda: _open_device(device, result))
     if request.scenario == "link":
         phases.required("link", lambda: _link(request, device, result))
@@ -66,6 +66,11 @@ def _measure_phases(request: Request, device: torch.device, result: Result, phas
     from benchmarks.rl.serve import measure
 
     measure(request, device, result, phases)
+
+
+def _device_index(request: Request) -> int:
+    """One device each; only ranks that meet by Gloo may share."""
+    return request.rank % torch.cuda.device_count() if request.protocol.process_group == "gloo" else request.rank
 
 
 def _open_device(device: torch.device, result: Result) -> None:

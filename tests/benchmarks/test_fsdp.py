@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import sharded
+from benchmarks.arguments import parse_protocol
 from benchmarks.launch import run_variant
 from benchmarks.schema import Case, Protocol, Request, Variant
 
@@ -36,6 +37,23 @@ def test_two_ranks_share_each_layer() -> None:
         expected = eager.result.gradients[name]
         assert found.norm == pytest.approx(expected.norm, rel=1e-4), name
         assert found.probe == pytest.approx(expected.probe, rel=1e-3, abs=1e-5 * expected.norm), name
+
+
+@pytest.mark.timeout(240)
+def test_one_process_stands_for_two_ranks() -> None:
+    """Torch's fake process group: half of each parameter is here, and nobody else is."""
+    alone = dataclasses.replace(PROTOCOL, tensor_parallel=1, process_group="fake")
+    record = run_variant(request_of("offload_all", protocol=alone, **OFFLOAD_ALL), 200.0)
+    assert record.status == "ok", record.log_tail
+    assert len(record.result.step_ms_by_rank) == 1
+    assert record.result.stats_per_step is not None and record.result.stats_per_step["bytes_offloaded"] > 0
+    assert record.result.gradients == {}, "gradients of ranks that are not there were compared"
+
+
+@pytest.mark.parametrize(("text", "message"), [("nccl", "expected process_group to be one of gloo, fake")])
+def test_a_process_group_that_is_not_known(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_protocol({"process_group": [text]}, {})
 
 
 @pytest.mark.parametrize(
