@@ -34,13 +34,14 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
-    few_gpus = pytest.mark.skip(reason=f"needs two or more CUDA devices; there are {num_gpus}")
     for item in items:
         # Keywords would hold the names of folders too.
         if item.get_closest_marker("gpu") and num_gpus < 1:
             item.add_marker(no_gpu)
-        if item.get_closest_marker("dist") and num_gpus < 2:
-            item.add_marker(few_gpus)
+        if dist := item.get_closest_marker("dist"):
+            wanted = dist.kwargs.get("gpus", 2)
+            if num_gpus < wanted:
+                item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA devices; there are {num_gpus}"))
 
 
 _modules = itertools.count(1)

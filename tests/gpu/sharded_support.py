@@ -1,4 +1,4 @@
-"""The ranks of the two-GPU tests: one process per device, which trains a sharded model and writes down what it saw.
+"""The ranks of the tests of several GPUs: each a process that trains a sharded model and writes down what it saw.
 
 ``launch`` starts them as ``python -m gpu.sharded_support``, with this checkout's ``tests`` on the path: another package
 may install a ``tests`` of its own, which would hide ``tests.gpu``.
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxoffload
 from fxoffload.compiler.tape_plan import TapePlanning
@@ -40,10 +41,9 @@ from fxoffload.runtime.windows import Choice
 from .gpu_support import MIB, TOKENS, WIDTH, Stack, deterministic, differing, disturbed, sleep
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLD = 2
 DEPTH = 4
 SCHEDULES = 6
-TRAINED_DEPTH, TRAINED_STEPS, TRAINED_BUDGET = 8, 20, "100MiB"
+TRAINED_DEPTH, TRAINED_STEPS = 8, 20
 TIME_LIMIT_S = 170.0  # of one launch
 COLLECTIVE_LIMIT_S = 60.0  # the ranks compile at different speeds
 GRACE_S = 10.0  # for a rank to say why it failed, after another one did
@@ -61,18 +61,30 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What one rank is asked to do. ``options``: fxoffload's."""
+    """What one rank is asked to do. ``options``: fxoffload's; ``budget``: of the plans that train."""
 
     folder: str
     rank: int
+    world: int
+    tensor_parallel: int
     reshard: bool
     device_type: str
     tokens: int
+    budget: str
+    limit_s: float
     options: dict[str, Any]
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.rank) if self.device_type == "cuda" else torch.device("cpu")
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    @property
+    def backend(self) -> str:
+        """NCCL wants a device for each rank; Gloo lets ranks share one."""
+        enough = self.device_type == "cuda" and torch.cuda.device_count() >= self.world
+        return "nccl" if enough else "gloo"
 
 
 @dataclass(frozen=True)
@@ -95,17 +107,22 @@ def launch(
     folder: Path,
     *,
     reshard: bool,
+    world: int = 2,
+    tensor_parallel: int = 1,
     device_type: str = "cuda",
     tokens: int = TOKENS,
+    budget: str = "100MiB",
+    limit_s: float = TIME_LIMIT_S,
     options: Mapping[str, Any] | None = None,
 ) -> list[Ended]:
-    """Run all ranks, for at most ``TIME_LIMIT_S``. ``device_type="cpu"`` (gloo) is for rehearsals."""
+    """Run all ranks, for at most ``limit_s`` seconds. ``device_type="cpu"`` (gloo) is for rehearsals."""
+    asked = {**OPTIONS, **(options or {})}
     processes = []
     try:
-        for rank in range(WORLD):
-            request = Request(str(folder), rank, reshard, device_type, tokens, {**OPTIONS, **(options or {})})
-            processes.append(_start(request, folder))
-        _wait(processes)
+        for rank in range(world):
+            place = (str(folder), rank, world, tensor_parallel)
+            processes.append(_start(Request(*place, reshard, device_type, tokens, budget, limit_s, asked), folder))
+        _wait(processes, limit_s)
     finally:
         codes = [p.poll() for p in processes]
         for process in processes:
@@ -125,7 +142,8 @@ def _start(request: Request, folder: Path) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)  # NCCL's variables pass through as they are
     path = [str(ROOT / "tests"), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    environment["LOCAL_WORLD_SIZE"] = str(WORLD)  # as torchrun sets it: each rank takes its share of the host memory
+    # As torchrun sets it: each rank takes its share of the host memory.
+    environment["LOCAL_WORLD_SIZE"] = str(request.world)
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (folder / f"log{request.rank}.txt").open("wb") as log:
         return subprocess.Popen(
@@ -139,9 +157,9 @@ def _start(request: Request, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
     """Until all have ended or the time is up. Where one failed, the others hang in a collective."""
-    deadline = time.monotonic() + TIME_LIMIT_S
+    deadline = time.monotonic() + limit_s
     failed = False
     while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
         if not failed and any(p.poll() not in (None, 0) for p in processes):
@@ -171,14 +189,17 @@ class Rank:
         model = Stack(depth).to(self.request.device, torch.bfloat16)
         reshard = self.request.reshard
         for layer in model.layers:
+            if self.request.tensor_parallel > 1:
+                parallelize_module(layer, self.mesh["tensor"], _projections())
             layer.compile(backend="fxoffload", options={**self.request.options, **options})
-            fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=self.mesh, reshard_after_forward=reshard)
+            fully_shard(layer, mesh=self.mesh["fsdp"], reshard_after_forward=reshard)
+        fully_shard(model, mesh=self.mesh["fsdp"], reshard_after_forward=reshard)
         return model
 
     def input(self, seed: int) -> Tensor:
-        """Another one for each rank."""
-        generator = torch.Generator().manual_seed(WORLD * seed + self.request.rank)
+        """Another one for each replica: the ranks that share its layers see the same."""
+        replica = self.request.rank // self.request.tensor_parallel
+        generator = torch.Generator().manual_seed(self.request.world * seed + replica)
         x = torch.randn(2, self.request.tokens // 2, WIDTH, generator=generator)
         return x.to(self.request.device, torch.bfloat16)
 
@@ -204,6 +225,13 @@ class Rank:
         with disturbed(schedule, left_out=left_out):
             sleep(5.0)  # the host runs ahead of the device
             return self.train(model, x)
+
+
+def _projections() -> dict[str, ColwiseParallel | RowwiseParallel]:
+    """Half of the heads and of the MLP each. What is a query of the whole model may be a key here: ranks of one mesh
+    are compared with themselves."""
+    columns = {name: ColwiseParallel() for name in ("qkv", "up")}
+    return {**columns, **{name: RowwiseParallel() for name in ("out", "down")}}
 
 
 def _local(gradient: Tensor | None) -> Tensor:
@@ -336,7 +364,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
     """Losses, weights and what happened, of some steps of AdamW with a plan over all layers."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
-    model = rank.build(TRAINED_DEPTH, policy="auto", activation_budget=TRAINED_BUDGET, **options)
+    model = rank.build(TRAINED_DEPTH, policy="auto", activation_budget=rank.request.budget, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     fxoffload.reset_stats()
@@ -395,10 +423,11 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
     yield "shallow", lambda: compile_and_train(DEPTH // 2)
     yield "deep", lambda: compile_and_train(DEPTH)
     yield "equality", lambda: _equality(rank, models[0])
-    yield "parameters", parameters
-    yield "across", lambda: _prefetch(rank, models[0])
-    yield "apart compiled", lambda: compile_and_train(DEPTH, disable=("cross_graph_prefetch",))
-    yield "apart", lambda: _prefetch(rank, models[0])
+    if rank.request.tensor_parallel == 1:
+        yield "parameters", parameters
+        yield "across", lambda: _prefetch(rank, models[0])
+        yield "apart compiled", lambda: compile_and_train(DEPTH, disable=("cross_graph_prefetch",))
+        yield "apart", lambda: _prefetch(rank, models[0])
     if rank.on_gpu:
         for wait in (Wait.SOURCE_DONE, Wait.TARGET_READY):
             yield f"without {wait.name}", lambda wait=wait: _without(rank, models[0], wait)
@@ -406,19 +435,20 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 def _run(request: Request) -> None:
     began = time.monotonic()
-    faulthandler.dump_traceback_later(TIME_LIMIT_S - 25.0, exit=False)  # says where it hangs
+    faulthandler.dump_traceback_later(request.limit_s - 25.0, exit=False)  # says where it hangs
     device = request.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        request.backend,
         init_method=f"file://{request.folder}/store",
         rank=request.rank,
-        world_size=WORLD,
+        world_size=request.world,
         timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if request.backend == "nccl" else None,
     )
-    rank = Rank(request, init_device_mesh(device.type, (WORLD,)))
+    shape = (request.world // request.tensor_parallel, request.tensor_parallel)
+    rank = Rank(request, init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "tensor")))
     found: dict[str, Found] = {}
     with deterministic():
         for name, work in _phases(rank):
