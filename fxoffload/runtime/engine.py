@@ -152,7 +152,7 @@ class CopyEngine:
             self.streams.offload_waits_for(block.fence.event, Wait.HOST_READ)
             block.fence = None
         pieces = [(host, source[at : at + host.numel()]) for at, host in self.arena.pieces(block, nbytes)]
-        event = self.streams.offload(pieces)
+        event = self.streams.offload(pieces, gives_way=self.streams.host_waits())
         views = [
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
             for t in tensors
@@ -302,7 +302,7 @@ class CopyEngine:
         pieces = [
             (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
         ]
-        transfer.ready = self.streams.reload(pieces)
+        transfer.ready = self.streams.reload(pieces, gives_way=self.streams.host_waits())
         transfer.buffer, transfer.stream = buffer, stream
         transfer.fence = Fence(next(self._order), transfer.ready)
         transfer.ahead_bytes = transfer.nbytes

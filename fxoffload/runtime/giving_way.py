@@ -7,7 +7,10 @@ them (38 ms behind 2 GiB; H200, 2026-11-23). And there are such copies: FSDP2 se
 each gather and each scatter, a dropless MoE reads how many tokens each expert has, a loop reads its loss. So what is
 copied goes to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives the
 engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9; 8 MiB:
-0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one.
+0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one, nor does one
+stream that waits for an event of another one which has nothing to copy.
+
+Beside a training step turns cost more than that: see [Note: Host pace] for who takes them.
 """
 
 from __future__ import annotations

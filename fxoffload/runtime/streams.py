@@ -33,6 +33,7 @@ from torch import Tensor
 from fxoffload.gc_pause import leave_garbage_to_parent
 from fxoffload.runtime.capture_mode import outside_captures
 from fxoffload.runtime.giving_way import GivingWay
+from fxoffload.runtime.host_pace import HostPace
 
 
 class Wait(enum.Enum):
@@ -73,6 +74,10 @@ class CopyStreams(Protocol):
         """The same to the device."""
         ...
 
+    def host_waits(self) -> bool:
+        """Whether the host reads from the device between offloads, and so waits for whatever is copied before that."""
+        ...
+
     def exposed_ms(self) -> float: ...
     def reset_exposed(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -111,6 +116,9 @@ class HostCopies:
 
     reload = offload
 
+    def host_waits(self) -> bool:
+        return False
+
     def exposed_ms(self) -> float:
         return 0.0
 
@@ -142,6 +150,8 @@ class CudaCopies:
         self._up = GivingWay(device)
         self.before_copy: Callable[[torch.cuda.Stream], None] | None = None
         self.left_out: Wait | None = None
+        self._pace = HostPace()
+        self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
         self._pending_lock = threading.Lock()
@@ -160,8 +170,20 @@ class CudaCopies:
         return torch.cuda.current_stream(self._index)
 
     def offload_waits_for_compute(self) -> None:
-        if self.left_out is not Wait.SOURCE_READY:
-            self.offload_stream.wait_stream(self.compute_stream())
+        if self.left_out is Wait.SOURCE_READY:
+            return
+        launched = torch.cuda.Event()
+        launched.record(self.compute_stream())
+        self.offload_stream.wait_event(launched)
+        self._look(launched)
+
+    def _look(self, launched: torch.cuda.Event) -> None:
+        before, self._launched = self._launched, launched
+        if torch.cuda.is_current_stream_capturing():
+            self._launched = None  # an event of a capture cannot be asked
+        elif before is not None:
+            with outside_captures():
+                self._pace.looked(idle=before.query())
 
     def offload_waits_for(self, event: object, wait: Wait) -> None:
         if self.left_out is not wait:
@@ -210,6 +232,9 @@ class CudaCopies:
 
     def reload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
         return self._copy(self._up, pieces, gives_way)
+
+    def host_waits(self) -> bool:
+        return self._pace.waits
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""

@@ -111,6 +111,37 @@ def test_the_caller_gets_its_stream_back(pinned: torch.Tensor, on_device: torch.
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_host_that_reads_from_the_device_is_noticed(reads: bool) -> None:
+    copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    count = torch.ones((), device="cuda")
+    for _ in range(20):
+        torch.cuda._sleep(4_000_000)  # two milliseconds of a layer
+        copies.offload_waits_for_compute()
+        if reads:
+            count.item()
+    assert copies.host_waits() is reads
+    torch.cuda.synchronize()
+
+
+def test_a_capture_is_not_asked_whether_it_is_done() -> None:
+    """Nor is it what the next look asks about."""
+    copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    copies.offload_waits_for_compute()
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        x += 1
+        for _ in range(3):
+            copies.offload_waits_for_compute()
+        torch.cuda.current_stream().wait_stream(copies.offload_stream)
+    copies.offload_waits_for_compute()
+    copies.offload_waits_for_compute()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x[0].item() == 2.0
+
+
 def test_the_benchmark_sees_small_copies_wait() -> None:
     rows = {(row["down"], row["small_copies"]): row for row in measure_small_copies(torch.device("cuda"))}
     assert len(rows) == 4

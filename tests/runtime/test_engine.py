@@ -33,6 +33,8 @@ class Recorder(HostCopies):
         self.said: list[tuple[str, object]] = []
         self._count = 0
         self.stream = "main"
+        self.waits = False
+        self.gave_way: list[bool] = []
 
     def compute_stream(self) -> str:  # type: ignore[override]
         return self.stream
@@ -49,11 +51,16 @@ class Recorder(HostCopies):
     def compute_waits_for(self, event: object, wait: Wait, stream: object = None) -> None:
         self.said.append((f"compute waits: {wait.name}", event))
 
-    def offload(self, pieces):  # type: ignore[no-untyped-def]
+    def offload(self, pieces, *, gives_way=True):  # type: ignore[no-untyped-def]
+        self.gave_way.append(gives_way)
         return self._copy("offload", pieces)
 
-    def reload(self, pieces):  # type: ignore[no-untyped-def]
+    def reload(self, pieces, *, gives_way=True):  # type: ignore[no-untyped-def]
+        self.gave_way.append(gives_way)
         return self._copy("reload", pieces)
+
+    def host_waits(self) -> bool:
+        return self.waits
 
     def _copy(self, what: str, pieces) -> int:  # type: ignore[no-untyped-def]
         super().offload(pieces)
@@ -259,6 +266,19 @@ def test_a_copy_waits_for_the_compute_stream_before_it_reads() -> None:
     streams = Recorder()
     Bench(streams).save(1)
     assert streams.names() == ["offload waits for compute", "offload"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_copies_give_way_where_the_host_waits_for_the_device(waits: bool) -> None:
+    streams = Recorder()
+    streams.waits = waits
+    bench = Bench(streams)
+    group = bench.save(1)
+    bench.engine.release(0)
+    bench.request(group)
+    bench.take(group.in_need_order())
+    assert streams.names().count("reload") == 1
+    assert streams.gave_way == [waits, waits]
 
 
 def test_a_block_that_was_read_from_is_not_written_before() -> None:
