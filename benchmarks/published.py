@@ -486,6 +486,11 @@ TABLES = (
                 {"inductor": "inductor"} | _budgets("6.65"),
                 of="`-gaps` (b3a9f41)",
             ),
+            Rows(
+                "2026-11-23-h200-fsdp-fake.json",
+                BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="one GPU (5210940)",
+            ),
         ),
         of="run",
     ),
