@@ -58,6 +58,15 @@ class PlanAgain(ABC):
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """What is done, to be shown; None: as before."""
 
+    @abstractmethod
+    def settled(self, now: Schedule, baseline: Prediction) -> None:
+        """``now`` is what is followed; both are in measured time. Something better may be known."""
+
+    @property
+    def once_more(self) -> PlanAgain | None:
+        """What plans again when the steps from here on have been measured; None: nothing does."""
+        return None
+
     def plan_again(self, readings: Readings) -> None:
         """From the next forward on the new schedule is followed, where that is better."""
         step, baseline = self.measured(readings)
@@ -82,6 +91,7 @@ class PlanAgain(ABC):
         self._box.update(
             calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
         )
+        self.settled(now, baseline)
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
         budget, limit = self._goal.budget_bytes, self._limit
@@ -105,5 +115,7 @@ class PlanAgain(ABC):
         mine, other = now.simulation, found.simulation
         if self._limit is not None:
             return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _BETTER)
-        too_slow = mine.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
-        return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
+        return self._is_too_slow(now, baseline) or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
+
+    def _is_too_slow(self, now: Schedule, baseline: Prediction) -> bool:
+        return now.simulation.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms

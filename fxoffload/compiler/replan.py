@@ -71,6 +71,7 @@ class Replan(Generic[_C]):
         self._in_background = in_background
         self._lock = threading.Lock()
         self._is_calibrating = False
+        self._is_stopped = False
         self.clock: _C | None = make_clock()
 
     @property
@@ -101,19 +102,23 @@ class Replan(Generic[_C]):
         return self.clock
 
     def _calibrate(self, calibration: PlanAgain, clock: _C) -> None:
+        again = None
         try:
             readings = clock.readings()
             log_times("before the calibration", readings)
             calibration.plan_again(readings)
+            again = calibration.once_more
         except Exception as error:
             warnings.warn(
-                f"fxoffload could not plan again with measured times and goes on with its first plan: {error}",
+                f"fxoffload could not plan again with measured times and goes on with its plan as it is: {error}",
                 stacklevel=2,
             )
         finally:
             with self._lock:
                 self._is_calibrating = False
-                self.clock = self._make_clock()
+                self._calibration, self.clock = again, self._make_clock()
+                if self._is_stopped:  # meanwhile
+                    self._calibration, self.clock = None, None
 
     def _check(self, clock: _C) -> None:
         """What the steps behind the calibration took."""
@@ -184,6 +189,9 @@ class Calibration(PlanAgain):
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""
         self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
+
+    def settled(self, now: Schedule, baseline: Prediction) -> None:
+        """A graph has one recompute choice."""
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """See ``PlanAgain``."""

@@ -16,8 +16,9 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of, recomputed_rows
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, with_all_inputs
-from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute
+from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
 from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.graphs import CompiledGraph
@@ -304,10 +305,14 @@ class TapePlanning:
         return TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
 
     def _scheduler(self, step: TrainingStep) -> Scheduler:
-        return Scheduler(
-            step,
-            self.rates,
-            host_bytes=self.host_bytes,
+        return self.scheduler_for(self.rates, self.host_bytes)(step)
+
+    def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
+        """Makes the scheduler of a step, at these rates and with so many bytes on the host."""
+        return partial(
+            Scheduler,
+            rates=rates,
+            host_bytes=host_bytes,
             in_flight_budget=self.budgets.in_flight,
             prefetch_budget=self.budgets.prefetch,
         )
@@ -397,8 +402,8 @@ class TapePlanning:
         assert found is not None
         return found
 
-    def _gain(self, found: Schedule) -> str:
-        base, mine = self.baseline, found.simulation
+    def _gain(self, found: Schedule, baseline: Prediction | None = None) -> str:
+        base, mine = baseline or self.baseline, found.simulation
         saved = 1 - mine.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
         slowdown = mine.step_ms / base.step_ms - 1 if base.step_ms else 0.0
         again = sum(v is not None for v in self.option.variants)
@@ -432,6 +437,19 @@ class TapePlanning:
 
         return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower, sizes=self.sizes)
 
+    def run_instead(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> None:
+        """Calls run other variants that are compiled, with a schedule in measured time, as ``baseline`` is."""
+        self.option = self.ways.with_variants(variants)
+        pairs = zip(self.parts, variants, strict=True)
+        self.numbers = [p.recipe.add(v) if p.recipe is not None and v is not None else 0 for p, v in pairs]
+        aim = "the fastest" if self.goal.budget_bytes is not None else "the least peak"
+        self.summary = f"{aim} found by what was measured: {self._gain(schedule, baseline)}"
+
+    @property
+    def shown_summary(self) -> str:
+        """What the plan says of itself."""
+        return f"{self._over}, {self.summary}"
+
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
         return tuple(self._choice(k, self.option, schedule, number) for k, number in enumerate(self.numbers))
@@ -449,21 +467,24 @@ class TapePlanning:
 
     # -- to be shown ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _over(self) -> str:
+        graphs = len({id(p.graph) for p in self.parts})
+        return f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
+
     def describe(self, schedule: Schedule) -> Plan:
         """The plan to show."""
-        graphs = len({id(p.graph) for p in self.parts})
-        over = f"over {len(self.parts)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
         # The first of the others computes all again that may be.
         tried = (self.compiled, self.option, *self.others[:1])
         smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in tried}
         return Plan(
             graph=-1,
-            label=f"a step {over}",
+            label=f"a step {self._over}",
             device=self.rates.profile.device_name,
             activation_budget=self.goal.budget_bytes,
             max_slowdown=self.goal.max_slowdown,
             source=self.goal.source,
-            summary=f"{over}, {self.summary}",
+            summary=self.shown_summary,
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
             smallest_budget_bytes=min(smallest.values()),

@@ -26,6 +26,9 @@ from fxoffload.runtime.held import Edges, Held
 
 log = logging.getLogger(__name__)
 
+# Per call, what it runs; None: the graph as compiled.
+Variants = tuple[VariantDraft | None, ...]
+
 # So many points of a graph's frontier are drafted.
 _MOST_DRAFTS = 6
 # How often a choice is made again because its chain misses what was promised, and when it does not.
@@ -65,7 +68,7 @@ class TapeOption:
         schedule: what moves when; None: the goal is not reached so.
     """
 
-    variants: tuple[VariantDraft | None, ...]
+    variants: Variants
     steps: tuple[TrainingStep, ...]
     chain: Chain
     scheduler: Scheduler
@@ -99,9 +102,13 @@ class TapeAim:
         """What makes one option better than another."""
         if option.schedule is None:
             return (float("inf"), option.scheduler.smallest().simulation.peak_bytes)
+        return self.key_of(option.schedule)
+
+    def key_of(self, schedule: Schedule) -> tuple[float, float]:
+        """What makes one schedule better than another."""
         if self.limit_bytes is not None:
-            return option.schedule.key
-        return (option.schedule.simulation.peak_bytes, option.schedule.simulation.step_ms)
+            return schedule.key
+        return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
 
 
 class TapeRecompute:
@@ -115,6 +122,7 @@ class TapeRecompute:
         host_bytes: most bytes on the host.
 
     Attributes:
+        calls, held: those.
         beside: what runs beside the graphs of every option.
     """
 
@@ -126,18 +134,22 @@ class TapeRecompute:
         rates: ProfileRates,
         host_bytes: int | None,
     ) -> None:
-        self._calls = list(calls)
-        self._held = list(held)
+        self.calls = list(calls)
+        self.held = list(held)
         self._scheduler = scheduler
         self._rates = rates
         self._host_bytes = host_bytes
         self.beside: Beside = BESIDE_NOTHING
-        self._kinds = [id(c.recipe or c.step) for c in self._calls]
+        self._kinds = [id(c.recipe or c.step) for c in self.calls]
         self._of_variants: dict[tuple[int, int], TrainingStep] = {}
 
     def as_compiled(self, aim: TapeAim | None = None) -> TapeOption:
         """Every graph as it was compiled; scheduled where there is an aim."""
-        return self._option((None,) * len(self._calls), aim)
+        return self.with_variants((None,) * len(self.calls), aim)
+
+    def with_variants(self, variants: Variants, aim: TapeAim | None = None) -> TapeOption:
+        """Every call with its variant (None: the graph as compiled); likewise."""
+        return self._option(variants, aim)
 
     def search(self, aim: TapeAim) -> list[TapeOption]:
         """Options that compute more again; none where no graph can."""
@@ -190,13 +202,15 @@ class TapeRecompute:
         """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation."""
         began = time.perf_counter()
         found: dict[int, list[VariantDraft]] = {}
-        for kind, call in zip(self._kinds, self._calls, strict=True):
+        for kind, call in zip(self._kinds, self.calls, strict=True):
             if kind in found:
                 continue
-            drafts = [] if call.recipe is None else _drafts_of(call.recipe, call.step)
-            found[kind] = [d for d in drafts if not _saves(d, call)]
+            found[kind] = [d for d in self._find_drafts(call) if not _saves(d, call)]
         log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
+
+    def _find_drafts(self, call: CallPart) -> list[VariantDraft]:
+        return [] if call.recipe is None else _drafts_of(call.recipe, call.step)
 
     def _narrowed(
         self, limit: int | None, max_ms: float | None
@@ -204,7 +218,7 @@ class TapeRecompute:
         """The problem with as many variants per kind as a graph may have: those that it has, and those that the solver
         would use most."""
         every: dict[int, list[VariantDraft | None]] = {kind: [None, *found] for kind, found in self._drafts.items()}
-        recipes = {kind: c.recipe for kind, c in zip(self._kinds, self._calls, strict=True) if c.recipe is not None}
+        recipes = {kind: c.recipe for kind, c in zip(self._kinds, self.calls, strict=True) if c.recipe is not None}
         there = {kind: set(recipe.drafts()) for kind, recipe in recipes.items()}
         room = {kind: recipe.room() for kind, recipe in recipes.items()}
         if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._drafts.items() if found):
@@ -233,14 +247,14 @@ class TapeRecompute:
 
     # -- chains --------------------------------------------------------------------------------------------------------
 
-    def _option(self, variants: tuple[VariantDraft | None, ...], aim: TapeAim | None) -> TapeOption:
+    def _option(self, variants: Variants, aim: TapeAim | None) -> TapeOption:
         chain = self._layout(variants)
         scheduler = self._scheduler(chain.step)
         steps = tuple(self._steps(variants))
         return TapeOption(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
     def _steps(self, variants: Sequence[VariantDraft | None]) -> list[TrainingStep]:
-        return [c.step if v is None else self._of_variant(c, v) for c, v in zip(self._calls, variants, strict=True)]
+        return [c.step if v is None else self._of_variant(c, v) for c, v in zip(self.calls, variants, strict=True)]
 
     def _of_variant(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
         """The step of a variant of a call; calls that share a step share that of their variant."""
@@ -254,11 +268,11 @@ class TapeRecompute:
         steps = self._steps(variants)
         known = [{s.name for s in step.storages} for step in steps]
         names: dict[int, dict[str, str]] = {}
-        for k, (call, variant) in enumerate(zip(self._calls, variants, strict=True)):
+        for k, (call, variant) in enumerate(zip(self.calls, variants, strict=True)):
             if variant is not None:
                 names[k] = _renamed(call.edges, variant.edges)
         held = []
-        for item in self._held:
+        for item in self.held:
             members = [(k, names[k].get(n, "") if k in names else n) for k, n in item.members]
             members = [(k, n) for k, n in members if n in known[k]]
             if members:
@@ -282,11 +296,11 @@ def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> list[VariantDraft]:
     points = recipe.points() if recipe.room() else ()
     drafts = [*there, *(d for d in _drafted(recipe, points) if d is not None)]
     found: list[VariantDraft] = []
-    least = _saved_bytes(compiled)
-    for draft in sorted(drafts, key=lambda d: -_saved_bytes(d.step)):
-        if draft in there or _saved_bytes(draft.step) < least:
+    least = saved_bytes(compiled)
+    for draft in sorted(drafts, key=lambda d: -saved_bytes(d.step)):
+        if draft in there or saved_bytes(draft.step) < least:
             found.append(draft)
-            least = min(least, _saved_bytes(draft.step))
+            least = min(least, saved_bytes(draft.step))
     return found
 
 
@@ -308,7 +322,8 @@ def _saves(draft: VariantDraft, call: CallPart) -> bool:
     return any(mine in call.written and name in inputs for mine, name in pairs)
 
 
-def _saved_bytes(step: TrainingStep) -> int:
+def saved_bytes(step: TrainingStep) -> int:
+    """What a forward leaves for its backward, as far as it can move."""
     return sum(c.nbytes for c in step.candidates)
 
 

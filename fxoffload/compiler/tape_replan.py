@@ -1,31 +1,32 @@
-"""Plans a step over several graphs again, once, when its first steps have been measured; then measures whether that
-came true.
+"""Plans a step over several graphs again when its first steps were measured; then measures whether that came true.
 
-As for a graph (``fxoffload.compiler.replan``): nothing waits, only keep, offload and windows change. Every call goes on
-running the variant that it runs.
+As for a graph (``fxoffload.compiler.replan``): nothing waits, nothing is compiled. Keep, offload and windows change.
+Where variants are compiled, calls may run others of them afterwards, once (``fxoffload.compiler.tape_again``).
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import PlanAgain
+from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled, with_turn
 from fxoffload.compiler.replan import Replan, measured_step, shared
+from fxoffload.compiler.tape_again import Again, choose_again
+from fxoffload.compiler.tape_recompute import TapeAim
 from fxoffload.planner.beside import beside_segments
-from fxoffload.planner.chain import BESIDE_NOTHING, Chain
+from fxoffload.planner.chain import BESIDE_NOTHING
 from fxoffload.planner.fit_link import fit_link, waits_of
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
-from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.calls import Site
-from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, segment_of
+from fxoffload.runtime.chain_clock import ChainClock, StepRecording, chain_clock_for, segment_of
 from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Sites = tuple[weakref.ref[Site], ...]
-Times = Mapping[Phase, Mapping[str, float]]
+
+# Other variants have to be better by this part of the step, or of the peak, than what runs.
+_WORTH_MS = 0.01
+_WORTH_BYTES = 0.05
 
 
 class TapeReplan(Replan[ChainClock]):
@@ -86,28 +90,43 @@ class TapeReplan(Replan[ChainClock]):
         return recording
 
     def stop(self) -> None:
-        """Nothing is measured or planned any more."""
+        """Nothing is measured or planned any more. Takes no lock: a finalizer may call it."""
+        self._is_stopped = True
         self._calibration, self.clock = None, None
 
 
 class TapeCalibration(PlanAgain):
-    """Plans one chain again, once, with what was measured of it.
+    """Plans one chain again with what was measured of it: what moves, and, where variants are compiled, also what each
+    call computes again. Then steps are something else, and are measured and planned once more: what moves.
 
     Args:
         planning: of the chain, which has settled what each call runs.
         schedule: that runs.
         first: the place where the chain begins.
         box: where the plan is shown.
+        chooses: whether calls may run other variants than they do.
 
     Attributes:
         follower: of the plan; set by it.
     """
 
-    def __init__(self, planning: TapePlanning, schedule: Schedule, first: weakref.ref[Site], box: PlanBox) -> None:
+    def __init__(
+        self,
+        planning: TapePlanning,
+        schedule: Schedule,
+        first: weakref.ref[Site],
+        box: PlanBox,
+        *,
+        chooses: bool = True,
+    ) -> None:
         super().__init__(schedule, planning.option.scheduler, box, planning.goal, planning.limit_bytes)
         self.follower: Callable[[], TapeReplan | None] = lambda: None
         self._planning = planning
         self._first = first
+        self._chooses = chooses
+        self._found: MeasuredChain | None = None
+        self._rates: ProfileRates | None = None
+        self._once_more: TapeCalibration | None = None
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
@@ -122,6 +141,7 @@ class TapeCalibration(PlanAgain):
         rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows
         graphs = simulate(ran.step, offload, copies=rates, windows=windows)
         beside = beside_segments(ran, graphs, readings)
+        self._found = MeasuredChain(ms, sizes, beside)
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
         return ran.with_beside(beside).step, Prediction.of(keep)
 
@@ -131,6 +151,7 @@ class TapeCalibration(PlanAgain):
         found = fit_link(step, now.offload, now.windows, self._scheduler.rates, waits_of(readings))
         if found.link != self._scheduler.rates.link:
             log.info("copies reach %.2f and %.2f of what the machine profile says", *found.link)
+        self._rates = found
         return found
 
     def follow(self, found: Schedule) -> None:
@@ -143,6 +164,49 @@ class TapeCalibration(PlanAgain):
         """See ``PlanAgain``."""
         return self._planning.decisions(now)
 
+    def settled(self, now: Schedule, baseline: Prediction) -> None:
+        """See ``PlanAgain``."""
+        found, rates, planning = self._found, self._rates, self._planning
+        if not self._chooses or found is None or rates is None or not any(planning.numbers):
+            return
+        aim = TapeAim(limit_bytes=self._limit)
+        if self._limit is None:
+            aim = TapeAim(max_ms=self._goal.most_ms(baseline.step_ms))
+        pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)
+        again = choose_again(planning, found, rates, aim, pinned)
+        if again is None or not self._is_worth_it(again, now, baseline):
+            return
+        log.info(
+            "what is computed again was chosen once more: %.1f -> %.1f ms, %.2f -> %.2f GiB",
+            now.simulation.step_ms,
+            again.schedule.simulation.step_ms,
+            now.simulation.peak_bytes / 2**30,
+            again.schedule.simulation.peak_bytes / 2**30,
+        )
+        planning.run_instead(again.variants, again.schedule, baseline)
+        self.follow(again.schedule)
+        self._box.update(
+            summary=planning.shown_summary,
+            decisions=planning.decisions(again.schedule),
+            calibrated=Prediction.of(again.schedule.simulation),
+            simulation=again.schedule.simulation,
+        )
+        self._once_more = TapeCalibration(planning, again.schedule, self._first, self._box, chooses=False)
+        self._once_more.follower = self.follower
+
+    @property
+    def once_more(self) -> TapeCalibration | None:
+        """See ``PlanAgain``."""
+        return self._once_more
+
+    def _is_worth_it(self, again: Again, now: Schedule, baseline: Prediction) -> bool:
+        if again.variants == self._planning.option.variants:
+            return False
+        mine, other = now.simulation, again.schedule.simulation
+        if self._limit is not None:
+            return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _WORTH_MS)
+        return self._is_too_slow(now, baseline) or other.peak_bytes < mine.peak_bytes * (1 - _WORTH_BYTES)
+
     def _alike(self) -> dict[Phase, dict[str, object]]:
         """What code segments have: calls of one graph that run the same variant have the same."""
         planning = self._planning
@@ -153,27 +217,6 @@ class TapeCalibration(PlanAgain):
                 segments = step.forward if phase == "forward" else step.backward
                 found[phase].update({segment_of(k, s.name): (id(part.graph), number, s.name) for s in segments})
         return found
-
-
-def with_turn(step: TrainingStep) -> TrainingStep:
-    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
-    meanwhile; nothing is released, and all positions stay."""
-    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
-
-
-def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) -> dict[Phase, dict[str, float]]:
-    """Times of a chain whose calls run their graphs as they were compiled, by what was measured of one in which some
-    run variants: the estimate of such a call is as wrong as that of what it ran. Between the calls nothing changes."""
-    found: dict[Phase, dict[str, float]] = {}
-    for phase in PHASES:
-        mine, others = (c.segments_of_calls(phase) for c in (compiled, ran))
-        times = found[phase] = dict(ms.get(phase, {}))
-        for own, other, varies in zip(mine, others, varied, strict=True):
-            estimated = sum(s.ms for s in other)
-            if varies and estimated > 0:
-                ratio = sum(times.get(s.name, s.ms) for s in other) / estimated
-                times.update({s.name: s.ms * ratio for s in own})
-    return found
 
 
 def replan_for_tape(planning: TapePlanning, schedule: Schedule, sites: Sites, box: PlanBox) -> TapeReplan | None:

@@ -242,7 +242,7 @@ def test_plans_have_the_room_that_earlier_ones_left(num_live: int, num_lost: int
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     live = [layer((60 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(num_live)]
     found = ways(layer(), several, 10, live=live, num_lost=num_lost)
-    recipe: Any = found._calls[0].recipe
+    recipe: Any = found.calls[0].recipe
     aim = TapeAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
     options = found.search(aim)
     assert bool(options) == (num_lost < 2)
@@ -262,7 +262,7 @@ def test_what_is_picked_beside_live_variants() -> None:
         layer((60, 64), again_ms=0.01),
     ]
     found = ways(layer(), several, 10, live=live)
-    recipe: Any = found._calls[0].recipe
+    recipe: Any = found.calls[0].recipe
     (offered,) = found._drafts.values()
     # As if the solver used all of them, the new ones most.
     used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
@@ -276,7 +276,7 @@ def test_what_is_picked_beside_live_variants() -> None:
 def test_a_new_variant_like_a_live_one_is_not_offered() -> None:
     found = ways(layer(), [layer((56, 64)), layer((48, 64))], 4, live=[layer((56, 64))])
     (offered,) = found._drafts.values()
-    recipe: Any = found._calls[0].recipe
+    recipe: Any = found.calls[0].recipe
     assert offered == [recipe.live[0], recipe.given[1]]
 
 

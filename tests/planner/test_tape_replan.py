@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import warnings
@@ -32,6 +33,7 @@ from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.calls import StepCalls
 from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.segment_readings import Readings
 from fxoffload.runtime.stream_events import PooledEvents, host_events
 from tests.planner import test_tape_plan as chains
 from tests.planner.chains import decided_steps
@@ -49,11 +51,14 @@ class Measured:
 
     Args:
         tick_ms: by how much every reading of the time is later than the last.
-        count: steps that each of the two clocks counts. The first that follows a plan is skipped.
+        count: steps that each of the clocks counts. The first that follows a plan is skipped.
+        chooses: whether calls may run other variants when the plan is made again.
     """
 
-    def __init__(self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False) -> None:
-        self.tick_ms, self.count, self.in_background = tick_ms, count, in_background
+    def __init__(
+        self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False, chooses: bool = True
+    ) -> None:
+        self.tick_ms, self.count, self.in_background, self.chooses = tick_ms, count, in_background, chooses
         self.now = 0.0
         self.followers: list[TapeReplan] = []
         self.clocks: list[ChainClock] = []
@@ -70,7 +75,7 @@ class Measured:
         return self.clocks[-1]
 
     def follow(self, planning: Any, schedule: Schedule, sites: Any, box: Any) -> TapeReplan:
-        calibration = TapeCalibration(planning, schedule, sites[0], box)
+        calibration = TapeCalibration(planning, schedule, sites[0], box, chooses=self.chooses)
         found = TapeReplan(
             calibration, box, sites, make_clock=lambda: self._clock(len(sites)), in_background=self.in_background
         )
@@ -230,22 +235,29 @@ def test_equal_measurements_change_nothing() -> None:
         assert moved_by(run) == 0
 
 
+def first_plan(pick: Callable[[int, list[Any]], Any]) -> Any:
+    """Makes ``TapePlanning.run`` move everything; ``pick``: what a call runs, of None and two variants."""
+    budget = 1 << 30
+
+    def decide(planning: Any) -> Schedule:
+        ways = planning.ways
+        drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
+        planning.option = ways.with_variants(tuple(pick(k, drafts[kind]) for k, kind in enumerate(ways._kinds)))
+        step = planning.chain.step
+        offload = tuple(bool(c.moved_bytes) for c in step.candidates)
+        windows = windows_for(step, offload, budget) or no_windows(step)
+        return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
+
+    return mock.patch.object(tape_plan.TapePlanning, "run", decide)
+
+
 def test_every_call_goes_on_running_its_variant() -> None:
     """Random decisions and variants; with measured times all of it is kept. Nothing is compiled for it."""
     generator = random.Random(7)
     plain = kept()
     budget = 1 << 30
 
-    def decide(planning: Any) -> Schedule:
-        ways = planning.ways
-        drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
-        planning.option = ways._option(tuple(generator.choice(drafts[kind]) for kind in ways._kinds), None)
-        step = planning.chain.step
-        offload = tuple(bool(c.moved_bytes) for c in step.candidates)
-        windows = windows_for(step, offload, budget) or no_windows(step)
-        return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
-
-    with measured(1e-3), mock.patch.object(tape_plan.TapePlanning, "run", decide):
+    with measured(1e-3, chooses=False), first_plan(lambda _, drafts: generator.choice(drafts)):
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
@@ -277,6 +289,146 @@ def test_every_call_goes_on_running_its_variant() -> None:
     # What computes again takes longer than the graphs as they were compiled.
     assert plan.calibrated_baseline is not None
     assert plan.calibrated_baseline.step_ms < plan.calibrated.step_ms
+
+
+def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> list[tuple[int, ...]]:
+    """What calls run in each step until nothing is measured any more, and in two more. Nothing is compiled."""
+    counts, ran = chains.compile_counts(), []
+    while time.followers[0].clock is not None or len(ran) < 2:
+        assert len(ran) < 20
+        assert_equal(run.step(), plain)
+        ran.append(variants_that_ran())
+    for _ in range(2):
+        assert_equal(run.step(), plain)
+        ran.append(variants_that_ran())
+    assert {**chains.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+    return ran
+
+
+def variants_that_ran() -> tuple[int, ...]:
+    step = engine_for(CPU).calls._step
+    site = step.calls[0].site()  # type: ignore[union-attr]
+    assert site is not None and site.chains.at(()).plan is not None
+    return tuple(c.variant for c in site.chains.at(()).plan.choices)  # type: ignore[union-attr]
+
+
+@contextmanager
+def dear_variants() -> Iterator[None]:
+    """The backwards of calls 1, 3, ... take three times as long as others'."""
+    segment_ms = Readings.segment_ms
+
+    def slower(readings: Readings) -> Any:
+        found = segment_ms(readings)
+        is_dear = {name: int(name.split("/")[0].removeprefix("call ")) % 2 for name in found.get("backward", ())}
+        return {**found, "backward": {n: ms * (3 if is_dear[n] else 1) for n, ms in found.get("backward", {}).items()}}
+
+    with mock.patch.object(Readings, "segment_ms", slower):
+        yield
+
+
+def every_other(call: int, drafts: list[Any]) -> Any:
+    return drafts[-1] if call % 2 else None
+
+
+def test_calls_that_need_not_compute_again_do_not() -> None:
+    """Everything fits: measured, that is faster with the graphs as they were compiled."""
+    plain = kept()
+    with measured(1e-3) as time, dear_variants(), first_plan(every_other):
+        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
+        moved, before = moved_by(run), the_plan()
+        assert moved == before.predicted.bytes_offloaded > 0
+        assert "computing more again" not in before.summary
+        ran = follow_until_settled(run, plain, time)
+        assert any(ran[0]) and not any(ran[-1])
+        changes = sum(a != b for a, b in itertools.pairwise(ran))
+        assert changes == 1, "chosen once more, and no more"
+        assert len(time.clocks) == 3, "what runs now is measured as well, and planned again, and checked"
+        assert moved_by(run) == 0
+    plan = the_plan()
+    assert plan.calibrated is not None and plan.measured_step_ms is not None
+    assert "found by what was measured" in plan.summary and "again" not in plan.summary
+    assert plan.predicted == before.predicted
+    assert not any(d.action == "recompute" for d in plan.decisions)
+    gc.collect()
+    assert time.planning[0]() is None, "what was planned from is let go"
+
+
+def test_calls_compute_more_again_where_copies_are_slow() -> None:
+    """One call runs a variant. Copies turn out to be far slower than was thought, so that more of them do."""
+    plain = kept()
+    budget = chains.in_between()
+
+    def slower(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
+        return rates.reaching(1e-3, 1e-3)
+
+    with (
+        measured(1e-3) as time,
+        mock.patch.object(tape_replan, "fit_link", slower),
+        first_plan(lambda k, drafts: drafts[-1] if k < 2 else None),
+    ):
+        run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
+        run.step()
+        before = sum(map(bool, variants_that_ran()))
+        ran = follow_until_settled(run, plain, time)
+        assert sum(map(bool, ran[-1])) > before
+        plan = the_plan()
+        assert plan.calibrated is not None and plan.simulation is not None
+        assert plan.calibrated.peak_bytes <= budget
+        assert moved_by(run) == plan.calibrated.bytes_offloaded
+    assert f"{sum(map(bool, ran[-1]))} of {LAYERS} calls computing more again" in plan.summary
+
+
+def test_a_slowdown_that_was_missed_is_met_by_computing_less_again() -> None:
+    """Calls that compute again turn out to take three times as long: too slow, and what moves does not help."""
+    plain = kept()
+    with measured(1e-3) as time, dear_variants(), first_plan(every_other):
+        run = recorded(MODELS["stack"], max_slowdown=0.1, steps=3)
+        ran = follow_until_settled(run, plain, time)
+    assert any(ran[0]) and sum(map(bool, ran[-1])) < sum(map(bool, ran[0]))
+    plan = the_plan()
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None
+    assert plan.calibrated.step_ms <= 1.1 * plan.calibrated_baseline.step_ms
+    assert "the least peak found by what was measured" in plan.summary
+
+
+def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
+    plain = kept()
+    with measured(1e-3) as time, dear_variants(), mock.patch.object(tape_replan, "choose_again", chains._raise):
+        with first_plan(every_other):
+            run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ran = follow_until_settled(run, plain, time)
+    told = [str(w.message) for w in caught if "on purpose" in str(w.message)]
+    assert len(told) == 1 and "goes on with its plan as it is" in told[0]
+    assert len(set(ran)) == 1 and any(ran[0])
+    assert moved_by(run) == 0, "everything fits, which was found before"
+
+
+def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
+    """Nothing is measured behind that."""
+
+    def gone(self: TapeCalibration, readings: Any) -> None:
+        follower = self.follower()
+        assert follower is not None
+        follower.stop()
+
+    with measured(1e-3) as time, mock.patch.object(TapeCalibration, "plan_again", gone):
+        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
+        run.steps(6)
+        (follower,) = time.followers
+        assert follower.clock is None and follower._calibration is None
+        assert len([c for c in time.clocks if c._counted]) == 1
+
+
+def test_what_is_hardly_better_is_left_alone() -> None:
+    plain = kept()
+    with measured(1e-3) as time, dear_variants(), mock.patch.object(tape_replan, "_WORTH_MS", 0.9):
+        with first_plan(every_other):
+            run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
+        ran = follow_until_settled(run, plain, time)
+    assert len(set(ran)) == 1 and any(ran[0])
+    assert len(time.clocks) == 2
 
 
 @pytest.mark.parametrize("extra", [40 << 10, 1 << 20])

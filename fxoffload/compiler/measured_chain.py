@@ -1,0 +1,103 @@
+"""A chain of calls with what was measured of it, in the place of estimates."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxoffload.planner.chain import Beside, Chain
+from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime.chain_clock import TURN, segment_of
+from fxoffload.runtime.segment_readings import PHASES, Phase
+
+Times = Mapping[Phase, Mapping[str, float]]
+Sizes = Mapping[Phase, Mapping[str, int | None]]
+
+
+@dataclass(frozen=True)
+class MeasuredChain:
+    """What was measured of a chain as it ran.
+
+    Attributes:
+        ms: of its segments, and between its calls.
+        temp_bytes: working sets of its segments.
+        beside: what is on the device beside its graphs.
+    """
+
+    ms: Times
+    temp_bytes: Sizes
+    beside: Beside
+
+
+def with_turn(step: TrainingStep) -> TrainingStep:
+    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
+    meanwhile; nothing is released, and all positions stay."""
+    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
+
+
+def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) -> dict[Phase, dict[str, float]]:
+    """Times of a chain whose calls run their graphs as they were compiled, by what was measured of one in which some
+    run variants: the estimate of such a call is as wrong as that of what it ran. Between the calls nothing changes."""
+    found: dict[Phase, dict[str, float]] = {}
+    for phase in PHASES:
+        mine, others = (c.segments_of_calls(phase) for c in (compiled, ran))
+        times = found[phase] = dict(ms.get(phase, {}))
+        for own, other, varies in zip(mine, others, varied, strict=True):
+            estimated = sum(s.ms for s in other)
+            if varies and estimated > 0:
+                ratio = sum(times.get(s.name, s.ms) for s in other) / estimated
+                times.update({s.name: s.ms * ratio for s in own})
+    return found
+
+
+def measured_calls(
+    steps: Sequence[TrainingStep], kinds: Sequence[object], found: MeasuredChain
+) -> dict[object, TrainingStep]:
+    """The step of one call of each kind that ran: calls of one kind are the same code, so its segments take what they
+    took in the median call, and need what they needed in the largest."""
+    each: dict[object, list[int]] = {}
+    for call, kind in enumerate(kinds):
+        each.setdefault(kind, []).append(call)
+    return {kind: _measured_call(steps[calls[0]], calls, found) for kind, calls in each.items()}
+
+
+def _measured_call(step: TrainingStep, calls: Sequence[int], found: MeasuredChain) -> TrainingStep:
+    def known(phase: Phase, segments: Sequence[SegmentStep]) -> tuple[SegmentStep, ...]:
+        ms, sizes = found.ms.get(phase, {}), found.temp_bytes.get(phase, {})
+        new = []
+        for segment in segments:
+            names = [segment_of(call, segment.name) for call in calls]
+            times = [ms[name] for name in names if name in ms]
+            needs = [size for name in names if (size := sizes.get(name)) is not None]
+            new.append(
+                replace(
+                    segment,
+                    ms=statistics.median(times) if times else segment.ms,
+                    temp_bytes=max(0, *needs) if needs else segment.temp_bytes,
+                )
+            )
+        return tuple(new)
+
+    return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))
+
+
+def scaled(step: TrainingStep, ratios: Mapping[Phase, float]) -> TrainingStep:
+    """A step that nobody has run, as much slower than its estimate as the others were."""
+
+    def slower(segments: Sequence[SegmentStep], ratio: float) -> tuple[SegmentStep, ...]:
+        return tuple(replace(s, ms=s.ms * ratio) for s in segments)
+
+    down, up = (ratios.get(phase, 1.0) for phase in PHASES)
+    return replace(step, forward=slower(step.forward, down), backward=slower(step.backward, up))
+
+
+def ratios_of(ran: Chain, ms: Times) -> dict[Phase, float]:
+    """How many times longer the segments of all calls took than was thought, per phase."""
+    found: dict[Phase, float] = {}
+    for phase in PHASES:
+        segments = [s for call in ran.segments_of_calls(phase) for s in call]
+        estimated = sum(s.ms for s in segments)
+        if estimated > 0:
+            found[phase] = sum(ms.get(phase, {}).get(s.name, s.ms) for s in segments) / estimated
+    return found

@@ -1,0 +1,115 @@
+"""What the calls of a chain compute again, chosen once more when its first steps have been measured.
+
+Before anything ran, times were estimates, and copies as fast as the profile says. A link that turns out slower leaves
+copies exposed that a call which computes more again would not make; a graph that turns out slower hides more of them.
+Only variants that are compiled already are chosen from, so that no step waits for a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fxoffload.compiler.measured_chain import MeasuredChain, Times, measured_calls, ratios_of, scaled, with_turn
+from fxoffload.compiler.recipe import VariantDraft
+from fxoffload.compiler.replan import measured_step
+from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants, saved_bytes
+from fxoffload.planner.chain import BESIDE_NOTHING, Chain
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.chain_clock import lies_between
+from fxoffload.runtime.segment_readings import Phase
+
+if TYPE_CHECKING:
+    from fxoffload.compiler.tape_plan import TapePlanning
+
+# So many of the chains that were found are laid out with what runs at the turn.
+_FINISHED = 3
+
+
+@dataclass(frozen=True)
+class Again:
+    """What was found.
+
+    Attributes:
+        variants: per call, what it runs; None: the graph as compiled.
+        schedule: what moves when; of the chain with a segment for the turn.
+    """
+
+    variants: Variants
+    schedule: Schedule
+
+
+def choose_again(
+    planning: TapePlanning, found: MeasuredChain, rates: ProfileRates, aim: TapeAim, host_bytes: int | None
+) -> Again | None:
+    """The best chain of compiled variants for ``aim``, by what was measured; None where there is none, or nothing to
+    choose from.
+
+    Args:
+        planning: of the chain, with what it ran.
+        found: what was measured of that.
+        rates: of the machine, with the link as it was found.
+        aim: of the plan, in measured time.
+        host_bytes: most bytes on the host.
+    """
+    ways = MeasuredRecompute(planning, found, rates, host_bytes)
+    options = [o for o in (*ways.search(aim), ways.as_compiled(aim)) if o.schedule is not None]
+    options = sorted(options, key=aim.key)[:_FINISHED]
+    finished = [(option, aim.schedule(ways.scheduler_with_turn(option))) for option in options]
+    best = min(
+        (Again(option.variants, schedule) for option, schedule in finished if schedule is not None),
+        key=lambda a: aim.key_of(a.schedule),
+        default=None,
+    )
+    return best
+
+
+class MeasuredRecompute(TapeRecompute):
+    """The options of a chain that has run: of the graphs as compiled and the variants that are compiled, in measured
+    time. What no call has run is as much slower than its estimate as what ran."""
+
+    def __init__(
+        self, planning: TapePlanning, found: MeasuredChain, rates: ProfileRates, host_bytes: int | None
+    ) -> None:
+        ways, option = planning.ways, planning.option
+        graphs = [id(call.step) for call in ways.calls]  # calls of one graph share its step
+        ran = measured_calls(option.steps, list(zip(graphs, option.variants, strict=True)), found)
+        self._ratios = ratios_of(option.chain, found.ms)
+        self._ran = ran
+        compiled = {
+            graph: ran.get((graph, None)) or scaled(call.step, self._ratios)
+            for graph, call in zip(graphs, ways.calls, strict=True)
+        }
+        self._graph_of = {id(step): graph for graph, step in compiled.items()}
+        calls = [replace(call, step=compiled[graph]) for graph, call in zip(graphs, ways.calls, strict=True)]
+        super().__init__(calls, ways.held, planning.scheduler_for(rates, host_bytes), rates, host_bytes)
+        self._gaps = _between(found.ms)
+        self.beside = found.beside
+
+    def scheduler_with_turn(self, option: TapeOption) -> Scheduler:
+        """Of the step with what runs between the last forward and the first backward."""
+        chain = option.chain.with_beside(BESIDE_NOTHING)
+        chain = chain.with_step(measured_step(with_turn(chain.step), self._gaps)).with_beside(self.beside)
+        return self._scheduler(chain.step)
+
+    def _find_drafts(self, call: CallPart) -> list[VariantDraft]:
+        return [] if call.recipe is None else sorted(call.recipe.compiled_drafts(), key=lambda d: -saved_bytes(d.step))
+
+    def _of_variant(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
+        key = (id(call.step), id(variant.step))
+        if key not in self._of_variants:
+            ran = self._ran.get((self._graph_of[id(call.step)], variant))
+            self._of_variants[key] = ran or scaled(variant.step, self._ratios)
+        return self._of_variants[key]
+
+    def _layout(self, variants: Sequence[VariantDraft | None]) -> Chain:
+        chain = super()._layout(variants)
+        return chain.with_step(measured_step(chain.step, self._gaps))
+
+
+def _between(ms: Times) -> Mapping[Phase, Mapping[str, float]]:
+    """Of what lies between calls alone."""
+    return {phase: {name: t for name, t in times.items() if lies_between(name)} for phase, times in ms.items()}
