@@ -5,7 +5,7 @@ A host that only launches runs ahead: when it offloads what a segment leaves, th
 rarely done. One that reads from the device has waited for them each time. What it reads is a small copy, which would
 wait for all copies of ours that are queued before it: only then do they give way ([Note: Giving way]). It is not free:
 beside a training step, copies of two streams in turn carried 50.8 GB/s of 55, and a step of layers compiled one by one
-took 769.8 instead of 752.7 ms (`2026-11-23-h200-copies-in-turn.json`).
+took 769.8 instead of 752.7 ms (`2026-11-23-h200-copies-ablation.json`).
 """
 
 from __future__ import annotations

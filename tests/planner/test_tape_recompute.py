@@ -102,6 +102,10 @@ class _Recipe:
         """Of earlier plans."""
         return list(self.live)
 
+    def compiled_drafts(self) -> Sequence[Any]:
+        """Likewise."""
+        return list(self.live)
+
     def room(self) -> int:
         """For so many more."""
         return 2 - len(self.live) - self.num_lost
