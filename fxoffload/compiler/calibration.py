@@ -59,8 +59,9 @@ class PlanAgain(ABC):
         """What is done, to be shown; None: as before."""
 
     @abstractmethod
-    def settled(self, now: Schedule, baseline: Prediction) -> None:
-        """``now`` is what is followed; both are in measured time. Something better may be known."""
+    def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
+        """``now`` is followed; both are in measured time. What is followed from here on: something better may be
+        known."""
 
     @property
     def once_more(self) -> PlanAgain | None:
@@ -84,6 +85,7 @@ class PlanAgain(ABC):
             )
             now = found
             self.follow(found)
+        now = self.settle(now, baseline)
         self._warn_of_the_budget(now)
         decisions = self.decisions(now)
         if decisions is not None:
@@ -91,7 +93,6 @@ class PlanAgain(ABC):
         self._box.update(
             calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
         )
-        self.settled(now, baseline)
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
         budget, limit = self._goal.budget_bytes, self._limit

@@ -190,8 +190,9 @@ class Calibration(PlanAgain):
         """See ``PlanAgain``."""
         self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
-    def settled(self, now: Schedule, baseline: Prediction) -> None:
+    def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
         """A graph has one recompute choice."""
+        return now
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """See ``PlanAgain``."""

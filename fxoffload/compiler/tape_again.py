@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from fxoffload.compiler.measured_chain import MeasuredChain, Times, measured_calls, ratios_of, scaled, with_turn
 from fxoffload.compiler.recipe import VariantDraft
 from fxoffload.compiler.replan import measured_step
-from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants, saved_bytes
+from fxoffload.compiler.tape_recompute import (
+    CallPart,
+    TapeAim,
+    TapeOption,
+    TapeRecompute,
+    Variants,
+    no_faster_forward,
+    saved_bytes,
+)
 from fxoffload.planner.chain import BESIDE_NOTHING, Chain
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -36,10 +44,17 @@ class Again:
     Attributes:
         variants: per call, what it runs; None: the graph as compiled.
         schedule: what moves when; of the chain with a segment for the turn.
+        now_ms: what a step takes with the variants that ran, by the same times; infinite where the aim is missed so.
     """
 
     variants: Variants
     schedule: Schedule
+    now_ms: float
+
+    @property
+    def ms(self) -> float:
+        """What a step takes."""
+        return self.schedule.simulation.step_ms
 
 
 def choose_again(
@@ -56,15 +71,18 @@ def choose_again(
         host_bytes: most bytes on the host.
     """
     ways = MeasuredRecompute(planning, found, rates, host_bytes)
-    options = [o for o in (*ways.search(aim), ways.as_compiled(aim)) if o.schedule is not None]
+    options = [o for o in ways.search(aim) if o.schedule is not None]
     options = sorted(options, key=aim.key)[:_FINISHED]
-    finished = [(option, aim.schedule(ways.scheduler_with_turn(option))) for option in options]
-    best = min(
-        (Again(option.variants, schedule) for option, schedule in finished if schedule is not None),
-        key=lambda a: aim.key_of(a.schedule),
-        default=None,
-    )
-    return best
+    now = ways.with_variants(planning.option.variants)
+    # Without the turn they may look better or worse than they are, so these two are always among them.
+    every = {option.variants: option for option in (*options, ways.as_compiled(), now)}
+    finished = {v: aim.schedule(ways.scheduler_with_turn(option)) for v, option in every.items()}
+    scheduled = {v: schedule for v, schedule in finished.items() if schedule is not None}
+    if not scheduled:
+        return None
+    best = min(scheduled, key=lambda v: aim.key_of(scheduled[v]))
+    mine = scheduled.get(now.variants)
+    return Again(best, scheduled[best], float("inf") if mine is None else mine.simulation.step_ms)
 
 
 class MeasuredRecompute(TapeRecompute):
@@ -84,6 +102,7 @@ class MeasuredRecompute(TapeRecompute):
             for graph, call in zip(graphs, ways.calls, strict=True)
         }
         self._graph_of = {id(step): graph for graph, step in compiled.items()}
+        self._estimates = {id(compiled[id(call.step)]): call.step for call in ways.calls}
         calls = [replace(call, step=compiled[graph]) for graph, call in zip(graphs, ways.calls, strict=True)]
         super().__init__(calls, ways.held, planning.scheduler_for(rates, host_bytes), rates, host_bytes)
         self._gaps = _between(found.ms)
@@ -102,7 +121,8 @@ class MeasuredRecompute(TapeRecompute):
         key = (id(call.step), id(variant.step))
         if key not in self._of_variants:
             ran = self._ran.get((self._graph_of[id(call.step)], variant))
-            self._of_variants[key] = ran or scaled(variant.step, self._ratios)
+            estimate = no_faster_forward(variant.step, self._estimates[id(call.step)])
+            self._of_variants[key] = ran or scaled(estimate, self._ratios)
         return self._of_variants[key]
 
     def _layout(self, variants: Sequence[VariantDraft | None]) -> Chain:

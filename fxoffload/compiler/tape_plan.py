@@ -402,11 +402,11 @@ class TapePlanning:
         assert found is not None
         return found
 
-    def _gain(self, found: Schedule, baseline: Prediction | None = None) -> str:
+    def _gain(self, found: Schedule, baseline: Prediction | None = None, variants: Variants | None = None) -> str:
         base, mine = baseline or self.baseline, found.simulation
         saved = 1 - mine.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
         slowdown = mine.step_ms / base.step_ms - 1 if base.step_ms else 0.0
-        again = sum(v is not None for v in self.option.variants)
+        again = sum(v is not None for v in variants or self.option.variants)
         how = f", {again} of {len(self.parts)} calls computing more again" if again else ""
         return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time{how}"
 
@@ -437,13 +437,16 @@ class TapePlanning:
 
         return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower, sizes=self.sizes)
 
-    def run_instead(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> None:
-        """Calls run other variants that are compiled, with a schedule in measured time, as ``baseline`` is."""
+    def run_instead(self, variants: Variants, summary: str) -> None:
+        """Calls run other variants that are compiled."""
         self.option = self.ways.with_variants(variants)
         pairs = zip(self.parts, variants, strict=True)
         self.numbers = [p.recipe.add(v) if p.recipe is not None and v is not None else 0 for p, v in pairs]
-        aim = "the fastest" if self.goal.budget_bytes is not None else "the least peak"
-        self.summary = f"{aim} found by what was measured: {self._gain(schedule, baseline)}"
+        self.summary = summary
+
+    def summary_of(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> str:
+        """What the plan would say of these, in measured time, as ``baseline`` is."""
+        return f"the fastest plan found by what was measured: {self._gain(schedule, baseline, variants)}"
 
     @property
     def shown_summary(self) -> str:

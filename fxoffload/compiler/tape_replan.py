@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled, with_turn
 from fxoffload.compiler.replan import Replan, measured_step, shared
 from fxoffload.compiler.tape_again import Again, choose_again
-from fxoffload.compiler.tape_recompute import TapeAim
+from fxoffload.compiler.tape_recompute import TapeAim, Variants
 from fxoffload.planner.beside import beside_segments
 from fxoffload.planner.chain import BESIDE_NOTHING
 from fxoffload.planner.fit_link import fit_link, waits_of
@@ -36,9 +37,8 @@ log = logging.getLogger(__name__)
 
 Sites = tuple[weakref.ref[Site], ...]
 
-# Other variants have to be better by this part of the step, or of the peak, than what runs.
+# Other variants have to be better by this part of the step than what runs.
 _WORTH_MS = 0.01
-_WORTH_BYTES = 0.05
 
 
 class TapeReplan(Replan[ChainClock]):
@@ -95,9 +95,21 @@ class TapeReplan(Replan[ChainClock]):
         self._calibration, self.clock = None, None
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a chain ran before other variants were chosen: what its calls ran, what moved, what the plan said of it, and
+    what a step of it took when it was measured."""
+
+    variants: Variants
+    schedule: Schedule
+    summary: str
+    took_ms: float
+
+
 class TapeCalibration(PlanAgain):
-    """Plans one chain again with what was measured of it: what moves, and, where variants are compiled, also what each
-    call computes again. Then steps are something else, and are measured and planned once more: what moves.
+    """Plans one chain again with what was measured of it: what moves, and, where copies were slower than was thought
+    and variants are compiled, also what each call computes again. Then steps are something else, and are measured and
+    planned once more: what moves; or they do again what they did before, if that took less.
 
     Args:
         planning: of the chain, which has settled what each call runs.
@@ -105,6 +117,8 @@ class TapeCalibration(PlanAgain):
         first: the place where the chain begins.
         box: where the plan is shown.
         chooses: whether calls may run other variants than they do.
+        rates: of the machine, with the link as it was found before; None: as it was planned with.
+        before: what ran before this was chosen.
 
     Attributes:
         follower: of the plan; set by it.
@@ -118,12 +132,19 @@ class TapeCalibration(PlanAgain):
         box: PlanBox,
         *,
         chooses: bool = True,
+        rates: ProfileRates | None = None,
+        before: Before | None = None,
     ) -> None:
-        super().__init__(schedule, planning.option.scheduler, box, planning.goal, planning.limit_bytes)
+        scheduler = planning.option.scheduler
+        if rates is not None:
+            scheduler = scheduler.with_step(scheduler.step, scheduler.host_bytes, rates)
+        super().__init__(schedule, scheduler, box, planning.goal, planning.limit_bytes)
         self.follower: Callable[[], TapeReplan | None] = lambda: None
         self._planning = planning
         self._first = first
         self._chooses = chooses
+        self._before = before
+        self._took_ms = 0.0
         self._found: MeasuredChain | None = None
         self._rates: ProfileRates | None = None
         self._once_more: TapeCalibration | None = None
@@ -131,6 +152,7 @@ class TapeCalibration(PlanAgain):
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
         ms = readings.segment_ms()
+        self._took_ms = sum(readings.step_ms().values())
         # What is beside the graphs is taken from what was measured too.
         ran, compiled = (o.chain.with_beside(BESIDE_NOTHING) for o in (self._planning.option, self._planning.compiled))
         sizes = shared(readings.temp_bytes(), self._alike())
@@ -164,48 +186,61 @@ class TapeCalibration(PlanAgain):
         """See ``PlanAgain``."""
         return self._planning.decisions(now)
 
-    def settled(self, now: Schedule, baseline: Prediction) -> None:
+    def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
         """See ``PlanAgain``."""
-        found, rates, planning = self._found, self._rates, self._planning
-        if not self._chooses or found is None or rates is None or not any(planning.numbers):
-            return
-        aim = TapeAim(limit_bytes=self._limit)
-        if self._limit is None:
-            aim = TapeAim(max_ms=self._goal.most_ms(baseline.step_ms))
-        pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)
-        again = choose_again(planning, found, rates, aim, pinned)
-        if again is None or not self._is_worth_it(again, now, baseline):
-            return
-        log.info(
-            "what is computed again was chosen once more: %.1f -> %.1f ms, %.2f -> %.2f GiB",
-            now.simulation.step_ms,
-            again.schedule.simulation.step_ms,
-            now.simulation.peak_bytes / 2**30,
-            again.schedule.simulation.peak_bytes / 2**30,
+        before = self._before
+        if before is not None and self._is_worse(now, before):
+            log.info("what was chosen once more took %.1f ms, what ran before %.1f", self._took_ms, before.took_ms)
+            return self._run(before.variants, before.schedule, before.summary)
+        again = self._chosen_again(now) if before is None else None
+        if again is None:
+            return now
+        log.info("what is computed again was chosen once more: %.1f -> %.1f ms", now.simulation.step_ms, again.ms)
+        planning = self._planning
+        before = Before(planning.option.variants, now, planning.summary, self._took_ms)
+        summary = planning.summary_of(again.variants, again.schedule, baseline)
+        self._run(again.variants, again.schedule, summary)
+        self._once_more = TapeCalibration(
+            planning, again.schedule, self._first, self._box, rates=self._rates, before=before
         )
-        planning.run_instead(again.variants, again.schedule, baseline)
-        self.follow(again.schedule)
-        self._box.update(
-            summary=planning.shown_summary,
-            decisions=planning.decisions(again.schedule),
-            calibrated=Prediction.of(again.schedule.simulation),
-            simulation=again.schedule.simulation,
-        )
-        self._once_more = TapeCalibration(planning, again.schedule, self._first, self._box, chooses=False)
         self._once_more.follower = self.follower
+        return again.schedule
+
+    def _run(self, variants: Variants, schedule: Schedule, summary: str) -> Schedule:
+        self._planning.run_instead(variants, summary)
+        self.follow(schedule)
+        self._box.update(summary=self._planning.shown_summary)
+        return schedule
+
+    def _chosen_again(self, now: Schedule) -> Again | None:
+        """Other variants, where copies were slower than was thought and so a budget takes longer than it need."""
+        found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
+        if not self._chooses or limit is None or found is None or rates is None or not any(planning.numbers):
+            return None
+        if rates.link == self._scheduler.rates.link:
+            return None
+        exceeds = now.simulation.peak_bytes > limit
+        pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)
+        aim = TapeAim(limit_bytes=limit)
+        again = choose_again(planning, found, rates, aim, planning.host_bytes if exceeds else pinned)
+        if again is None or again.variants == planning.option.variants:
+            return None
+        if exceeds:
+            return again
+        # Both by what is known of a graph and of a call: they differ where calls of one graph take different times.
+        least = min(now.simulation.step_ms, again.now_ms) * (1 - _WORTH_MS)
+        return again if again.ms < least else None
+
+    def _is_worse(self, now: Schedule, before: Before) -> bool:
+        """Whether what was chosen is no better than what ran before, by what both took."""
+        limit = self._limit
+        exceeds = limit is not None and now.simulation.peak_bytes > limit >= before.schedule.simulation.peak_bytes
+        return exceeds or self._took_ms > before.took_ms
 
     @property
     def once_more(self) -> TapeCalibration | None:
         """See ``PlanAgain``."""
         return self._once_more
-
-    def _is_worth_it(self, again: Again, now: Schedule, baseline: Prediction) -> bool:
-        if again.variants == self._planning.option.variants:
-            return False
-        mine, other = now.simulation, again.schedule.simulation
-        if self._limit is not None:
-            return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _WORTH_MS)
-        return self._is_too_slow(now, baseline) or other.peak_bytes < mine.peak_bytes * (1 - _WORTH_BYTES)
 
     def _alike(self) -> dict[Phase, dict[str, object]]:
         """What code segments have: calls of one graph that run the same variant have the same."""

@@ -179,8 +179,8 @@ class CudaCopies:
 
     def _look(self, launched: torch.cuda.Event) -> None:
         before, self._launched = self._launched, launched
-        if torch.cuda.is_current_stream_capturing():
-            self._launched = None  # an event of a capture cannot be asked
+        if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
+            self._launched = None  # an event of a capture cannot be asked, and only that of this device is known of
         elif before is not None:
             with outside_captures():
                 self._pace.looked(idle=before.query())
@@ -190,6 +190,7 @@ class CudaCopies:
             self.offload_stream.wait_event(event)  # type: ignore[arg-type]
 
     def reload_waits_for_compute(self) -> None:
+        self._launched = None  # what a forward finds done behind a backward says nothing of forwards
         if self.left_out is not Wait.TARGET_FREE:
             self.reload_stream.wait_stream(self.compute_stream())
 
