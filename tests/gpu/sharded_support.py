@@ -172,6 +172,26 @@ def _read(path: Path) -> dict[str, Found]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def check_training(found: Found) -> str:
+    """What was found in a phase of training on one rank, whatever the mesh. Returns what the plan says."""
+    assert found["moved"] > 15, "the losses of different inputs and weights differ"
+    assert (found["losses_differing"], found["weights_differing"]) == (0, 0)
+    (summary,), (nbytes,) = found["summaries"], found["planned_bytes"]
+    assert found["kept_summaries"] == [summary]
+    assert nbytes > 0
+    assert found["offloaded"] > 10 * nbytes
+    assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)
+    return summary
+
+
+def check_equality(found: Found) -> None:
+    """Likewise of gradients with everything offloaded, against those with everything kept."""
+    assert found["kept_twice"] == 0
+    assert found["dull"] == 0, "gradients that are zero or not finite compare equal for nothing"
+    assert not any(found["differing"]), found["differing"]
+    assert found["compiled_meanwhile"] == 0, "flipping the decision must not compile"
+
+
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
