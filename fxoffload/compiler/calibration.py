@@ -116,7 +116,5 @@ class PlanAgain(ABC):
         mine, other = now.simulation, found.simulation
         if self._limit is not None:
             return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _BETTER)
-        return self._is_too_slow(now, baseline) or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)
-
-    def _is_too_slow(self, now: Schedule, baseline: Prediction) -> bool:
-        return now.simulation.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
+        too_slow = mine.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
+        return too_slow or other.peak_bytes < mine.peak_bytes * (1 - _BETTER)

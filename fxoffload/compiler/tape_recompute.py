@@ -148,15 +148,18 @@ class TapeRecompute:
         return self.with_variants((None,) * len(self.calls), aim)
 
     def with_variants(self, variants: Variants, aim: TapeAim | None = None) -> TapeOption:
-        """Every call with its variant (None: the graph as compiled); likewise."""
-        return self._option(variants, aim)
+        """Every call with its variant; likewise."""
+        chain = self._layout(variants)
+        scheduler = self._scheduler(chain.step)
+        steps = tuple(self._steps(variants))
+        return TapeOption(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
     def search(self, aim: TapeAim) -> list[TapeOption]:
         """Options that compute more again; none where no graph can."""
         if not any(self._drafts.values()):
             return []
         # Whatever the solver thinks of it.
-        found = [self._option(tuple((self._drafts[kind] or [None])[-1] for kind in self._kinds), aim)]
+        found = [self.with_variants(tuple((self._drafts[kind] or [None])[-1] for kind in self._kinds), aim)]
         seen: set[tuple[int, ...]] = set()
         limit, max_ms = aim.limit_bytes, aim.max_ms
         problem, picked = self._narrowed(limit, max_ms)
@@ -167,7 +170,7 @@ class TapeRecompute:
                 break
             seen.add(solution.alternatives)
             pairs = zip(self._kinds, solution.alternatives, strict=True)
-            option = self._option(tuple(picked[kind][a] for kind, a in pairs), aim)
+            option = self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
             found.append(option)
             outcome = option.schedule.simulation if option.schedule is not None else None
             log.debug(
@@ -246,12 +249,6 @@ class TapeRecompute:
         return chain_problem(layouts, counts, self._kinds, self._rates, host_bytes=self._host_bytes)
 
     # -- chains --------------------------------------------------------------------------------------------------------
-
-    def _option(self, variants: Variants, aim: TapeAim | None) -> TapeOption:
-        chain = self._layout(variants)
-        scheduler = self._scheduler(chain.step)
-        steps = tuple(self._steps(variants))
-        return TapeOption(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
     def _steps(self, variants: Sequence[VariantDraft | None]) -> list[TrainingStep]:
         return [c.step if v is None else self._of_variant(c, v) for c, v in zip(self.calls, variants, strict=True)]

@@ -116,7 +116,6 @@ class TapeCalibration(PlanAgain):
         schedule: that runs.
         first: the place where the chain begins.
         box: where the plan is shown.
-        chooses: whether calls may run other variants than they do.
         rates: of the machine, with the link as it was found before; None: as it was planned with.
         before: what ran before this was chosen.
 
@@ -131,7 +130,6 @@ class TapeCalibration(PlanAgain):
         first: weakref.ref[Site],
         box: PlanBox,
         *,
-        chooses: bool = True,
         rates: ProfileRates | None = None,
         before: Before | None = None,
     ) -> None:
@@ -142,7 +140,6 @@ class TapeCalibration(PlanAgain):
         self.follower: Callable[[], TapeReplan | None] = lambda: None
         self._planning = planning
         self._first = first
-        self._chooses = chooses
         self._before = before
         self._took_ms = 0.0
         self._found: MeasuredChain | None = None
@@ -215,7 +212,7 @@ class TapeCalibration(PlanAgain):
     def _chosen_again(self, now: Schedule) -> Again | None:
         """Other variants, where copies were slower than was thought and so a budget takes longer than it need."""
         found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
-        if not self._chooses or limit is None or found is None or rates is None or not any(planning.numbers):
+        if limit is None or found is None or rates is None or not any(planning.numbers):
             return None
         if rates.link == self._scheduler.rates.link:
             return None

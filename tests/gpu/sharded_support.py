@@ -192,6 +192,14 @@ def check_equality(found: Found) -> None:
     assert found["compiled_meanwhile"] == 0, "flipping the decision must not compile"
 
 
+def check_bytes(found: Found) -> None:
+    """Likewise of what was offloaded: all of it came back, and nothing is held."""
+    assert found["offloaded"] > 0
+    assert found["reloaded"] + found["reclaimed"] == found["offloaded"]
+    assert found["calls_kept"] == {}
+    assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)
+
+
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 

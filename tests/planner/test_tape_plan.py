@@ -321,7 +321,7 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
         drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
         variants = tuple(generator.choice(drafts[kind]) for kind in ways._kinds)
         assert len(set(variants)) > 1
-        planning.option = ways._option(variants, None)
+        planning.option = ways.with_variants(variants, None)
         step = planning.chain.step
         offload = tuple(bool(c.moved_bytes) and generator.random() < 0.7 for c in step.candidates)
         limit = int(factor * planning.baseline.peak_bytes)

@@ -52,13 +52,10 @@ class Measured:
     Args:
         tick_ms: by how much every reading of the time is later than the last.
         count: steps that each of the clocks counts. The first that follows a plan is skipped.
-        chooses: whether calls may run other variants when the plan is made again.
     """
 
-    def __init__(
-        self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False, chooses: bool = True
-    ) -> None:
-        self.tick_ms, self.count, self.in_background, self.chooses = tick_ms, count, in_background, chooses
+    def __init__(self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False) -> None:
+        self.tick_ms, self.count, self.in_background = tick_ms, count, in_background
         self.now = 0.0
         self.followers: list[TapeReplan] = []
         self.clocks: list[ChainClock] = []
@@ -75,7 +72,7 @@ class Measured:
         return self.clocks[-1]
 
     def follow(self, planning: Any, schedule: Schedule, sites: Any, box: Any) -> TapeReplan:
-        calibration = TapeCalibration(planning, schedule, sites[0], box, chooses=self.chooses)
+        calibration = TapeCalibration(planning, schedule, sites[0], box)
         found = TapeReplan(
             calibration, box, sites, make_clock=lambda: self._clock(len(sites)), in_background=self.in_background
         )
@@ -256,7 +253,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
     plain = kept()
     budget = 1 << 30
 
-    with measured(1e-3, chooses=False), first_plan(lambda _, drafts: generator.choice(drafts)):
+    with measured(1e-3), first_plan(lambda _, drafts: generator.choice(drafts)):
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
