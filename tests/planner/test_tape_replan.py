@@ -317,25 +317,36 @@ def every_other(call: int, drafts: list[Any]) -> Any:
 
 
 @contextmanager
-def a_slower_link(part: float = 1e-3) -> Iterator[None]:
-    """Copies turn out to be far slower than they are thought to be."""
+def a_slower_link(part: float = 1e-3) -> Iterator[list[float]]:
+    """Copies turn out to be far slower than they are thought to be, and a little slower yet the next time. Yields what
+    was thought each time."""
+    thought: list[float] = []
 
     def fit_link(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
-        return rates if rates.link[0] < 1.0 else rates.reaching(part, part)
+        thought.append(rates.link[0])
+        return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(part, part)
 
     with mock.patch.object(tape_replan, "fit_link", fit_link):
-        yield
+        yield thought
 
 
 def test_calls_compute_more_again_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
     budget = chains.in_between()
-    with measured(1e-3) as time, a_slower_link(), first_plan(two_of_them, budget):
+    chosen = mock.Mock(wraps=tape_replan.choose_again)
+    with (
+        measured(1e-3) as time,
+        a_slower_link() as thought,
+        first_plan(two_of_them, budget),
+        mock.patch.object(tape_replan, "choose_again", chosen),
+    ):
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         run.step()
         before = the_plan()
         ran = follow_until_settled(run, plain, time)
+        assert chosen.call_count == 1
+        assert thought == [1.0, 1e-3], "what was found of the link is not forgotten"
         assert sum(map(bool, ran[0])) == 2 < sum(map(bool, ran[-1]))
         changes = sum(a != b for a, b in itertools.pairwise(ran))
         assert changes == 1, "chosen once more, and no more"
@@ -380,8 +391,16 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
 
 
 def test_links_as_fast_as_was_thought_change_no_variant() -> None:
+    """Also where it would be faster: the backwards of calls 1, 3, ..., which compute again, take three times as long."""
     plain = kept()
-    with measured(1e-3) as time, first_plan(every_other):
+    segment_ms = Readings.segment_ms
+
+    def dear(readings: Readings) -> Any:
+        found = segment_ms(readings)
+        times = found.get("backward", {})
+        return {**found, "backward": {n: ms * (3 if n.split("/")[0][-1] in "13" else 1) for n, ms in times.items()}}
+
+    with measured(1e-3) as time, first_plan(every_other), mock.patch.object(Readings, "segment_ms", dear):
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
         ran = follow_until_settled(run, plain, time)
     assert len(set(ran)) == 1 and any(ran[0])
