@@ -26,6 +26,7 @@ PIECES = (
     "calibration",  # off: a plan stays as it is, whatever its steps turn out to take
     "tape_plan",  # off: a step of several graphs without plans of their own is not planned as a whole
     "tape_recompute",  # off: a plan for such a step keeps and offloads, and changes nothing of what is computed again
+    "pacing",  # off: the host runs ahead of the device as far as it gets, also where copies are slower for it
     "host_trim",  # off: host memory that only the steps before such a plan needed is not given back
     "offload",  # off: every saved activation stays on the device
     "prefetch",  # off: an activation is reloaded when it is needed

@@ -253,8 +253,15 @@ class CompileSession:
         source, self._source = self._source, None
         if forward is None or site is None or self._plan_box is not None or not self._joins_a_tape():
             return
-        calibrates = "calibration" not in self.disabled
-        goal = TapeGoal(self._goal, self._runtime.budgets, self.options.profile, self.device, calibrates)
+        on = {name: name not in self.disabled for name in ("calibration", "pacing")}
+        goal = TapeGoal(
+            self._goal,
+            self._runtime.budgets,
+            self.options.profile,
+            self.device,
+            calibrates=on["calibration"],
+            paces=on["pacing"],
+        )
         recipe = None
         if source is not None:
             compiled = Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs)

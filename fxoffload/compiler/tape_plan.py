@@ -38,6 +38,7 @@ from fxoffload.passes.op_costs import tensors_of
 from fxoffload.planner.beside import beside_when_calls_begin
 from fxoffload.planner.chain import Beside, Chain
 from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -75,6 +76,7 @@ class TapeGoal:
         profile: name of the profile, None for the device's.
         device: of the graphs.
         calibrates: whether the plan is made again with measured times.
+        paces: whether forwards may be paced (``fxoffload.planner.pacing``).
     """
 
     goal: PlanGoal
@@ -82,6 +84,7 @@ class TapeGoal:
     profile: str | None
     device: torch.device
     calibrates: bool = True
+    paces: bool = True
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,8 @@ class TapePlanning:
         self.others_bytes = seen.others_bytes
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
+        if goal.paces:
+            self.rates = rates_with_pace(self.rates, [p.step.forward for p in parts])
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
         self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
@@ -455,7 +460,11 @@ class TapePlanning:
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
-        return tuple(self._choice(k, self.option, schedule, number) for k, number in enumerate(self.numbers))
+        paced = [False] * len(self.parts)
+        if self.parts[0].goal.paces:
+            paced = paced_calls(self.chain, schedule, self.rates)
+        each = enumerate(zip(self.numbers, paced, strict=True))
+        return tuple(replace(self._choice(k, self.option, schedule, n), paced=pace) for k, (n, pace) in each)
 
     def _choice(self, call: int, option: TapeOption, schedule: Schedule, number: int) -> Choice:
         """What one call does, in the order of the candidates of what it runs."""

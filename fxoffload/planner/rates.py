@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
@@ -16,9 +17,9 @@ from fxoffload.runtime.host_limits import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"
-# What is left of a link where several GPUs of one host copy at once: two H200s reached 0.90 to 0.94 of what one does
-# (2026-11-22). Measured steps then tell what it is.
-SHARED_LINK = 0.9
+# What is left of a link beside collectives, whose streams wait for the device: 0.89 to 0.93 of what copies reach alone,
+# with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.host_lead``). Measured steps then tell.
+BESIDE_COLLECTIVES = 0.9
 # What was not measured is taken as this many times slower than a dtype that was.
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
@@ -99,7 +100,14 @@ def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
         OptionsError, ProfileError: there is no such profile, or none at all.
     """
     found = ProfileRates(_profile_for(profile, device))
-    return found.reaching(SHARED_LINK, SHARED_LINK) if processes_on_this_machine() > 1 else found
+    return found.reaching(BESIDE_COLLECTIVES, BESIDE_COLLECTIVES) if beside_collectives() else found
+
+
+def beside_collectives() -> bool:
+    """Whether steps of this process may have streams for communication beside the compute stream."""
+    if processes_on_this_machine() > 1:
+        return True
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _profile_for(profile: str | None, device: torch.device) -> MachineProfile:

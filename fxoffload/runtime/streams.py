@@ -33,6 +33,7 @@ from torch import Tensor
 from fxoffload.gc_pause import leave_garbage_to_parent
 from fxoffload.runtime.capture_mode import outside_captures
 from fxoffload.runtime.giving_way import GivingWay
+from fxoffload.runtime.host_lead import HostLead
 from fxoffload.runtime.host_pace import HostPace
 
 
@@ -78,6 +79,14 @@ class CopyStreams(Protocol):
         """Whether the host reads from the device between offloads, and so waits for whatever is copied before that."""
         ...
 
+    def mark(self) -> object:
+        """A point of the compute stream, for ``host_waits_for``; None: there is nothing to wait for."""
+        ...
+
+    def host_waits_for(self, mark: object) -> None:
+        """Return when the device has passed ``mark``, or after a while ([Note: Streams that wait])."""
+        ...
+
     def exposed_ms(self) -> float: ...
     def reset_exposed(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -119,6 +128,12 @@ class HostCopies:
     def host_waits(self) -> bool:
         return False
 
+    def mark(self) -> None:
+        return None
+
+    def host_waits_for(self, mark: object) -> None:
+        """The device is where the host is."""
+
     def exposed_ms(self) -> float:
         return 0.0
 
@@ -151,6 +166,7 @@ class CudaCopies:
         self.before_copy: Callable[[torch.cuda.Stream], None] | None = None
         self.left_out: Wait | None = None
         self._pace = HostPace()
+        self._lead = HostLead()
         self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
@@ -236,6 +252,19 @@ class CudaCopies:
 
     def host_waits(self) -> bool:
         return self._pace.waits
+
+    def mark(self) -> torch.cuda.Event | None:
+        stream = self.compute_stream()
+        if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def host_waits_for(self, mark: object) -> None:
+        if mark is not None:
+            with outside_captures():
+                self._lead.wait_for(mark)  # type: ignore[arg-type]
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""

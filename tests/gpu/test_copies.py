@@ -147,3 +147,28 @@ def test_the_benchmark_sees_small_copies_wait() -> None:
     assert len(rows) == 4
     for down in (False, True):
         assert rows[down, "one stream"]["longest_wait_ms"] > 10 * rows[down, "two in turn"]["waits_ms"]
+
+
+def test_the_host_waits_for_a_point_of_the_compute_stream() -> None:
+    copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(60_000_000)
+    begun = copies.mark()
+    torch.cuda._sleep(60_000_000)
+    ended = torch.cuda.Event()
+    ended.record()
+    assert begun is not None and not begun.query(), "the test would see nothing"
+    copies.host_waits_for(begun)
+    assert begun.query() and not ended.query()
+
+
+def test_nothing_is_waited_for_in_a_capture() -> None:
+    copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
+    value, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        begun = copies.mark()
+        value += 1
+        copies.host_waits_for(begun)
+    assert begun is None
+    graph.replay()
+    assert value.sum().item() == 8.0

@@ -75,10 +75,10 @@ def test_waits_are_what_is_in_no_segment() -> None:
 def test_several_processes_of_one_machine_share_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fxoffload.planner.rates import SHARED_LINK, rates_for
+    from fxoffload.planner.rates import BESIDE_COLLECTIVES, rates_for
 
     alone = rates_for("h200", torch.device("cpu")).copy_ms(256 * MB, "d2h", False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shared = rates_for("h200", torch.device("cpu"))
-    assert shared.copy_ms(256 * MB, "d2h", False) == pytest.approx(alone / SHARED_LINK)
-    assert shared.bytes_per_ms("h2d") == pytest.approx(SHARED_LINK * RATES.bytes_per_ms("h2d"))
+    assert shared.copy_ms(256 * MB, "d2h", False) == pytest.approx(alone / BESIDE_COLLECTIVES)
+    assert shared.bytes_per_ms("h2d") == pytest.approx(BESIDE_COLLECTIVES * RATES.bytes_per_ms("h2d"))

@@ -25,6 +25,7 @@ import fxoffload
 from fxoffload.compiler import session, tape_plan
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.insert_transfers import STORAGE_KEY
+from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
@@ -534,6 +535,27 @@ def test_the_plan_goes_with_its_graphs() -> None:
     gc.collect()
     assert not new_plans()
     assert {g.index for g in fxoffload.graphs()} <= before
+
+
+@pytest.mark.parametrize(("ranks", "disable", "paces"), [(2, (), True), (2, ("pacing",), False), (1, (), False)])
+def test_calls_beside_collectives_are_paced(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, disable: tuple[str, ...], paces: bool
+) -> None:
+    """Tiny layers, for once taken to be worth it."""
+    monkeypatch.setattr(pacing, "_LEAST_MS", 0.0)
+    monkeypatch.setattr(pacing, "_BUSY", 0.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    waited: list[object] = []
+    streams = engine_for(CPU).streams
+    monkeypatch.setattr(streams, "mark", lambda: len(waited), raising=False)
+    monkeypatch.setattr(streams, "host_waits_for", waited.append, raising=False)
+    run = recorded(MODELS["stack"], activation_budget=1, disable=disable)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step()
+    assert not waited, "nothing is paced before there is a plan"
+    run.step()
+    assert waited == (list(range(len(run.model.layers))) if paces else [])  # type: ignore[arg-type]
 
 
 def test_without_options_the_least_peak_within_a_slowdown() -> None:

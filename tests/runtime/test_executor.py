@@ -23,6 +23,7 @@ from fxoffload.runtime.executor import (
     backward_callable,
     forward_callable,
 )
+from fxoffload.runtime.streams import HostCopies
 from fxoffload.runtime.transfer import Transfer, slot_of
 from fxoffload.runtime.windows import Choice
 from tests.capture import Tower, example_input, rehearsal_options
@@ -516,3 +517,40 @@ def test_what_the_backward_does_not_read_is_dropped() -> None:
         assert saved.shape == (0,)
         assert (saved.dtype, saved.device) == (value.dtype, value.device)
     assert fxoffload.stats().bytes_offloaded == 0
+
+
+# -- pacing ----------------------------------------------------------------------------------------------------------
+
+
+class Paced(HostCopies):
+    """Writes down when a point of the compute stream was marked and waited for."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def mark(self) -> str:  # type: ignore[override]
+        self.said.append("mark")
+        return "a point"
+
+    def host_waits_for(self, mark: object) -> None:
+        assert mark == "a point"
+        self.said.append("wait")
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_paced_forward_waits_at_its_end_for_its_beginning(monkeypatch: pytest.MonkeyPatch, paced: bool) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(engine_for(CPU), "streams", Paced(said))
+
+    def work(args: list[Any]) -> list[Any]:
+        said.append("segment")
+        return plus_one(args)
+
+    outer = Outer()
+    x = outer.input("x")
+    (a,) = outer.segment(work, x)
+    (b,) = outer.segment(work, a)
+    runs = forward_callable(program(outer.module(b)), lambda _: Choice((), paced=paced))
+    (found,) = runs([torch.ones(3)])
+    assert torch.equal(found, torch.full((3,), 3.0))
+    assert said == (["mark", "segment", "segment", "wait"] if paced else ["segment", "segment"])
