@@ -491,6 +491,16 @@ TABLES = (
                 BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="one GPU (5210940)",
             ),
+            Rows(
+                "2026-11-23-h200-fsdp-unpaced.json",
+                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="one GPU, `-unpaced` (77af3f3)",
+            ),
+            Rows(
+                "2026-11-23-h200-fsdp-paced.json",
+                BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="one GPU, `-paced` (8482b78)",
+            ),
         ),
         of="run",
     ),
