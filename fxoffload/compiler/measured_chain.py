@@ -36,18 +36,34 @@ def with_turn(step: TrainingStep) -> TrainingStep:
     return replace(step, forward=(*step.forward, SegmentStep(TURN)))
 
 
-def as_compiled(compiled: Chain, ran: Chain, varied: Sequence[bool], ms: Times) -> dict[Phase, dict[str, float]]:
+def as_compiled(
+    compiled: Chain, ran: Chain, varied: Sequence[bool], graphs: Sequence[object], ms: Times
+) -> dict[Phase, dict[str, float]]:
     """Times of a chain whose calls run their graphs as they were compiled, by what was measured of one in which some
-    run variants: the estimate of such a call is as wrong as that of what it ran. Between the calls nothing changes."""
+    run variants. Such a call takes what the median of those did that ran its graph as compiled; where none did, its
+    estimate is as wrong as that of what it ran. Between the calls nothing changes.
+
+    Args:
+        compiled: the chain that is asked for.
+        ran: the chain that was measured.
+        varied: per call, whether it ran a variant.
+        graphs: per call, which graph it is of.
+        ms: of ``ran``.
+    """
     found: dict[Phase, dict[str, float]] = {}
     for phase in PHASES:
         mine, others = (c.segments_of_calls(phase) for c in (compiled, ran))
-        times = found[phase] = dict(ms.get(phase, {}))
-        for own, other, varies in zip(mine, others, varied, strict=True):
+        measured = ms.get(phase, {})
+        times = found[phase] = dict(measured)
+        for call, (own, other) in enumerate(zip(mine, others, strict=True)):
+            if not varied[call]:
+                continue
+            alike = [mine[k] for k, g in enumerate(graphs) if g == graphs[call] and not varied[k]]
             estimated = sum(s.ms for s in other)
-            if varies and estimated > 0:
-                ratio = sum(times.get(s.name, s.ms) for s in other) / estimated
-                times.update({s.name: s.ms * ratio for s in own})
+            ratio = sum(measured.get(s.name, s.ms) for s in other) / estimated if estimated > 0 else 1.0
+            for at, segment in enumerate(own):
+                taken = [measured[a[at].name] for a in alike if a[at].name in measured]
+                times[segment.name] = statistics.median(taken) if taken else segment.ms * ratio
     return found
 
 

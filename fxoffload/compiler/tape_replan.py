@@ -154,7 +154,7 @@ class TapeCalibration(PlanAgain):
         ran, compiled = (o.chain.with_beside(BESIDE_NOTHING) for o in (self._planning.option, self._planning.compiled))
         sizes = shared(readings.temp_bytes(), self._alike())
         varied = [v is not None for v in self._planning.option.variants]
-        times = as_compiled(compiled, ran, varied, ms)
+        times = as_compiled(compiled, ran, varied, [id(p.graph) for p in self._planning.parts], ms)
         ran = ran.with_step(measured_step(with_turn(ran.step), ms, sizes))
         compiled = compiled.with_step(measured_step(with_turn(compiled.step), times))
         rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows

@@ -764,7 +764,7 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
         "forward": {"call 0/entry": 0.0, "call 0/f": 7.0, "call 1/entry": 0.5, "call 1/f": 3.0, TURN: 4.0},
         "backward": {"call 1/b0": 7.0, "call 1/b1": 8.0, "call 0/backward entry": 0.25, "call 0/b0": 9.0},
     }
-    found = as_compiled(compiled, ran, [False, True], ms)
+    found = as_compiled(compiled, ran, [False, True], ["one", "another"], ms)
     step = replan.measured_step(with_turn(compiled.step), found)
     assert [(s.name, s.ms) for s in step.forward] == [
         ("call 0/entry", 0.0),
@@ -778,6 +778,28 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
         ("call 0/backward entry", 0.25),
         ("call 0/b0", 9.0),
     ]
+
+
+def test_a_graph_that_some_calls_ran_as_compiled_takes_what_these_took() -> None:
+    """Four calls of one graph, of which the third and fourth computed again."""
+    from tests.planner.test_tape_recompute import layer, passed
+
+    plain, again = layer((8,), ms=1.0), layer((8,), ms=1.0, again_ms=3.0)
+    compiled, ran = concatenate([plain] * 4, passed(4)), concatenate([plain, plain, again, again], passed(4))
+    ms: Any = {
+        "forward": {"call 0/f": 7.0, "call 1/f": 8.0, "call 2/f": 30.0, "call 3/f": 40.0},
+        "backward": {"call 3/b0": 90.0, "call 2/b0": 80.0, "call 1/b0": 20.0, "call 0/b0": 10.0},
+    }
+    varied = [False, False, True, True]
+    found = as_compiled(compiled, ran, varied, ["a"] * 4, ms)
+    assert found == {
+        "forward": {"call 0/f": 7.0, "call 1/f": 8.0, "call 2/f": 7.5, "call 3/f": 7.5},
+        "backward": {"call 0/b0": 10.0, "call 1/b0": 20.0, "call 2/b0": 15.0, "call 3/b0": 15.0},
+    }
+    # The last call is of another graph, which nobody ran as it was compiled.
+    other = as_compiled(compiled, ran, varied, ["a", "a", "a", "b"], ms)
+    assert other["forward"]["call 3/f"] == 40.0 and other["forward"]["call 2/f"] == 7.5
+    assert other["backward"]["call 3/b0"] == pytest.approx(90.0 * 2.0 / 5.0)
 
 
 def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None:
