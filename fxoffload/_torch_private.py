@@ -46,6 +46,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def fsdp2_is_used() -> bool:
+    """Whether this process has a module that was given to ``fully_shard``. Nothing public knows all of them."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None or fsdp is None:
+        return False
+    return any(isinstance(ref(), fsdp.FSDPState) for ref in list(states._module_state_mapping.values()))
+
+
 def fsdp2_groups(module: Any) -> list[Any]:
     """The ``FSDPParamGroup`` s of one ``FSDPModule``: torch 2.11 knows at most one."""
     state = module._get_fsdp_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ class Stats:
         host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
         host_bytes_in_use: bytes of it that hold offloaded values now.
         host_wait_ms: time the host stood still because memory was not pinned yet.
+        host_paced_ms: time the host waited for the device, so that copies beside FSDP2's collectives are fast.
         num_host_growths: times an arena pinned another chunk.
         bytes_host_trimmed: host memory given back because only the steps before a plan over several graphs needed it.
         exposed_copy_ms: time the compute stream stood still for copies (waits for what is still running on the device).
@@ -47,6 +48,7 @@ class Stats:
     host_bytes_reserved: int = 0
     host_bytes_in_use: int = 0
     host_wait_ms: float = 0.0
+    host_paced_ms: float = 0.0
     num_host_growths: int = 0
     bytes_host_trimmed: int = 0
     exposed_copy_ms: float = 0.0
@@ -67,11 +69,11 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = defaultdict(int)
         self._by_reason: dict[str, Counter[str]] = {"calls_kept": Counter(), "bytes_skipped": Counter()}
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Add to an integer counter of ``Stats``."""
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a counter of ``Stats``."""
         with self._lock:
             self._counts[name] += amount
 

@@ -246,6 +246,7 @@ class TapePlanning:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes: as of ``Seen``.
+        forward_ms: of each call: an estimate, until steps were measured.
     """
 
     def __init__(
@@ -260,8 +261,11 @@ class TapePlanning:
         self.others_bytes = seen.others_bytes
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
-        if goal.paces:
-            self.rates = rates_with_pace(self.rates, [p.step.forward for p in parts])
+        # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
+        self.forward_ms = [sum(s.ms for s in p.step.forward) for p in parts]
+        self._paces = goal.paces and not self.sizes
+        if self._paces:
+            self.rates = rates_with_pace(self.rates, self.forward_ms)
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
         self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
@@ -460,9 +464,7 @@ class TapePlanning:
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
-        paced = [False] * len(self.parts)
-        if self.parts[0].goal.paces:
-            paced = paced_calls(self.chain, schedule, self.rates)
+        paced = paced_calls(self.forward_ms, schedule, self.rates) if self._paces else [False] * len(self.parts)
         each = enumerate(zip(self.numbers, paced, strict=True))
         return tuple(replace(self._choice(k, self.option, schedule, n), paced=pace) for k, (n, pace) in each)
 

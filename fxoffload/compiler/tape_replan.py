@@ -161,6 +161,7 @@ class TapeCalibration(PlanAgain):
         graphs = simulate(ran.step, offload, copies=rates, windows=windows)
         beside = beside_segments(ran, graphs, readings)
         self._found = MeasuredChain(ms, sizes, beside)
+        self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
         return ran.with_beside(beside).step, Prediction.of(keep)
 

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
+from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
@@ -105,9 +105,7 @@ def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
 
 def beside_collectives() -> bool:
     """Whether steps of this process may have streams for communication beside the compute stream."""
-    if processes_on_this_machine() > 1:
-        return True
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return processes_on_this_machine() > 1 or fsdp2_is_used()
 
 
 def _profile_for(profile: str | None, device: torch.device) -> MachineProfile:

@@ -486,7 +486,8 @@ def forward_callable(
             call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
         elif site is not None and site.measure is not None:
             call.recorder = site.recorder()
-        begun = engine.streams.mark() if choice.paced else None
+        if choice.paced:
+            engine.streams.pace()
         token = None
         if variant is None:
             results = program.run(args, call)
@@ -499,8 +500,6 @@ def forward_callable(
             engine.tape.push(call.group)
         if site is not None:
             site.forward_ends(call.group, results, token)
-        if begun is not None:
-            engine.streams.host_waits_for(begun)
         return results
 
     return boxed(forward)

@@ -1,20 +1,20 @@
-"""How far the host is ahead of the device: at the end of a forward call it may wait until the device has begun it.
+"""How far the host is ahead of the device: a forward call may wait until the device has begun the one before it.
 
 [Note: Streams that wait]
 FSDP2 gathers and reduces on streams of its own. As long as the host is ahead of the device these wait for the compute
 stream, and while two or more streams of a process wait, the GPU reads over the link without end: NVML counted 5 GB/s
-for each of them but the first, and nothing with one. Copies beside that reach 48 to 50 GB/s of 55, in both directions.
-It makes no difference what priority the streams have, whether the gathers and scatters move anything, or that the
-copies' own stream waits for nothing; nor does power, which was at its limit with and without (H200, torch 2.11,
-``benchmarks/results/2026-11-23-h200-waiting-streams-ablation.json``).
+for each of them but the first, and nothing with one. Copies to the host beside that reach 49 GB/s of 55 (fxoffload's
+reloads 50; H200, torch 2.11, ``benchmarks/results/2026-11-23-h200-waiting-streams-ablation.json``). It makes no
+difference what priority the streams have, whether the gathers and scatters move anything, or that the copies' own
+stream waits for nothing; nor does power, which was at its limit with and without.
 
-So calls whose copies need all of the link are *paced* (``Choice.paced``, ``fxoffload.planner.pacing``): copies to the
-host then carried 54.9 GB/s in place of 48.8. Nothing starts later for it. FSDP2 lets the gather for the next layer wait
-for the beginning of this one anyway, and the host has the time of a whole layer to launch the next one. A host that is
-slower than the device finds the event done, and waits for nothing.
+With the host at most one layer ahead, copies beside forwards carried 54.9 GB/s. So calls whose copies need all of the
+link are *paced* (``Choice.paced``, ``fxoffload.planner.pacing``): each begins when the device has begun the paced call
+before it. The gather for it is launched already then, as early as FSDP2 would let it run: that waits for the
+beginning of the call before the one before. The host has the time of a call to launch the next one, and the last
+forward is followed by no wait. A host that is slower than the device finds the event done, and waits for nothing.
 
-Backwards are not: their copies have twice the time, and a host that is held back there would be late with the
-reductions.
+Backwards are not paced: their copies have twice the time, for which 50 GB/s are enough.
 """
 
 from __future__ import annotations
@@ -23,44 +23,66 @@ import logging
 import time
 from typing import Protocol
 
+from fxoffload.stats import counters
+
 log = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 1e-4
 # Whatever the device waits for itself (a rank that is late, or that waits for something that this host has yet to
-# launch): the host goes on.
+# launch): the host goes on, and waits for nothing until the device has caught up.
 _LONGEST_S = 1.0
-_MOST_IN_VAIN = 3
+# A program in which that happens again and again is not paced any more. So many waits that end well make up for it.
+_MOST_STALLS = 5
+_FORGIVEN_AFTER = 500
 
 
-class _Event(Protocol):
-    def query(self) -> bool: ...
+class Event(Protocol):
+    """A point of the compute stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
 
 
 class HostLead:
-    """Of one device. Never raises for what the device does, and never waits for long."""
+    """Of one device; of one thread at a time."""
 
     def __init__(self) -> None:
-        self._in_vain = 0
+        self._late: Event | None = None
+        self._num_stalls = 0
+        self._num_good = 0
 
-    def wait_for(self, begun: _Event) -> None:
-        """Return when the device has passed ``begun``. Where it takes longer than a second the host goes on; after
-        three times in a row it does not wait any more."""
-        if self._in_vain >= _MOST_IN_VAIN:
+    def wait_for(self, begun: Event) -> None:
+        """Return when the device has passed ``begun``, or after a second."""
+        if self._num_stalls >= _MOST_STALLS or not self._caught_up():
             return
-        latest = time.monotonic() + _LONGEST_S
+        began = time.monotonic()
         while not begun.query():
-            if time.monotonic() > latest:
-                self._gave_up()
-                return
+            if time.monotonic() - began > _LONGEST_S:
+                self._late = begun
+                break
             time.sleep(_LOOKS_EVERY_S)
-        self._in_vain = 0
+        counters.add("host_paced_ms", 1e3 * (time.monotonic() - began))
+        if self._late is not None:
+            self._stalled()
+        else:
+            self._num_good += 1
+            if self._num_good >= _FORGIVEN_AFTER:
+                self._num_stalls = self._num_good = 0
 
-    def _gave_up(self) -> None:
-        self._in_vain += 1
-        if self._in_vain == _MOST_IN_VAIN:
+    def _caught_up(self) -> bool:
+        if self._late is not None and not self._late.query():
+            return False
+        self._late = None
+        return True
+
+    def _stalled(self) -> None:
+        self._num_good = 0
+        self._num_stalls += 1
+        if self._num_stalls == _MOST_STALLS:
             log.warning(
-                "the device took longer than %.0f s to begin a forward call, %d times in a row: the host does not wait "
-                "for it any more; copies beside collectives may be slower",
+                "the device took longer than %.0f s to begin a forward call, %d times: the host does not wait for it "
+                "any more; copies beside FSDP2's collectives may be slower",
                 _LONGEST_S,
-                _MOST_IN_VAIN,
+                _MOST_STALLS,
             )

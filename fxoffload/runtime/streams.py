@@ -79,12 +79,9 @@ class CopyStreams(Protocol):
         """Whether the host reads from the device between offloads, and so waits for whatever is copied before that."""
         ...
 
-    def mark(self) -> object:
-        """A point of the compute stream, for ``host_waits_for``; None: there is nothing to wait for."""
-        ...
-
-    def host_waits_for(self, mark: object) -> None:
-        """Return when the device has passed ``mark``, or after a while ([Note: Streams that wait])."""
+    def pace(self) -> None:
+        """A paced forward call begins on the compute stream: wait, though not for ever, until the device has begun the
+        one before it ([Note: Streams that wait])."""
         ...
 
     def exposed_ms(self) -> float: ...
@@ -128,10 +125,7 @@ class HostCopies:
     def host_waits(self) -> bool:
         return False
 
-    def mark(self) -> None:
-        return None
-
-    def host_waits_for(self, mark: object) -> None:
+    def pace(self) -> None:
         """The device is where the host is."""
 
     def exposed_ms(self) -> float:
@@ -167,6 +161,7 @@ class CudaCopies:
         self.left_out: Wait | None = None
         self._pace = HostPace()
         self._lead = HostLead()
+        self._begun: torch.cuda.Event | None = None  # where the latest paced call begins
         self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
@@ -253,18 +248,15 @@ class CudaCopies:
     def host_waits(self) -> bool:
         return self._pace.waits
 
-    def mark(self) -> torch.cuda.Event | None:
-        stream = self.compute_stream()
+    def pace(self) -> None:
+        before, self._begun = self._begun, None
         if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def host_waits_for(self, mark: object) -> None:
-        if mark is not None:
+            return  # an event of a capture cannot be asked, and only that of this device is known of
+        self._begun = torch.cuda.Event()
+        self._begun.record(self.compute_stream())
+        if before is not None:
             with outside_captures():
-                self._lead.wait_for(mark)  # type: ignore[arg-type]
+                self._lead.wait_for(before)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""

@@ -31,8 +31,8 @@ class Choice:
         variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: what was compiled first.
         watches: whether the forward may return while inputs that can be watched are still being copied
             ([Note: Watched inputs] in ``fxoffload.runtime.engine``). It waits for all others.
-        paced: whether the forward returns only when the device has begun it ([Note: Streams that wait] in
-            ``fxoffload.runtime.host_lead``).
+        paced: whether the forward waits until the device has begun the paced one before it ([Note: Streams that wait]
+            in ``fxoffload.runtime.host_lead``).
     """
 
     offload: Sequence[bool]

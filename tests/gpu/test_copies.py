@@ -149,26 +149,28 @@ def test_the_benchmark_sees_small_copies_wait() -> None:
         assert rows[down, "one stream"]["longest_wait_ms"] > 10 * rows[down, "two in turn"]["waits_ms"]
 
 
-def test_the_host_waits_for_a_point_of_the_compute_stream() -> None:
+def test_a_paced_call_waits_until_the_device_has_begun_the_one_before() -> None:
     copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.synchronize()
-    torch.cuda._sleep(60_000_000)
-    begun = copies.mark()
-    torch.cuda._sleep(60_000_000)
-    ended = torch.cuda.Event()
-    ended.record()
-    assert begun is not None and not begun.query(), "the test would see nothing"
-    copies.host_waits_for(begun)
-    assert begun.query() and not ended.query()
+    ended = []
+    for _ in range(4):
+        copies.pace()
+        assert not ended or not ended[-1].query(), "the device does not run dry"
+        assert len(ended) < 2 or ended[-2].query()
+        torch.cuda._sleep(60_000_000)
+        ended.append(torch.cuda.Event())
+        ended[-1].record()
+    torch.cuda.synchronize()
 
 
 def test_nothing_is_waited_for_in_a_capture() -> None:
     copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     value, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    copies.pace()
     with torch.cuda.graph(graph):
-        begun = copies.mark()
-        value += 1
-        copies.host_waits_for(begun)
-    assert begun is None
+        for _ in range(3):
+            copies.pace()
+            value += 1
+    copies.pace()
     graph.replay()
-    assert value.sum().item() == 8.0
+    assert value.sum().item() == 24.0

@@ -70,15 +70,3 @@ def test_a_host_that_is_late_now_and_then_is_no_slow_link() -> None:
 def test_waits_are_what_is_in_no_segment() -> None:
     forward, backward = Sample(10.0, {"a": 3.0, "b": 5.0}), Sample(7.0, {"c": 8.0})
     assert waits_of(Readings({"forward": [forward], "backward": [backward]})) == {"forward": 2.0, "backward": 0.0}
-
-
-def test_several_processes_of_one_machine_share_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from fxoffload.planner.rates import BESIDE_COLLECTIVES, rates_for
-
-    alone = rates_for("h200", torch.device("cpu")).copy_ms(256 * MB, "d2h", False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    shared = rates_for("h200", torch.device("cpu"))
-    assert shared.copy_ms(256 * MB, "d2h", False) == pytest.approx(alone / BESIDE_COLLECTIVES)
-    assert shared.bytes_per_ms("h2d") == pytest.approx(BESIDE_COLLECTIVES * RATES.bytes_per_ms("h2d"))

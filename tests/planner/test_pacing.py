@@ -2,88 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.machine.shelf import load_profile
-from fxoffload.planner.chain import Chain, concatenate
+from fxoffload.planner import pacing, rates
+from fxoffload.planner.chain import concatenate
 from fxoffload.planner.pacing import PACED, paced_calls, rates_with_pace
-from fxoffload.planner.rates import BESIDE_COLLECTIVES, ProfileRates, beside_collectives
+from fxoffload.planner.rates import BESIDE_COLLECTIVES, ProfileRates, beside_collectives, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.steps import TrainingStep
-from tests.planner.test_tape_recompute import MB, layer, passed
+from tests.planner.test_tape_recompute import layer, passed
 
 COUNT = 6
-RATES = ProfileRates(load_profile("h200")).reaching(BESIDE_COLLECTIVES, BESIDE_COLLECTIVES)
+ALONE = ProfileRates(load_profile("h200"))
+RATES = ALONE.reaching(BESIDE_COLLECTIVES, BESIDE_COLLECTIVES)
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)
 
 
-def lasting(ms: float, nbytes: int = 64 * MB) -> TrainingStep:
-    """A layer whose forward takes so long, and which saves so much."""
-    return layer((nbytes // MB,), ms=ms)
-
-
-def forwards(*calls: TrainingStep) -> list:  # type: ignore[type-arg]
-    return [c.forward for c in calls]
-
-
-def planned(*calls: TrainingStep) -> tuple[Chain, Schedule]:
-    chain = concatenate(calls, passed(len(calls)))
-    return chain, Scheduler(chain.step, RATES, host_bytes=None).smallest()
+def planned(ms: float, mb: int) -> Schedule:
+    """Layers that take so long and save so much, with the least memory."""
+    chain = concatenate([layer((mb,), ms=ms)] * COUNT, passed(COUNT))
+    schedule = Scheduler(chain.step, RATES, host_bytes=None).smallest()
+    assert schedule.simulation.bytes_offloaded > 0
+    return schedule
 
 
 def test_copies_of_forwards_that_can_be_paced_are_faster_and_only_to_the_host() -> None:
-    found = rates_with_pace(RATES, forwards(*[lasting(14.0)] * COUNT))
-    assert found.link == (pytest.approx(PACED), BESIDE_COLLECTIVES)
-    assert rates_with_pace(RATES, forwards(*[lasting(1.0)] * COUNT)).link == RATES.link
+    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED, BESIDE_COLLECTIVES)
+    assert rates_with_pace(RATES, [1.0] * COUNT).link == RATES.link
+    assert rates_with_pace(RATES, [0.0] * COUNT).link == RATES.link
+
+
+def test_copies_are_never_faster_than_alone() -> None:
+    """A graph that was compiled before the model was sharded, and a link that is known."""
+    assert rates_with_pace(ALONE, [14.0] * COUNT).link == (1.0, 1.0)
+    assert rates_with_pace(ALONE.reaching(0.98, 0.8), [14.0] * COUNT).link == (0.98, 0.8)
 
 
 def test_a_short_call_now_and_then_is_no_matter() -> None:
-    long, short = [lasting(14.0)] * COUNT, lasting(1.0)
-    assert rates_with_pace(RATES, forwards(*long, short)).link[0] == pytest.approx(PACED)
-    assert rates_with_pace(RATES, forwards(*long, *[lasting(4.0)] * COUNT)).link == RATES.link
+    assert rates_with_pace(RATES, [*[14.0] * COUNT, 1.0]).link[0] == PACED
+    assert rates_with_pace(RATES, [*[14.0] * COUNT, *[4.0] * COUNT]).link == RATES.link
 
 
 def test_calls_are_paced_where_copies_need_the_link_and_the_host_has_time() -> None:
-    heavy, light, short = lasting(14.0, 600 * MB), lasting(14.0, 8 * MB), lasting(1.0, 600 * MB)
-    chain, schedule = planned(*[heavy] * COUNT)
-    assert schedule.simulation.bytes_offloaded > 0
-    assert paced_calls(chain, schedule, RATES) == (True,) * COUNT
-    chain, schedule = planned(*[light] * COUNT)
-    assert schedule.simulation.bytes_offloaded > 0
-    assert paced_calls(chain, schedule, RATES) == (False,) * COUNT
-    assert paced_calls(*planned(heavy, short, heavy, heavy), RATES) == (True, False, True, True)
+    heavy = planned(14.0, 600)
+    assert paced_calls([14.0] * COUNT, heavy, RATES) == (True,) * COUNT
+    assert paced_calls([14.0, 1.0, 14.0, 4.9], heavy, RATES) == (True, False, True, False)
+    assert paced_calls([14.0] * COUNT, planned(14.0, 8), RATES) == (False,) * COUNT
 
 
-def test_nobody_is_paced_who_moves_nothing() -> None:
-    chain = concatenate([lasting(14.0, 600 * MB)] * COUNT, passed(COUNT))
-    kept = Scheduler(chain.step, RATES, host_bytes=None).keep_all()
-    _, schedule = planned(*[lasting(14.0, 600 * MB)] * COUNT)
-    assert paced_calls(chain, replace(schedule, simulation=kept), RATES) == (False,) * COUNT
+def test_what_was_measured_decides() -> None:
+    heavy = planned(14.0, 600)
+    assert paced_calls([50.0] * COUNT, heavy, RATES) == (False,) * COUNT, "the link has time enough"
+    assert paced_calls([3.0] * COUNT, heavy, RATES) == (False,) * COUNT, "the host has none"
 
 
-def test_nobody_is_paced_without_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    calls = [lasting(14.0, 600 * MB)] * COUNT
-    assert not beside_collectives()
-    assert rates_with_pace(RATES, forwards(*calls)).link == RATES.link
-    assert paced_calls(*planned(*calls), RATES) == (False,) * COUNT
+def test_nobody_is_paced_without_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: False)
+    assert rates_with_pace(RATES, [14.0] * COUNT).link == RATES.link
+    assert paced_calls([14.0] * COUNT, planned(14.0, 600), RATES) == (False,) * COUNT
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1, False), (2, True)])
-def test_a_rank_that_is_alone_on_its_machine_has_collectives(
-    monkeypatch: pytest.MonkeyPatch, size: int, expected: bool
+@pytest.mark.parametrize(("ranks", "uses", "beside"), [(1, False, False), (2, False, True), (1, True, True)])
+def test_steps_with_collectives_are_planned_with_less_of_the_link(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, uses: bool, beside: bool
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    store = dist.HashStore()
-    dist.init_process_group("fake", rank=0, world_size=size, store=store)
-    try:
-        assert beside_collectives() is expected
-    finally:
-        dist.destroy_process_group()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(rates, "fsdp2_is_used", lambda: uses)
+    assert beside_collectives() is beside
+    found = rates_for("h200", torch.device("cpu"))
+    assert found.link == ((BESIDE_COLLECTIVES,) * 2 if beside else (1.0, 1.0))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp2_is_seen_for_as_long_as_there_is_a_module() -> None:
+    gc.collect()
+    before = fsdp2_is_used()  # by models that other tests have left
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    assert fsdp2_is_used()
+    del model
+    gc.collect()
+    assert fsdp2_is_used() is before

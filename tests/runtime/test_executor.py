@@ -523,22 +523,17 @@ def test_what_the_backward_does_not_read_is_dropped() -> None:
 
 
 class Paced(HostCopies):
-    """Writes down when a point of the compute stream was marked and waited for."""
+    """Writes down when a paced call begins."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def mark(self) -> str:  # type: ignore[override]
-        self.said.append("mark")
-        return "a point"
-
-    def host_waits_for(self, mark: object) -> None:
-        assert mark == "a point"
-        self.said.append("wait")
+    def pace(self) -> None:
+        self.said.append("pace")
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_paced_forward_waits_at_its_end_for_its_beginning(monkeypatch: pytest.MonkeyPatch, paced: bool) -> None:
+def test_a_paced_forward_waits_before_it_launches_anything(monkeypatch: pytest.MonkeyPatch, paced: bool) -> None:
     said: list[str] = []
     monkeypatch.setattr(engine_for(CPU), "streams", Paced(said))
 
@@ -553,4 +548,4 @@ def test_a_paced_forward_waits_at_its_end_for_its_beginning(monkeypatch: pytest.
     runs = forward_callable(program(outer.module(b)), lambda _: Choice((), paced=paced))
     (found,) = runs([torch.ones(3)])
     assert torch.equal(found, torch.full((3,), 3.0))
-    assert said == (["mark", "segment", "segment", "wait"] if paced else ["segment", "segment"])
+    assert said == (["pace"] if paced else []) + ["segment", "segment"]

@@ -6,12 +6,13 @@ import logging
 
 import pytest
 
+import fxoffload
 from fxoffload.runtime import host_lead
 from fxoffload.runtime.host_lead import HostLead
 
 
-class Event:
-    """Done at the n-th look; None: never."""
+class Point:
+    """Done at the n-th look; None: when it is said so."""
 
     def __init__(self, looks: int | None) -> None:
         self.left = looks
@@ -22,39 +23,59 @@ class Event:
         return self.left is not None and self.asked >= self.left
 
 
+def good(lead: HostLead, count: int) -> int:
+    """How many of so many points were waited for."""
+    points = [Point(2) for _ in range(count)]
+    for point in points:
+        lead.wait_for(point)
+    return sum(p.asked == 2 for p in points)
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_lead, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(host_lead, "_LONGEST_S", 0.02)
 
 
-def test_it_returns_when_the_device_has_passed_the_event() -> None:
+def test_it_returns_when_the_device_has_passed_the_point() -> None:
     lead = HostLead()
-    at_once, later = Event(1), Event(5)
+    at_once, later = Point(1), Point(5)
+    fxoffload.reset_stats()
     lead.wait_for(at_once)
+    assert fxoffload.stats().host_paced_ms < 0.1
     lead.wait_for(later)
     assert (at_once.asked, later.asked) == (1, 5)
+    assert fxoffload.stats().host_paced_ms > 0.4
 
 
-def test_a_device_that_never_gets_there_is_not_waited_for_any_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_behind_a_device_that_stands_still_do_not_wait_until_it_goes_on() -> None:
+    """However many there are: it is one stall."""
+    lead, late = HostLead(), Point(None)
+    lead.wait_for(late)
+    assert late.asked > 1
+    assert good(lead, 100) == 0
+    late.left = 0
+    assert good(lead, 3) == 3
+
+
+def test_a_program_that_stalls_again_and_again_is_not_held_back_any_more(caplog: pytest.LogCaptureFixture) -> None:
     lead = HostLead()
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            never = Event(None)
-            lead.wait_for(never)
-            assert never.asked > 1
-        assert len(caplog.records) == 1
-        never = Event(None)
-        lead.wait_for(never)
-        assert never.asked == 0
+        for stall in range(5):
+            assert good(lead, 1) == 1 and not caplog.records
+            late = Point(None)
+            lead.wait_for(late)
+            assert late.asked > 1, stall
+            late.left = 0
+        assert good(lead, 10) == 0
     assert len(caplog.records) == 1
 
 
-def test_a_step_that_was_late_once_in_a_while_changes_nothing() -> None:
+def test_many_good_steps_make_up_for_a_stall() -> None:
     lead = HostLead()
-    for _ in range(3):
-        lead.wait_for(Event(None))
-        lead.wait_for(Event(None))
-        lead.wait_for(Event(2))
-    last = Event(2)
-    lead.wait_for(last)
-    assert last.asked == 2
+    for _ in range(10):
+        late = Point(None)
+        lead.wait_for(late)
+        late.left = 0
+        for _ in range(500):
+            lead.wait_for(Point(1))
+    assert good(lead, 1) == 1
