@@ -100,6 +100,22 @@ SUITE = (
         gpus=4,
         seconds=350,
     ),
+    # What one GPU can show of the two before: rank 0 alone, and ranks that share it.
+    Run(
+        "fsdp-alone",
+        "fsdp",
+        f"{SHARDED} calibration_steps=18 process_group=fake",
+        "inductor,checkpoint,auto@activation_budget=1.1*checkpoint,auto@activation_budget=1.1*checkpoint@disable=pacing,auto",
+        seconds=300,
+    ),
+    Run(
+        "fsdp-tensor-parallel-shared",
+        "fsdp",
+        "layers=6 seq=8192 host_budget=16GiB steps=5 warmup=1 calibration_steps=10 ranks=4 tensor_parallel=2 "
+        "process_group=gloo",
+        "inductor,checkpoint,auto,eager",
+        seconds=350,
+    ),
     Run("budget-sweep", "budget-sweep", seconds=650),
     Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),
