@@ -1,0 +1,91 @@
+"""A step under FSDP2 whose forwards are paced: the host waits for the device, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import fxoffload
+from fxoffload.planner import pacing
+from tests.gpu.gpu_support import Block, deterministic, differing
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, TOKENS, DEPTH = 2048, 8192, 6
+OPTIONS = {"min_bytes": 1 << 16, "profile": "h200", "max_slowdown": 0.3, "disable": ("tape_recompute",)}
+DEVICE = "cuda"
+STEPS = 12  # two are recorded; until the plan is settled some are measured
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH, 16) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """One rank: gathers and reductions have streams of their own all the same."""
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def build() -> Layers:
+    torch.manual_seed(0)
+    model = Layers().to(DEVICE, torch.bfloat16)
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", options=OPTIONS)
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Loss and gradients."""
+    model.zero_grad(set_to_none=True)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.to_local().clone() for p in model.parameters())]  # type: ignore[union-attr]
+
+
+def settle(model: nn.Module, x: Tensor) -> None:
+    for _ in range(STEPS):
+        step(model, x)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        for thread in threading.enumerate():
+            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+                thread.join()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_paced_step_moves_and_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_LEAST_MS", 0.5)  # a layer takes one or two
+    monkeypatch.setattr(pacing, "_BUSY", 0.1)
+    torch.compiler.reset()
+    with deterministic():
+        model = build()
+        x = torch.randn(1, TOKENS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        settle(model, x)
+        fxoffload.reset_stats()
+        found = step(model, x)
+        stats = fxoffload.stats()
+        assert stats.bytes_offloaded > 0
+        assert stats.host_paced_ms > 0, "the host ran ahead"
+        fxoffload.reset_stats()
+        with fxoffload.override_policy("keep_all"):
+            kept = step(model, x)
+        assert fxoffload.stats().bytes_offloaded == 0
+    assert len(found) > DEPTH and differing(found, kept) == 0
