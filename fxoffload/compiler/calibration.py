@@ -31,6 +31,9 @@ class PlanAgain(ABC):
         box: where the plan is shown.
         goal: of the plan.
         limit_bytes: what of the goal's budget the schedule may take; None: all of it, or there is no budget.
+
+    Attributes:
+        exceeded: whether the schedule that ran takes more than that, by what was measured.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class PlanAgain(ABC):
         self._box = box
         self._goal = goal
         self._limit = goal.budget_bytes if limit_bytes is None else limit_bytes
+        self.exceeded = False
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
@@ -75,8 +79,8 @@ class PlanAgain(ABC):
         offload, windows = self._schedule.offload, self._schedule.windows
         now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
         # No more than is pinned already, or a later step would wait for pinning; but the budget comes first.
-        exceeds = limit is not None and now.simulation.peak_bytes > limit
-        host_bytes = self._scheduler.host_bytes if exceeds else now.simulation.bytes_offloaded
+        self.exceeded = limit is not None and now.simulation.peak_bytes > limit
+        host_bytes = self._scheduler.host_bytes if self.exceeded else now.simulation.bytes_offloaded
         scheduler = self._scheduler.with_step(step, host_bytes, rates)
         found = self._aim(scheduler, baseline)
         if found is not None and self._is_better(found, now, baseline):

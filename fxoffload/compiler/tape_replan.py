@@ -108,8 +108,8 @@ class Before:
 
 class TapeCalibration(PlanAgain):
     """Plans one chain again with what was measured of it: what moves, and, where copies were slower than was thought
-    and variants are compiled, also what each call computes again. Then steps are something else, and are measured and
-    planned once more: what moves; or they do again what they did before, if that took less.
+    or the budget is exceeded, and variants are compiled, also what each call computes again. Then steps are something
+    else, and are measured and planned once more: what moves; or they do again what they did before, if that took less.
 
     Args:
         planning: of the chain, which has settled what each call runs.
@@ -211,11 +211,12 @@ class TapeCalibration(PlanAgain):
         return schedule
 
     def _chosen_again(self, now: Schedule) -> Again | None:
-        """Other variants, where copies were slower than was thought and so a budget takes longer than it need."""
+        """Other variants, where copies were slower than was thought, or working sets larger, and so a budget takes
+        longer than it need, or is exceeded."""
         found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
         if limit is None or found is None or rates is None or not any(planning.numbers):
             return None
-        if rates.link == self._scheduler.rates.link:
+        if rates.link == self._scheduler.rates.link and not self.exceeded:
             return None
         exceeds = now.simulation.peak_bytes > limit
         pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)

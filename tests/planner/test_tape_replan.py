@@ -232,15 +232,15 @@ def test_equal_measurements_change_nothing() -> None:
         assert moved_by(run) == 0
 
 
-def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30) -> Any:
-    """Makes ``TapePlanning.run`` move everything; ``pick``: what a call runs, of None and two variants."""
+def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, moves: bool = True) -> Any:
+    """Makes ``TapePlanning.run`` move everything, or nothing; ``pick``: what a call runs, of None and two variants."""
 
     def decide(planning: Any) -> Schedule:
         ways = planning.ways
         drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
         planning.option = ways.with_variants(tuple(pick(k, drafts[kind]) for k, kind in enumerate(ways._kinds)))
         step = planning.chain.step
-        offload = tuple(bool(c.moved_bytes) for c in step.candidates)
+        offload = tuple(moves and bool(c.moved_bytes) for c in step.candidates)
         windows = windows_for(step, offload, budget) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
@@ -389,6 +389,41 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
         assert plan.calibrated is not None
         assert moved_by(run) == plan.calibrated.bytes_offloaded
     assert plan.summary == before.summary
+
+
+@pytest.mark.parametrize("exceeded", [False, True])
+def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
+    """Nothing can move. Two calls run a variant, which fits by what is thought of the backwards' working sets."""
+    plain = kept()
+    extra, room = 24 << 10, 4 << 10
+
+    def larger(_: Any, alike: Any) -> Any:
+        return {"backward": dict.fromkeys(alike["backward"], extra)}
+
+    def run_with(budget: int) -> Run:
+        return recorded(MODELS["stack"], activation_budget=budget, host_budget="1KiB", steps=3)
+
+    with measured(1e-3), first_plan(two_of_them, moves=False):
+        run_with(1 << 30)
+        fits = the_plan().predicted_peak_bytes
+    torch.compiler.reset()
+    budget = fits + room + (0 if exceeded else extra)
+    before = {p.graph for p in fxoffload.plans()}
+    with (
+        measured(1e-3) as time,
+        first_plan(two_of_them, moves=False),
+        mock.patch.object(tape_replan, "shared", larger),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        run = run_with(budget)
+        run.step()
+        ran = follow_until_settled(run, plain, time)
+        (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
+    assert ran[0] == (1, 1, 0, 0, 0) and (ran[-1] != ran[0]) is exceeded
+    assert sum(map(bool, ran[-1])) >= 2 and len(set(ran)) == 1 + exceeded
+    assert plan.calibrated is not None and plan.calibrated.peak_bytes <= budget
+    assert not [w for w in caught if "by what was measured" in str(w.message)]
 
 
 def test_links_as_fast_as_was_thought_change_no_variant() -> None:
