@@ -52,7 +52,8 @@ def fsdp2_is_used() -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if states is None or fsdp is None:
         return False
-    return any(isinstance(ref(), fsdp.FSDPState) for ref in list(states._module_state_mapping.values()))
+    # Not the mapping's own values(), which other threads may disturb.
+    return any(isinstance(ref(), fsdp.FSDPState) for ref in list(states._module_state_mapping.data.values()))
 
 
 def fsdp2_groups(module: Any) -> list[Any]:

@@ -247,6 +247,7 @@ class TapePlanning:
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes: as of ``Seen``.
         forward_ms: of each call: an estimate, until steps were measured.
+        paced: per call, whether its forward is, by the latest ``choices``.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class TapePlanning:
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
         self.forward_ms = [sum(s.ms for s in p.step.forward) for p in parts]
+        self.paced = [False] * len(parts)
         self._paces = goal.paces and not self.sizes
         if self._paces:
             self.rates = rates_with_pace(self.rates, self.forward_ms)
@@ -464,8 +466,9 @@ class TapePlanning:
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
-        paced = paced_calls(self.forward_ms, schedule, self.rates) if self._paces else [False] * len(self.parts)
-        each = enumerate(zip(self.numbers, paced, strict=True))
+        if self._paces:
+            self.paced = paced_calls(self.forward_ms, schedule, self.rates)
+        each = enumerate(zip(self.numbers, self.paced, strict=True))
         return tuple(replace(self._choice(k, self.option, schedule, n), paced=pace) for k, (n, pace) in each)
 
     def _choice(self, call: int, option: TapeOption, schedule: Schedule, number: int) -> Choice:

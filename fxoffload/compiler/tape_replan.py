@@ -97,13 +97,21 @@ class TapeReplan(Replan[ChainClock]):
 
 @dataclass(frozen=True)
 class Before:
-    """What a chain ran before other variants were chosen: what its calls ran, what moved, what the plan said of it, and
-    what a step of it took when it was measured."""
+    """What a chain ran before other variants were chosen.
+
+    Attributes:
+        variants: that its calls ran.
+        schedule: what moves.
+        summary: what the plan said of it.
+        took_ms: what a step took when it was measured; where that exceeded the budget, what it takes to meet it.
+        forward_ms: of each call.
+    """
 
     variants: Variants
     schedule: Schedule
     summary: str
     took_ms: float
+    forward_ms: list[float]
 
 
 class TapeCalibration(PlanAgain):
@@ -189,13 +197,17 @@ class TapeCalibration(PlanAgain):
         before = self._before
         if before is not None and self._is_worse(now, before):
             log.info("what was chosen once more took %.1f ms, what ran before %.1f", self._took_ms, before.took_ms)
+            self._planning.forward_ms = before.forward_ms
             return self._run(before.variants, before.schedule, before.summary)
         again = self._chosen_again(now) if before is None else None
         if again is None:
+            self._pace(now)
             return now
         log.info("what is computed again was chosen once more: %.1f -> %.1f ms", now.simulation.step_ms, again.ms)
         planning = self._planning
-        before = Before(planning.option.variants, now, planning.summary, self._took_ms)
+        # What exceeded the budget was faster for it; what meets it was not measured where it is something else.
+        took_ms = max(self._took_ms, now.simulation.step_ms) if self.exceeded else self._took_ms
+        before = Before(planning.option.variants, now, planning.summary, took_ms, planning.forward_ms)
         summary = planning.summary_of(again.variants, again.schedule, baseline)
         self._run(again.variants, again.schedule, summary)
         self._once_more = TapeCalibration(
@@ -203,6 +215,12 @@ class TapeCalibration(PlanAgain):
         )
         self._once_more.follower = self.follower
         return again.schedule
+
+    def _pace(self, now: Schedule) -> None:
+        """Measured times may say that other calls are to be paced."""
+        paced = self._planning.paced
+        if [c.paced for c in self._planning.choices(now)] != paced:
+            self.follow(now)
 
     def _run(self, variants: Variants, schedule: Schedule, summary: str) -> Schedule:
         self._planning.run_instead(variants, summary)
@@ -232,9 +250,10 @@ class TapeCalibration(PlanAgain):
 
     def _is_worse(self, now: Schedule, before: Before) -> bool:
         """Whether what was chosen is no better than what ran before, by what both took."""
-        limit = self._limit
-        exceeds = limit is not None and now.simulation.peak_bytes > limit >= before.schedule.simulation.peak_bytes
-        return exceeds or self._took_ms > before.took_ms
+        limit, peak, other = self._limit, now.simulation.peak_bytes, before.schedule.simulation.peak_bytes
+        if limit is not None and (peak > limit) != (other > limit):
+            return peak > limit
+        return self._took_ms > before.took_ms
 
     @property
     def once_more(self) -> TapeCalibration | None:

@@ -36,11 +36,11 @@ def rates_with_pace(rates: ProfileRates, forward_ms: Sequence[float]) -> Profile
     return replace(rates, link=(max(down, PACED), up))
 
 
-def paced_calls(forward_ms: Sequence[float], schedule: Schedule, copies: CopyRates) -> tuple[bool, ...]:
+def paced_calls(forward_ms: Sequence[float], schedule: Schedule, copies: CopyRates) -> list[bool]:
     """Per call, whether its forward is paced under this schedule."""
     copies_ms = copies.copy_ms(schedule.simulation.bytes_offloaded, "d2h", False)
     needs_link = fsdp2_is_used() and copies_ms > _BUSY * sum(forward_ms)
-    return tuple(needs_link and _is_long(ms) for ms in forward_ms)
+    return [needs_link and _is_long(ms) for ms in forward_ms]
 
 
 def _is_long(ms: float) -> bool:

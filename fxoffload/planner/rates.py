@@ -17,7 +17,7 @@ from fxoffload.runtime.host_limits import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"
-# What is left of a link beside collectives, whose streams wait for the device: 0.89 to 0.93 of what copies reach alone,
+# What is left of a link beside collectives, whose streams wait for the device: 0.89 to 0.94 of what copies reach alone,
 # with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.host_lead``). Measured steps then tell.
 BESIDE_COLLECTIVES = 0.9
 # What was not measured is taken as this many times slower than a dtype that was.

@@ -31,6 +31,8 @@ _LOOKS_EVERY_S = 1e-4
 # Whatever the device waits for itself (a rank that is late, or that waits for something that this host has yet to
 # launch): the host goes on, and waits for nothing until the device has caught up.
 _LONGEST_S = 1.0
+# Where the rest of the step before stands in the queue: its backward, and the optimizer.
+_LONGEST_BEHIND_STEP_S = 10.0
 # A program in which that happens again and again is not paced any more. So many waits that end well make up for it.
 _MOST_STALLS = 5
 _FORGIVEN_AFTER = 500
@@ -52,13 +54,15 @@ class HostLead:
         self._num_stalls = 0
         self._num_good = 0
 
-    def wait_for(self, begun: Event) -> None:
-        """Return when the device has passed ``begun``, or after a second."""
+    def wait_for(self, begun: Event, *, behind_step: bool = False) -> None:
+        """Return when the device has passed ``begun``, or after a while. ``behind_step``: it may have a backward to
+        pass before."""
         if self._num_stalls >= _MOST_STALLS or not self._caught_up():
             return
+        longest_s = _LONGEST_BEHIND_STEP_S if behind_step else _LONGEST_S
         began = time.monotonic()
         while not begun.query():
-            if time.monotonic() - began > _LONGEST_S:
+            if time.monotonic() - began > longest_s:
                 self._late = begun
                 break
             time.sleep(_LOOKS_EVERY_S)
@@ -81,8 +85,7 @@ class HostLead:
         self._num_stalls += 1
         if self._num_stalls == _MOST_STALLS:
             log.warning(
-                "the device took longer than %.0f s to begin a forward call, %d times: the host does not wait for it "
-                "any more; copies beside FSDP2's collectives may be slower",
-                _LONGEST_S,
+                "the device stood still behind a forward call, %d times: the host does not wait for it any more; "
+                "copies beside FSDP2's collectives may be slower",
                 _MOST_STALLS,
             )

@@ -162,6 +162,7 @@ class CudaCopies:
         self._pace = HostPace()
         self._lead = HostLead()
         self._begun: torch.cuda.Event | None = None  # where the latest paced call begins
+        self._num_paced = 0  # calls since the latest backward
         self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
@@ -202,6 +203,7 @@ class CudaCopies:
 
     def reload_waits_for_compute(self) -> None:
         self._launched = None  # what a forward finds done behind a backward says nothing of forwards
+        self._num_paced = 0
         if self.left_out is not Wait.TARGET_FREE:
             self.reload_stream.wait_stream(self.compute_stream())
 
@@ -249,14 +251,15 @@ class CudaCopies:
         return self._pace.waits
 
     def pace(self) -> None:
-        before, self._begun = self._begun, None
+        before, self._begun = self._begun if self._num_paced else None, None
         if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
             return  # an event of a capture cannot be asked, and only that of this device is known of
         self._begun = torch.cuda.Event()
         self._begun.record(self.compute_stream())
+        self._num_paced += 1
         if before is not None:
             with outside_captures():
-                self._lead.wait_for(before)
+                self._lead.wait_for(before, behind_step=self._num_paced == 2)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""

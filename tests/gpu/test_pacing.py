@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fxoffload
 from fxoffload.planner import pacing
-from tests.gpu.gpu_support import Block, deterministic, differing
+from tests.gpu.gpu_support import Block, deterministic, differing, sleep
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """One rank: gathers and reductions have streams of their own all the same."""
+    """One rank: reductions have a stream of their own all the same. (Of torch 2.11 gathers are copies then.)"""
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
@@ -80,10 +80,11 @@ def test_a_paced_step_moves_and_computes_the_same(monkeypatch: pytest.MonkeyPatc
         x = torch.randn(1, TOKENS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         settle(model, x)
         fxoffload.reset_stats()
+        sleep(30.0)  # so that the host is ahead
         found = step(model, x)
         stats = fxoffload.stats()
         assert stats.bytes_offloaded > 0
-        assert stats.host_paced_ms > 0, "the host ran ahead"
+        assert stats.host_paced_ms > 10
         fxoffload.reset_stats()
         with fxoffload.override_policy("keep_all"):
             kept = step(model, x)

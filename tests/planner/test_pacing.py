@@ -58,21 +58,21 @@ def test_a_short_call_now_and_then_is_no_matter() -> None:
 
 def test_calls_are_paced_where_copies_need_the_link_and_the_host_has_time() -> None:
     heavy = planned(14.0, 600)
-    assert paced_calls([14.0] * COUNT, heavy, RATES) == (True,) * COUNT
-    assert paced_calls([14.0, 1.0, 14.0, 4.9], heavy, RATES) == (True, False, True, False)
-    assert paced_calls([14.0] * COUNT, planned(14.0, 8), RATES) == (False,) * COUNT
+    assert paced_calls([14.0] * COUNT, heavy, RATES) == [True] * COUNT
+    assert paced_calls([14.0, 1.0, 14.0, 4.9], heavy, RATES) == [True, False, True, False]
+    assert paced_calls([14.0] * COUNT, planned(14.0, 8), RATES) == [False] * COUNT
 
 
 def test_what_was_measured_decides() -> None:
     heavy = planned(14.0, 600)
-    assert paced_calls([50.0] * COUNT, heavy, RATES) == (False,) * COUNT, "the link has time enough"
-    assert paced_calls([3.0] * COUNT, heavy, RATES) == (False,) * COUNT, "the host has none"
+    assert paced_calls([50.0] * COUNT, heavy, RATES) == [False] * COUNT, "the link has time enough"
+    assert paced_calls([3.0] * COUNT, heavy, RATES) == [False] * COUNT, "the host has none"
 
 
 def test_nobody_is_paced_without_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: False)
     assert rates_with_pace(RATES, [14.0] * COUNT).link == RATES.link
-    assert paced_calls([14.0] * COUNT, planned(14.0, 600), RATES) == (False,) * COUNT
+    assert paced_calls([14.0] * COUNT, planned(14.0, 600), RATES) == [False] * COUNT
 
 
 @pytest.mark.parametrize(("ranks", "uses", "beside"), [(1, False, False), (2, False, True), (1, True, True)])

