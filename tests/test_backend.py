@@ -31,6 +31,7 @@ from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
+from fxoffload.planner import pacing
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
 from tests.capture import Tower, example_input, rehearsal_options
@@ -370,6 +371,30 @@ class TestPieces:
         assert stats.host_bytes_reserved == (before if disabled else 0)
         assert stats.bytes_host_trimmed == (0 if disabled else before)
         assert before > 0
+
+    @pytest.mark.parametrize("disabled", [True, False])
+    def test_pacing(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every layer compiled on its own, as if FSDP2 had sharded it and it took long enough."""
+        pieces = ("pacing",) if disabled else ()
+        if by == "environment":
+            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
+            pieces = ()
+        monkeypatch.setattr(pacing, "_LEAST_MS", 0.0)
+        monkeypatch.setattr(pacing, "_BUSY", 0.0)
+        monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)
+        engine, paced = engine_for(torch.device("cpu")), []
+        engine.calls._step = None
+        monkeypatch.setattr(engine.streams, "pace", lambda: paced.append("pace"), raising=False)
+        model = make_model(3)
+        for layer in model.layers:  # type: ignore[union-attr]
+            options = {"policy": "auto", "max_slowdown": 9.0, "disable": pieces}
+            layer.compile(backend="fxoffload", options=rehearsal_options(**options))
+        for _ in range(4):
+            paced.clear()
+            assert_close(gradients(model, model), eager())
+            model.zero_grad()
+        assert fxoffload.stats().bytes_offloaded > 0
+        assert len(paced) == (0 if disabled else 3)
 
     def test_offload(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = disabled_run("offload", by, monkeypatch)
