@@ -65,10 +65,13 @@ def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Every test starts without compiled code and with counters at zero."""
+    """Every test starts without compiled code, with counters at zero, and with no step begun."""
     import fxoffload
+    from fxoffload.runtime.engine import engines
 
     torch.compiler.reset()
     fxoffload.reset_stats()
+    for engine in engines():
+        engine.calls._step = None  # of a test whose forward had no backward: the next one would belong to it
     yield
     torch.compiler.reset()

@@ -272,6 +272,15 @@ def disabled_run(piece: str, by: str, monkeypatch: pytest.MonkeyPatch, **options
     return gradients(*compile_model(disable=(piece,), **options))
 
 
+def option_of(piece: str, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The option ``disable`` with which ``piece`` is off, if it is to be; the environment may say it instead."""
+    pieces = (piece,) if disabled else ()
+    if by == "option":
+        return pieces
+    monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
+    return ()
+
+
 @pytest.mark.parametrize("by", ["environment", "option"])
 class TestPieces:
     def test_segments(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,10 +318,7 @@ class TestPieces:
     @pytest.mark.parametrize("disabled", [True, False])
     def test_tape_plan(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer compiled on its own: the third step is planned, and everything fits."""
-        pieces = ("tape_plan",) if disabled else ()
-        if by == "environment":
-            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
-            pieces = ()
+        pieces = option_of("tape_plan", by, disabled, monkeypatch)
         model = make_model(3)
         for layer in model.layers:  # type: ignore[union-attr]
             options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}
@@ -326,10 +332,7 @@ class TestPieces:
     @pytest.mark.parametrize("disabled", [True, False])
     def test_tape_recompute(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whether what variants are made from is kept."""
-        pieces = ("tape_recompute",) if disabled else ()
-        if by == "environment":
-            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
-            pieces = ()
+        pieces = option_of("tape_recompute", by, disabled, monkeypatch)
         found: list[Any] = []
         describe = session.describe_part
 
@@ -347,10 +350,7 @@ class TestPieces:
     @pytest.mark.parametrize("disabled", [True, False])
     def test_host_trim(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer compiled on its own: two steps offload, the others keep everything and need no host memory."""
-        pieces = ("host_trim",) if disabled else ()
-        if by == "environment":
-            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
-            pieces = ()
+        pieces = option_of("host_trim", by, disabled, monkeypatch)
         engine = engine_for(torch.device("cpu"))
         engine.calls._step = None
         gc.collect()
@@ -375,10 +375,7 @@ class TestPieces:
     @pytest.mark.parametrize("disabled", [True, False])
     def test_pacing(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer compiled on its own, as if FSDP2 had sharded it and it took long enough."""
-        pieces = ("pacing",) if disabled else ()
-        if by == "environment":
-            monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(pieces))
-            pieces = ()
+        pieces = option_of("pacing", by, disabled, monkeypatch)
         monkeypatch.setattr(pacing, "_LEAST_MS", 0.0)
         monkeypatch.setattr(pacing, "_BUSY", 0.0)
         monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)

@@ -253,14 +253,13 @@ class CompileSession:
         source, self._source = self._source, None
         if forward is None or site is None or self._plan_box is not None or not self._joins_a_tape():
             return
-        on = {name: name not in self.disabled for name in ("calibration", "pacing")}
         goal = TapeGoal(
             self._goal,
             self._runtime.budgets,
             self.options.profile,
             self.device,
-            calibrates=on["calibration"],
-            paces=on["pacing"],
+            calibrates="calibration" not in self.disabled,
+            paces="pacing" not in self.disabled,
         )
         recipe = None
         if source is not None:

@@ -159,8 +159,8 @@ class CudaCopies:
         self._up = GivingWay(device)
         self.before_copy: Callable[[torch.cuda.Stream], None] | None = None
         self.left_out: Wait | None = None
-        self._pace = HostPace()
-        self._lead = HostLead()
+        self._host_pace = HostPace()
+        self._host_lead = HostLead()
         self._begun: torch.cuda.Event | None = None  # where the latest paced call begins
         self._num_paced = 0  # calls since the latest backward
         self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
@@ -195,7 +195,7 @@ class CudaCopies:
             self._launched = None  # an event of a capture cannot be asked, and only that of this device is known of
         elif before is not None:
             with outside_captures():
-                self._pace.looked(idle=before.query())
+                self._host_pace.looked(idle=before.query())
 
     def offload_waits_for(self, event: object, wait: Wait) -> None:
         if self.left_out is not wait:
@@ -248,7 +248,7 @@ class CudaCopies:
         return self._copy(self._up, pieces, gives_way)
 
     def host_waits(self) -> bool:
-        return self._pace.waits
+        return self._host_pace.waits
 
     def pace(self) -> None:
         before, self._begun = self._begun if self._num_paced else None, None
@@ -259,7 +259,7 @@ class CudaCopies:
         self._num_paced += 1
         if before is not None:
             with outside_captures():
-                self._lead.wait_for(before, behind_step=self._num_paced == 2)
+                self._host_lead.wait_for(before, behind_step=self._num_paced == 2)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""

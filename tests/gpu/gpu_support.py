@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,9 +40,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """``depth`` blocks, then a scalar."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 4, width: int = WIDTH, heads: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -81,6 +82,13 @@ def streams() -> CudaCopies:
     found = engine().streams
     assert isinstance(found, CudaCopies)
     return found
+
+
+def join(*names: str) -> None:
+    """Wait for the threads of these names: of plans, "fxoffload-tape-plan" and "fxoffload-replan"."""
+    for thread in threading.enumerate():
+        if thread.name in names:
+            thread.join()
 
 
 def sleep(ms: float) -> None:

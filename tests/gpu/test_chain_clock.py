@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from tests.gpu.gpu_support import Block
+from tests.gpu.gpu_support import Stack, join
 
 pytestmark = pytest.mark.gpu
 
@@ -22,31 +21,12 @@ OPTIONS = {"min_bytes": 1 << 16, "profile": "h200", "max_slowdown": 0.3}
 STEPS = 24
 
 
-class Layers(nn.Module):
-    """Blocks that are compiled each on its own, and a loss that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(WIDTH, 16) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
-
-
-def build(**changes: object) -> Layers:
+def build(**changes: object) -> Stack:
     torch.manual_seed(0)
-    model = Layers().to("cuda", torch.bfloat16)
+    model = Stack(DEPTH, WIDTH, 16).to("cuda", torch.bfloat16)
     for layer in model.layers:
         layer.compile(backend="fxoffload", options={**OPTIONS, **changes})
     return model
-
-
-def join(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join()
 
 
 def step(model: nn.Module, x: Tensor) -> None:

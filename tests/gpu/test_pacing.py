@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fxoffload
 from fxoffload.planner import pacing
-from tests.gpu.gpu_support import Block, deterministic, differing, sleep
+from tests.gpu.gpu_support import Stack, deterministic, differing, join, sleep
 
 pytestmark = pytest.mark.gpu
 
@@ -21,17 +20,6 @@ WIDTH, TOKENS, DEPTH = 2048, 8192, 6
 OPTIONS = {"min_bytes": 1 << 16, "profile": "h200", "max_slowdown": 0.3, "disable": ("tape_recompute",)}
 DEVICE = "cuda"
 STEPS = 12  # two are recorded; until the plan is settled some are measured
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(WIDTH, 16) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
 
 
 @pytest.fixture
@@ -42,9 +30,9 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build() -> Layers:
+def build() -> Stack:
     torch.manual_seed(0)
-    model = Layers().to(DEVICE, torch.bfloat16)
+    model = Stack(DEPTH, WIDTH, 16).to(DEVICE, torch.bfloat16)
     for layer in model.layers:
         layer.compile(backend="fxoffload", options=OPTIONS)
         fully_shard(layer)
@@ -65,9 +53,7 @@ def settle(model: nn.Module, x: Tensor) -> None:
         step(model, x)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        for thread in threading.enumerate():
-            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
-                thread.join()
+        join("fxoffload-tape-plan", "fxoffload-replan")
 
 
 @pytest.mark.usefixtures("group")
