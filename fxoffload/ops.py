@@ -3,7 +3,7 @@
 The outer graphs are ordinary FX graphs. These ops have fake implementations, so the graphs can be shape-checked, and
 eager ones, so that a graph can be run without the executor. In both, an offloaded value *is* its host copy: a CPU
 tensor of the same shape and strides. The executor runs the same nodes with tokens and streams instead
-(``fxoffload.runtime.executor``); what each op means there:
+(``fxoffload.runtime.outer_program``); what each op means there:
 
 =================  =====================================================================================================
 offload            start the copies to the host, on the offload stream, after what the compute stream has done so far

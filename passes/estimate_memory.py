@@ -4,7 +4,7 @@
 
     layers_3:  reads 4 saved values that die here (1.2 GiB), returns 9 gradients (386 MiB), at most 672 MiB above entry
 
-``[Note: How a segment's memory is walked]`` ``estimate_costs`` says which kernels there are, and what each reads from
+``[Note: How a segment's memory is walked]`` ``kernel_fusion`` says which kernels there are, and what each reads from
 memory and writes to it. A kernel's results are allocated before it runs, what it is the last to read is freed behind
 it, and so are results that nobody reads. On top come:
 
@@ -18,7 +18,7 @@ it, and so are results that nobody reads. On top come:
    are made of the same values, one. Of the inputs, this holds for donated ones only.
 3. *Hidden memory* that an operator allocates and frees itself: ``hidden_memory``.
 
-Not modelled: what ``estimate_costs`` does not (so their workspaces too); results of one op that Inductor takes out of
+Not modelled: what ``kernel_fusion`` does not (so their workspaces too); results of one op that Inductor takes out of
 their tuple late; workspaces of cuDNN; rounding to the allocator's blocks.
 """
 

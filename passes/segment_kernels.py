@@ -14,8 +14,8 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import mutated_args
 from fxoffload._torch_sizes import hint
-from fxoffload.passes.estimate_costs import Access, kernel_accesses
 from fxoffload.passes.hidden_memory import hidden_bytes
+from fxoffload.passes.kernel_fusion import Access, Fusion
 from fxoffload.passes.op_costs import fused_form, node_kind, shape_of, source_of
 from fxoffload.passes.values import extent_bytes, tensor_of
 
@@ -91,7 +91,7 @@ class SegmentKernels:
                 if value.name in donated:
                     self.donated.add(buffer)
         self.kept = {self.buffer_of(v) for v in outputs}
-        self.kernels = [self._kernel(access) for access in kernel_accesses(nodes)]
+        self.kernels = [self._kernel(access) for access in Fusion(nodes).accesses()]
         self.kernels.sort(key=lambda k: k.place)
         self.readers: dict[Buffer, list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:

@@ -42,7 +42,7 @@ from fxoffload import ops
 from fxoffload.graphs import CompiledGraph
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import STORAGE_KEY
-from fxoffload.runtime import executor
+from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from tests.capture import Tower, example_input, rehearsal_options
 
@@ -63,7 +63,7 @@ class Boundary:
 
 @dataclass
 class Watch:
-    """Hooks at the executor's segment boundaries."""
+    """Hooks at an outer program's segment boundaries."""
 
     boundaries: list[Boundary] = field(default_factory=list)
     values: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
@@ -120,8 +120,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
     start_reload = CopyEngine._reload
     monkeypatch.setattr(CopyEngine, "_reload", reload)
-    monkeypatch.setattr(executor, "_segment_step", watched(executor._segment_step, is_segment=True))
-    monkeypatch.setattr(executor, "_wait_reload_step", watched(executor._wait_reload_step, is_segment=False))
+    monkeypatch.setattr(outer_program, "_segment_step", watched(outer_program._segment_step, is_segment=True))
+    monkeypatch.setattr(outer_program, "_wait_reload_step", watched(outer_program._wait_reload_step, is_segment=False))
     yield found
 
 

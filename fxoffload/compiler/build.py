@@ -17,7 +17,7 @@ from fxoffload.errors import PassError
 from fxoffload.options import Options
 from fxoffload.passes.runner import Step, run_steps, without
 from fxoffload.runtime.engine import Budgets
-from fxoffload.runtime.executor import Movable, OuterProgram, RuntimeOptions
+from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
 
 GraphKwargs = Mapping[str, Any]
 

@@ -27,7 +27,7 @@ from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.passes.values import Storages
 from fxoffload.planner.steps import TrainingStep, from_graphs
-from fxoffload.runtime.executor import Movable
+from fxoffload.runtime.outer_program import Movable
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 

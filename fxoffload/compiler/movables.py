@@ -10,7 +10,7 @@ from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY
-from fxoffload.runtime.executor import Movable
+from fxoffload.runtime.outer_program import Movable
 
 
 def movables_of(state: ForwardState) -> tuple[list[Candidate], list[Movable]]:

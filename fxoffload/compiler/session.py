@@ -37,7 +37,8 @@ from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.tape_plan import TapeGoal, describe_part, is_dynamic, plan_tape
+from fxoffload.compiler.tape_parts import TapeGoal, describe_part, is_dynamic
+from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.graphs import CompiledGraph, register
@@ -52,10 +53,11 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.calls import Site
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.executor import Movable, backward_callable, clone_as_laid_out, forward_callable, no_clock
+from fxoffload.runtime.executor import backward_callable, clone_as_laid_out, forward_callable, no_clock
 from fxoffload.runtime.host_arena import block_bytes
 from fxoffload.runtime.host_limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
+from fxoffload.runtime.outer_program import Movable
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.segment_readings import Phase
 from fxoffload.runtime.variant import Variants

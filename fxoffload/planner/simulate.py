@@ -1,6 +1,6 @@
 """Simulates a step event by event: one compute stream, one copy engine each way, and the bytes on the device.
 
-The rules are the executor's (``fxoffload.runtime.executor``) and the copy engine's (``fxoffload.runtime.engine``):
+The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy engine's (``fxoffload.runtime.engine``):
 
 - A copy to the host starts when the segment that finishes its storage ends; that of a graph input at entry.
 - A release lets compute wait for the oldest copies until the in-flight window holds, and drops their sources. Before
@@ -193,7 +193,7 @@ _AWAY, _RELOADED, _TAKEN_BACK, _TAKEN = range(4)
 
 
 class _Run:
-    """State of one simulation; the names are those of ``CopyEngine`` and the executor's ``_Call``."""
+    """State of one simulation; the names are those of ``CopyEngine`` and ``OuterCall``."""
 
     def __init__(
         self,

@@ -33,7 +33,6 @@ from fxoffload._torch_compat import (
 )
 from fxoffload.runtime.allocator_trace import Memory
 from fxoffload.runtime.call_recorder import Recorder
-from fxoffload.runtime.chain_clock import StepRecording
 from fxoffload.runtime.chains import (
     CallSizes,
     Chains,
@@ -49,8 +48,9 @@ from fxoffload.runtime.chains import (
 from fxoffload.runtime.held import CallAt, Edges, Moment
 from fxoffload.runtime.host_trim import HostTrim
 from fxoffload.runtime.lent import OnOtherStreams
+from fxoffload.runtime.running_step import CallOfStep, RunningStep
 from fxoffload.runtime.segment_readings import Phase
-from fxoffload.runtime.step_memory import EdgeWatch, LiveBytes
+from fxoffload.runtime.step_memory import LiveBytes
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 
@@ -139,78 +139,6 @@ class Site:
             self.calls.give_up(error)
 
 
-@dataclass(eq=False)
-class _Call:
-    """One forward call of a step, and its backward."""
-
-    site: weakref.ref[Site]
-    place: int
-    sizes: Sizes = ()
-    group: weakref.ref[Group] | None = None  # None until the forward has returned
-    empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
-    kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
-    is_bundled: bool = False  # of a variant: its backward knows its group
-    inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # recorded: name, value, version
-
-    def waits(self) -> bool:
-        """Whether a backward of it may still come."""
-        group = self.group() if self.group is not None else None
-        if self.kept is not None:
-            return not self.kept.is_expired()
-        return self.empty is not None or (group is not None and len(group) > 0)
-
-
-@dataclass(eq=False)
-class _Step:
-    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded or measured for."""
-
-    sizes: Sizes = ()
-    calls: list[_Call] = field(default_factory=list)
-    pending: list[_Call] = field(default_factory=list)
-    running: _Call | None = None  # whose backward runs
-    phase: Phase = "forward"
-    plan: Following | None = None
-    followed: weakref.ref[Following] | None = None  # the plan that it began with
-    recording: StepRecording | None = None  # of a step that follows a plan and is measured
-    was_planned: bool = False
-    awaits_plan: bool = False
-    records: bool = False
-    measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
-    regular: bool = True
-    missed: bool = False
-    is_outgrown: bool = False  # a call was larger than its plan
-    is_complete: bool = False
-    record: Record | None = None  # of a step that is complete
-    live_bytes: LiveBytes = field(default_factory=LiveBytes)
-    edges: EdgeWatch = field(default_factory=EdgeWatch)
-
-    @property
-    def expected(self) -> Following | Known | None:
-        """What it is to be, as far as it was that; None: nobody knows."""
-        return (self.plan or self.measures) if self.regular else None
-
-    def sites_and_sizes(self) -> tuple[tuple[weakref.ref[Site], ...], tuple[Sizes, ...]]:
-        """Of its calls."""
-        return tuple(c.site for c in self.calls), tuple(c.sizes for c in self.calls)
-
-    def spoil(self, *, missed: bool = False) -> None:
-        """It is no chain that could be planned. ``missed``: not the one that is."""
-        self.regular = False
-        self.missed = self.missed or missed
-        self.plan = None
-        self.records = False
-        self.edges.clear()
-        self.end_recording()
-
-    def end_recording(self) -> None:
-        """What was measured counts if the step was what was planned, to its end."""
-        recording, self.recording = self.recording, None
-        if recording is not None and self.regular and self.is_complete:
-            recording.end()
-        elif recording is not None:
-            recording.drop()
-
-
 class StepCalls:
     """The calls of the step that runs on one device. Thread-safe: autograd runs backwards on another thread.
 
@@ -238,7 +166,7 @@ class StepCalls:
         self._trim = trim
         self._sites: weakref.WeakSet[Site] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._step: _Step | None = None
+        self._step: RunningStep | None = None
         self._planning: threading.Thread | None = None  # the latest
 
     def site(self) -> Site:
@@ -305,7 +233,7 @@ class StepCalls:
                 step.spoil()
             if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
-            step.calls.append(_Call(weakref.ref(site), place, sizes))
+            step.calls.append(CallOfStep(weakref.ref(site), place, sizes))
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
             elif step.awaits_plan:
@@ -349,7 +277,7 @@ class StepCalls:
                         site.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
                 plan.prepare = plan.otherwise = None
 
-    def _is_over(self, step: _Step, site: Site) -> bool:
+    def _is_over(self, step: RunningStep, site: Site) -> bool:
         if step.phase == "backward":
             return True
         if step.plan is not None and step.plan.has(len(step.calls), site):
@@ -358,10 +286,10 @@ class StepCalls:
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
         return again and not any(c.waits() for c in step.pending)
 
-    def _begin(self, site: Site, args: Sequence[Any]) -> _Step:
+    def _begin(self, site: Site, args: Sequence[Any]) -> RunningStep:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
-        step = _Step(chain.sizes, live_bytes=LiveBytes(self._others))
+        step = RunningStep(chain.sizes, live_bytes=LiveBytes(self._others))
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None:
             step.recording = follower.step_begins()
@@ -418,9 +346,9 @@ class StepCalls:
             if step is None:
                 return group
             call = step.pending[-1] if step.pending else None
-            if call is None or call.site() is not site or not _is_of(call, group):
+            if call is None or call.site() is not site or not call.saved(group):
                 step.spoil()
-                call = next((c for c in reversed(step.pending) if c.site() is site and _is_of(c, group)), None)
+                call = next((c for c in reversed(step.pending) if c.site() is site and c.saved(group)), None)
                 if call is None:
                     return group
             expected = step.expected
@@ -462,22 +390,22 @@ class StepCalls:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    def _look(self, step: _Step) -> None:
+    def _look(self, step: RunningStep) -> None:
         """Which of what is watched is still held by others than the engine."""
         step.edges.look(self._in_flight())
 
-    def _read(self, step: _Step, at: CallAt, args: Sequence[Any]) -> None:
+    def _read(self, step: RunningStep, at: CallAt, args: Sequence[Any]) -> None:
         """What is on the device when a call begins, if anybody is to know."""
         if self._memory is not None and (step.records or (step.measures is not None and step.regular)):
             step.live_bytes.read(at, args, self._memory().allocated)
 
     @staticmethod
-    def _watch(step: _Step, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
+    def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
         if not step.edges.watch(phase, place, names, values):
             step.spoil()
 
     @staticmethod
-    def _record(step: _Step) -> Record:
+    def _record(step: RunningStep) -> Record:
         """What was seen of a step whose last backward has run."""
         held = step.edges.held()
         step.edges.clear()
@@ -485,7 +413,7 @@ class StepCalls:
         sites, sizes = step.sites_and_sizes()
         return Record(sites, held, step.live_bytes, sizes)
 
-    def _plan_if_seen_twice(self, first: Site, step: _Step) -> None:
+    def _plan_if_seen_twice(self, first: Site, step: RunningStep) -> None:
         chains = first.chains
         record = step.record if step.regular else None
         before, chains.before = chains.before, record
@@ -501,7 +429,7 @@ class StepCalls:
         if chains.may_plan(chain):
             self._plan(first, chain)
 
-    def _plan_as_measured(self, first: Site, chain: SizedChain, step: _Step) -> None:
+    def _plan_as_measured(self, first: Site, chain: SizedChain, step: RunningStep) -> None:
         """Make the plan for the sizes of a step that was measured."""
         known = step.measures
         if known is None or first.chains.known is not known:
@@ -566,7 +494,7 @@ class StepCalls:
         elif step.missed and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")
 
-    def _watch_host_memory(self, step: _Step) -> None:
+    def _watch_host_memory(self, step: RunningStep) -> None:
         """A step with a backward is over: may what it did not need of the host's memory go?"""
         trim = self._trim
         if trim is None:
@@ -583,11 +511,3 @@ class StepCalls:
         plans = (p for p in self._trim.plans if isinstance(p, Following))
         known = {id(site) for plan in plans for ref in plan.sites if (site := ref()) is not None}
         return sum(site.reserved_bytes for site in self._sites if id(site) not in known)
-
-
-def _is_of(call: _Call, group: Group) -> bool:
-    """Whether a backward with the tokens of ``group`` (empty: none) may be that of ``call``."""
-    saved = call.group() if call.group is not None else None
-    if call.is_bundled:
-        return saved is group
-    return saved is group if len(group) else saved is None or not len(saved)

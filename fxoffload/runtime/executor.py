@@ -1,26 +1,18 @@
-"""Runs the outer graphs: calls segments and does what the ``fxoffload`` ops between them say.
+"""Calls of a compiled graph, as AOTAutograd makes them.
 
-An outer graph is compiled once into a list of steps on numbered slots. Each step knows which slots nothing reads after
-it, and empties them before it calls out: a segment that is handed the only reference to an input can free it early.
-
-The decision to keep or to offload is taken at the start of each forward call; the same steps serve both. The backward
-sees what the forward decided in what autograd hands it: a token, or the value itself.
+The decision to keep or to offload is taken at the start of each forward call. The backward sees what the forward
+decided in what autograd hands it: a token, or the value itself.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
-from fxoffload import ops
 from fxoffload._torch_compat import (
     backward_keeps_graph,
     boxed,
@@ -28,16 +20,15 @@ from fxoffload._torch_compat import (
     in_backward,
     saved_tensor_hooks_active,
 )
-from fxoffload.ops import is_op
-from fxoffload.runtime.call_recorder import Recorder
 from fxoffload.runtime.calls import Site
-from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
-from fxoffload.runtime.layout import HookWatch, layout_of
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.layout import HookWatch
+from fxoffload.runtime.outer_program import OuterCall, OuterProgram
 from fxoffload.runtime.segment_clock import SegmentClock
 from fxoffload.runtime.tape import TurnWatch
-from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
+from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
-from fxoffload.runtime.windows import Choice, Windows
+from fxoffload.runtime.windows import Choice
 from fxoffload.stats import counters
 
 _GRAPHS = itertools.count(1)
@@ -46,48 +37,6 @@ KEPT_FOR_HOOKS = "saved-tensor hooks"
 KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
 KEPT_IN_BACKWARD = "forward inside a backward (checkpoint recompute)"
 KEPT_WITHOUT_VARIANT = "a variant that is not compiled"
-
-
-@dataclass(frozen=True)
-class RuntimeOptions:
-    """What the executor needs to know. Budgets in bytes."""
-
-    budgets: Budgets
-    min_bytes: int
-    prefetch: bool = True
-    across_graphs: bool = True
-
-    @property
-    def keeps_turn(self) -> bool:
-        """Whether what a forward saves last may stay on the device. A window that the user sets binds it too."""
-        return self.budgets.in_flight is None and self.budgets.prefetch is None
-
-
-@dataclass
-class Movable:
-    """One storage that a forward may offload.
-
-    Attributes:
-        name: of its first saved value.
-        sources: how many saved values share it.
-        is_input: it belongs to a graph input.
-        rank: place in the order in which the backward first reads what was saved; set when the backward is compiled.
-        paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
-            stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
-        paces_backward: likewise for the segment that first reads it, and the prefetch window.
-        unread: whether the backward does not read it: the partitioner saved it for nothing, and it is dropped.
-        of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
-            their backward it stays where it is.
-    """
-
-    name: str
-    sources: int
-    is_input: bool
-    rank: int = 0
-    paces_forward: bool = True
-    paces_backward: bool = True
-    unread: bool = False
-    of_turn: bool = False
 
 
 def reason_to_keep() -> str | None:
@@ -99,315 +48,6 @@ def reason_to_keep() -> str | None:
     if compiled_autograd_active():
         return KEPT_FOR_COMPILED_AUTOGRAD
     return None
-
-
-@dataclass
-class _Call:
-    """State of one run of one outer graph."""
-
-    engine: CopyEngine
-    options: RuntimeOptions
-    group: Group
-    decisions: Sequence[bool] = ()
-    transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
-    largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
-    before_layers: int = 0  # bytes moved before any layer did: no window is known yet
-    window: int = 0  # bytes that this backward reloads ahead unless a budget is set
-    keeps_turn: bool = False  # whether what it saves last stays on the device
-    windows: Windows | None = None  # of a plan
-    watches: Mapping[int, Watch] = field(default_factory=dict)  # storages of inputs that are not waited for
-    recorder: Recorder | None = None  # of a call that is measured
-
-    def in_flight_bytes(self, behind: int) -> int:
-        """The bound on sources held for copies that are under way. ``behind``: how many segments have run."""
-        if self.windows is not None:
-            return self.windows.in_flight[behind]
-        budget = self.options.budgets.in_flight
-        return (self.largest_offload or self.before_layers) if budget is None else budget
-
-    def prefetch_bytes(self, point: int) -> int:
-        """The bound on what is reloaded ahead of use. ``point``: as in ``Windows.ahead``."""
-        if self.windows is not None:
-            return self.windows.ahead[point]
-        budget = self.options.budgets.prefetch
-        return self.window if budget is None else budget
-
-    def reclaimed_share(self, *, head: bool) -> int:
-        """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set
-        stands as it is, and a plan's holds them too. The default one grows by them among the layers, and has to hold
-        them while the head runs: its own lump, the logits, is on the device at that time."""
-        if self.windows is not None:
-            return -1
-        if self.options.budgets.prefetch is not None:
-            return 0
-        return -1 if head else 1
-
-
-_Step = Callable[[list[Any], _Call], None]
-
-
-class _Steps:
-    """Turns an outer graph into steps."""
-
-    def __init__(self, outer: fx.GraphModule) -> None:
-        self.outer = outer
-        self.slots: dict[fx.Node, int] = {}
-        self.constants: dict[int, Any] = {}
-        self.steps: list[tuple[_Step, tuple[int, ...]]] = []
-        self.num_segments = 0  # seen so far
-        self.prefetch_point = 1 + len(outer.graph.find_nodes(op="call_module"))
-        self.prefetch_point -= sum(is_op(n, ops.prefetch) for n in outer.graph.nodes)
-        self.last_use = _last_uses(outer.graph)
-
-    def slot(self, node: fx.Node) -> int:
-        return self.slots.setdefault(node, len(self.slots))
-
-    def slots_of(self, nodes: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(self.slot(n) for n in nodes)
-
-    def unpacked(self, node: fx.Node, count: int) -> list[int]:
-        """Slots of the getitems of a packed result; -1 for what nothing takes."""
-        found = [-1] * count
-        for user in node.users:
-            if user.target is operator.getitem:
-                found[user.args[1]] = self.slot(user)  # type: ignore[index]
-        return found
-
-    def dead_after(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(self.slot(n) for n in self.last_use.get(node, ()))
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nothing reads after it. Getitems read nothing: their values are stored when made."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        readers = [u for u in node.users if u.target is not operator.getitem]
-        # What is packed lives in its getitems; a reload's request has no value of its own.
-        if node.op == "call_module" or is_op(node, ops.reload) or is_op(node, ops.wait_reload):
-            continue
-        if readers:
-            last.setdefault(max(readers, key=lambda u: order[u]), []).append(node)
-    return last
-
-
-class OuterProgram:
-    """An outer graph, ready to run.
-
-    Args:
-        outer: the graph, verified; its segments are compiled.
-        movables: the forward's storages in the order of its offload ops; empty for a backward.
-        copies: position of a placeholder -> name, for the placeholders of a backward that may hold tokens.
-        device: the device that values leave and return to.
-        overwritten: positions of placeholders that some segment may overwrite (donated).
-    """
-
-    def __init__(
-        self,
-        outer: fx.GraphModule,
-        *,
-        device: torch.device,
-        options: RuntimeOptions,
-        movables: Sequence[Movable] = (),
-        copies: Mapping[int, str] | None = None,
-        overwritten: Sequence[int] = (),
-    ) -> None:
-        self.device = device
-        self.options = options
-        self.movables = tuple(movables)
-        self.copies = None if copies is None else dict(copies)
-        self.overwritten = tuple(overwritten)
-        # Whether what the forward saves last may stay where it is.
-        self.has_turn = options.keeps_turn and any(m.of_turn for m in self.movables)
-        self._movable_at = 0
-        self._build(_Steps(outer))
-
-    def _build(self, steps: _Steps) -> None:
-        graph = steps.outer.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        # Of a backward: what hooks may have handed back in another layout.
-        saved = placeholders if self.copies is not None else ()
-        self.layouts = {i: found for i, n in enumerate(saved) if (found := layout_of(n)) is not None}
-        steps.slots_of(placeholders)
-        self._num_inputs = len(placeholders)
-        for node in graph.nodes:
-            step = self._step(node, steps)
-            if step is not None:
-                steps.steps.append((step, steps.dead_after(node)))
-        self._steps = steps.steps
-        self._constants = steps.constants
-        self._num_slots = len(steps.slots)
-        (values,) = graph.output_node().args
-        self._outputs = [(steps.slot(v), None) if isinstance(v, fx.Node) else (-1, v) for v in values]  # type: ignore[union-attr]
-
-    def _step(self, node: fx.Node, steps: _Steps) -> _Step | None:
-        if node.op == "get_attr":
-            steps.constants[steps.slot(node)] = operator.attrgetter(str(node.target))(steps.outer)
-            return None
-        if node.op == "call_module":
-            steps.num_segments += 1
-            return _segment_step(node, steps)
-        if is_op(node, ops.offload):
-            return self._offload_step(node, steps)
-        if is_op(node, ops.release):
-            # With copies, from a forward: to the budget. Without, from a backward: everything.
-            everything, behind = not node.args[0], steps.num_segments
-            return lambda slots, call: call.engine.release(0 if everything else call.in_flight_bytes(behind))
-        if is_op(node, ops.wait_offload):
-            copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
-            return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
-        if is_op(node, ops.prefetch):
-            head, point = bool(node.args and node.args[0]), steps.prefetch_point
-            steps.prefetch_point += 1
-            return lambda slots, call: call.engine.prefetch(
-                call.prefetch_bytes(point),
-                reclaimed_share=call.reclaimed_share(head=head),
-                at_least_one=call.windows is None,
-            )
-        if is_op(node, ops.wait_reload):
-            return _wait_reload_step(node, steps)
-        return None
-
-    def _offload_step(self, node: fx.Node, steps: _Steps) -> _Step:
-        sources = steps.slots_of(node.args[0])  # type: ignore[arg-type]
-        targets = steps.unpacked(node, len(sources))
-        first, end = self._movable_at, self._movable_at
-        taken = 0
-        while taken < len(sources):
-            taken += self.movables[end].sources
-            end += 1
-        self._movable_at = end
-        movables = list(enumerate(self.movables))[first:end]
-
-        def offload(slots: list[Any], call: _Call) -> None:
-            at = 0
-            moved: list[tuple[Movable, list[int], list[Tensor]]] = []
-            for index, movable in movables:
-                mine = range(at, at + movable.sources)
-                at += movable.sources
-                for i in mine:
-                    slots[targets[i]] = slots[sources[i]].new_empty(0) if movable.unread else slots[sources[i]]
-                if movable.unread:
-                    continue
-                if not call.decisions[index]:
-                    continue
-                found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes, call.engine.device)
-                if movable.of_turn and call.keeps_turn:
-                    counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
-                else:
-                    moved.extend((movable, *group) for group in found)
-            if moved:
-                _offload_storages(slots, moved, call)
-
-        return offload
-
-    # -- running -------------------------------------------------------------------------------------------------------
-
-    def run(self, args: list[Any], call: _Call) -> list[Any]:
-        """Run on ``args``, which is cleared."""
-        slots: list[Any] = [None] * self._num_slots
-        slots[: self._num_inputs] = args
-        args.clear()
-        for i, value in self._constants.items():
-            slots[i] = value
-        for step, dead in self._steps:
-            step(slots, call)
-            for i in dead:
-                slots[i] = None
-        return [slots[i] if i >= 0 else value for i, value in self._outputs]
-
-
-def _segment_step(node: fx.Node, steps: _Steps) -> _Step:
-    fn = steps.outer.get_submodule(str(node.target)).fn  # type: ignore[union-attr]
-    inputs = steps.slots_of(node.args)
-    outputs = [i for i in steps.unpacked(node, max((u.args[1] for u in node.users), default=-1) + 1)]  # type: ignore[type-var,operator]
-    dead = steps.dead_after(node)
-    segment = str(node.target)
-    name = f"fxoffload::{segment}"
-
-    def call_segment(slots: list[Any], call: _Call) -> None:
-        values = [slots[i] for i in inputs]
-        for i in dead:
-            slots[i] = None
-        recorder = call.recorder
-        if recorder is not None:
-            recorder.before(segment)
-        with record_function(name):
-            results = fn(values)  # type: ignore[misc]
-        if recorder is not None:
-            recorder.after(segment)
-        for i, value in zip(outputs, results, strict=False):
-            if i >= 0:
-                slots[i] = value
-
-    return call_segment
-
-
-def _wait_reload_step(node: fx.Node, steps: _Steps) -> _Step:
-    request = node.args[0]
-    assert isinstance(request, fx.Node)
-    names = [n.name for n in request.args[0]]  # type: ignore[union-attr]
-    copies = steps.slots_of(request.args[0])  # type: ignore[arg-type]
-    targets = steps.unpacked(node, len(copies))
-
-    def wait_reload(slots: list[Any], call: _Call) -> None:
-        values = [slots[i] for i in copies]
-        for i in copies:
-            slots[i] = None
-        found = [slot_of(v, name) for v, name in zip(values, names, strict=True)]
-        transfers = _distinct(s.transfer for s in found if s is not None)
-        buffers = dict(zip(transfers, call.engine.take(transfers), strict=True)) if transfers else {}
-        for i, value, slot in zip(targets, values, found, strict=True):
-            slots[i] = value if slot is None else slot.view.on(buffers[slot.transfer])
-
-    return wait_reload
-
-
-def _distinct(transfers: Any) -> list[Transfer]:
-    return list(dict.fromkeys(t for t in transfers if t is not None))
-
-
-def _by_storage(
-    slots: list[Any], where: list[int], min_bytes: int, device: torch.device
-) -> list[tuple[list[int], list[Tensor]]]:
-    """Slots and tensors of each storage of ``device`` that is large enough to move. What shares memory at trace time
-    shares it at run time too, unless Inductor chose to copy.
-
-    A value may be on another device than its trace says: attention without dropout returns its seed and offset on the
-    host, and fake tensors of them are on the GPU.
-    """
-    groups: dict[int, tuple[list[int], list[Tensor]]] = {}
-    for i in where:
-        found = groups.setdefault(slots[i].untyped_storage()._cdata, ([], []))
-        found[0].append(i)
-        found[1].append(slots[i])
-    return [
-        group
-        for group in groups.values()
-        if sum(t.numel() * t.element_size() for t in group[1]) >= max(min_bytes, 1) and group[1][0].device == device
-    ]
-
-
-def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: _Call) -> None:
-    """Start the copies; put tokens where the values were, except where the host is full."""
-    are_inputs = any(movable.is_input for movable, _, _ in moved)
-    transfers = call.engine.offload(
-        [t for _, _, t in moved],
-        call.options.budgets,
-        reclaimable=not are_inputs,
-        watches=[call.watches.get(t[0].untyped_storage()._cdata) if m.is_input else None for m, _, t in moved],
-    )
-    paced = sum(t.nbytes for (m, _, _), t in zip(moved, transfers, strict=True) if t is not None and m.paces_forward)
-    call.largest_offload = max(call.largest_offload, paced)
-    if not call.largest_offload:
-        call.before_layers += sum(t.nbytes for t in transfers if t is not None)
-    for (movable, where, _), transfer in zip(moved, transfers, strict=True):
-        if transfer is None:
-            continue
-        call.group.add(movable.rank, transfer, sets_window=movable.paces_backward)
-        for i, view in zip(where, transfer.views, strict=True):
-            slots[i] = make_token(Slot(call.group, transfer, view))
-            call.transfers[i] = transfer
 
 
 def _watches_of(args: Sequence[Any]) -> dict[int, Watch]:
@@ -469,7 +109,7 @@ def forward_callable(
         runs = program if variant is None else variant.forward
         keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.tape.live())
         group = Group(engine.streams.compute_stream(), choice.windows, graph)
-        call = _Call(
+        call = OuterCall(
             engine,
             program.options,
             group,
@@ -539,7 +179,7 @@ def backward_callable(
         group = own if own is not None else slots[0].group if slots else Group()
         if site is not None:
             group = site.backward_begins(group, args)
-        call = _Call(engine, runs.options, group, windows=group.windows)
+        call = OuterCall(engine, runs.options, group, windows=group.windows)
         measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)

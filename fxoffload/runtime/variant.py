@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxoffload.runtime.bundle import Bundle, bundle_of, bundle_token
+from fxoffload.runtime.outer_program import OuterProgram
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
-
-if TYPE_CHECKING:
-    from fxoffload.runtime.executor import OuterProgram
 
 
 @dataclass(frozen=True)

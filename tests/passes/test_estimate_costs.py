@@ -28,7 +28,8 @@ from fxoffload.machine.profile import grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.passes import estimate_costs
 from fxoffload.passes.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
-from fxoffload.passes.op_costs import assumption_of, compute_dtype, is_grouped, node_kind, op_flops
+from fxoffload.passes.kernel_fusion import Fusion
+from fxoffload.passes.op_costs import assumption_of, base_of, compute_dtype, is_grouped, node_kind, op_flops
 from fxoffload.planner.rates import ProfileRates
 from tests.capture import Sketch, tiny_tower
 
@@ -695,15 +696,15 @@ def test_cutting_a_chain_never_saves(kinds: list[str], data: Any) -> None:
 @settings(max_examples=200, deadline=None)
 @given(random_graphs())
 def test_no_two_kernels_wait_for_each_other(gm: fx.GraphModule) -> None:
-    estimate = estimate_costs._Estimate(ops(gm), Machine(), inline=False)
+    fusion = Fusion(ops(gm))
     waits: dict[object, set[object]] = {}
     maker: dict[fx.Node, object] = {n: n for n in ops(gm) if node_kind(n) == "matmul"}
-    maker |= estimate._kernel_of
-    for kernel in estimate._kernels:
+    maker |= fusion._kernel_of
+    for kernel in fusion._kernels:
         waits[kernel] = {maker[b] for b in kernel.reads if b in maker and maker[b] is not kernel}
     for node in ops(gm):
         if node_kind(node) == "matmul":
-            inputs = (estimate_costs.base_of(i) for i in node.all_input_nodes)
+            inputs = (base_of(i) for i in node.all_input_nodes)
             waits[node] = {maker[i] for i in inputs if i in maker}
     graphlib.TopologicalSorter(waits).prepare()  # raises on a circle
 

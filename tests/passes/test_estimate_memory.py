@@ -28,9 +28,9 @@ from fxoffload.compiler import build
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.passes import segment_kernels
 from fxoffload.passes.cut_segments import CutSegments, Segment
-from fxoffload.passes.estimate_costs import kernel_accesses
 from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
 from fxoffload.passes.hidden_memory import hidden_bytes
+from fxoffload.passes.kernel_fusion import Fusion
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
 
@@ -131,7 +131,7 @@ def test_a_recomputed_value_joins_a_later_kernel_that_reads_the_same(products: b
     results = [sketch.op(aten.mul.Tensor, hidden_grad, value) for value in (gate, up)]
     gm = sketch.module([weight_grad, *results])
     names = set() if products else {"gate", "up"}
-    assert len([a for a in kernel_accesses(ops(gm)) if not a.alone]) == 1
+    assert len([a for a in Fusion(ops(gm)).accesses() if not a.alone]) == 1
     # The gradient of what is recomputed, this itself and the two results, over none of which anything is written.
     assert estimate(gm, names, donated=names) == (24 if products else 16) * KB
 

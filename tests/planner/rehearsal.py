@@ -18,7 +18,7 @@ import fxoffload
 from fxoffload.compiler import build
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
-from fxoffload.runtime import executor
+from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.windows import Choice, Windows
 from tests.capture import rehearsal_options
@@ -49,7 +49,8 @@ class Seen:
 
 @dataclass
 class Watch:
-    """Hooks at the executor's segment boundaries. Storages are seen by weak references, and weighed by their real size.
+    """Hooks at an outer program's segment boundaries. Storages are seen by weak references, and weighed by their real
+    size.
 
     ``saved``: storage classes of the forward whose storages count as saved, filled in when the graphs are known.
     """
@@ -120,7 +121,7 @@ def watching(watch: Watch) -> Iterator[None]:
     start_reload = CopyEngine._reload
     with (
         mock.patch.object(CopyEngine, "_reload", reload),
-        mock.patch.object(executor, "_segment_step", watched(executor._segment_step, is_segment=True)),
+        mock.patch.object(outer_program, "_segment_step", watched(outer_program._segment_step, is_segment=True)),
     ):
         yield
 
@@ -149,8 +150,8 @@ class Rehearsal:
         self.call, self.loss = call, loss
         self.model = model
         self.default_windows = default_windows
-        self.movables: list[executor.Movable] = []
-        self.programs: list[executor.OuterProgram] = []
+        self.movables: list[outer_program.Movable] = []
+        self.programs: list[outer_program.OuterProgram] = []
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
         chosen = options if options is not None else {} if default_windows else {"in_flight_budget": 1}
@@ -176,7 +177,7 @@ class Rehearsal:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Finds out what the session tells the executor."""
+        """Finds out what the session tells an outer program."""
         rehearsal = self
 
         class Recording(build.OuterProgram):

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import replan, tape_plan, tape_replan
+from fxoffload.compiler import replan, tape_parts, tape_plan, tape_replan
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.tape_replan import TapeCalibration, TapeReplan, as_compiled, with_turn
 from fxoffload.planner import pacing
@@ -97,14 +97,14 @@ def measured(tick_ms: float = 1.0, **changes: Any) -> Iterator[Measured]:
 @contextmanager
 def estimated(factor: float) -> Iterator[None]:
     """Segments are thought to take so many times longer."""
-    step_of = tape_plan.step_of
+    step_of = tape_parts.step_of
 
     def slower(*args: Any) -> TrainingStep:
         step = step_of(*args)
         down, up = (tuple(replace(s, ms=s.ms * factor) for s in side) for side in (step.forward, step.backward))
         return replace(step, forward=down, backward=up)
 
-    with mock.patch.object(tape_plan, "step_of", slower):
+    with mock.patch.object(tape_parts, "step_of", slower):
         yield
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxoffload.compiler.recipe import Recipe, VariantDraft
-from fxoffload.compiler.tape_plan import Part
+from fxoffload.compiler.tape_parts import Part
 from fxoffload.graphs import CompiledGraph
 from fxoffload.runtime.bundle import Bundle
 from fxoffload.runtime.calls import Site, StepCalls

@@ -16,13 +16,8 @@ import fxoffload
 from fxoffload import ops
 from fxoffload.runtime import executor
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
-from fxoffload.runtime.executor import (
-    Movable,
-    OuterProgram,
-    RuntimeOptions,
-    backward_callable,
-    forward_callable,
-)
+from fxoffload.runtime.executor import backward_callable, forward_callable
+from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
 from fxoffload.runtime.streams import HostCopies
 from fxoffload.runtime.transfer import Transfer, slot_of
 from fxoffload.runtime.windows import Choice

@@ -25,10 +25,10 @@ from fxoffload.runtime.executor import (
     KEPT_FOR_HOOKS,
     KEPT_IN_BACKWARD,
     KEPT_WITHOUT_VARIANT,
-    OuterProgram,
     backward_callable,
     forward_callable,
 )
+from fxoffload.runtime.outer_program import OuterProgram
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.variant import Layout, Variant, Variants
 from fxoffload.runtime.windows import Choice

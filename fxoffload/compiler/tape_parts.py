@@ -1,0 +1,169 @@
+"""What the plan of a chain of calls knows of each of its graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fxoffload._torch_sizes import free_symbols, hints_at
+from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
+from fxoffload.compiler.draft import step_of
+from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.recipe import Recipe, with_all_inputs
+from fxoffload.errors import OptionsError, ProfileError
+from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.op_costs import tensors_of
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.rates import ProfileRates, rates_for
+from fxoffload.planner.steps import TrainingStep, edges_of
+from fxoffload.runtime.engine import Budgets
+from fxoffload.runtime.held import Edges
+from fxoffload.runtime.outer_program import Movable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TapeGoal:
+    """What the graphs of one chain have to agree on.
+
+    Attributes:
+        goal: of the plan.
+        budgets: of the options.
+        profile: name of the profile, None for the device's.
+        device: of the graphs.
+        calibrates: whether the plan is made again with measured times.
+        paces: whether forwards may be paced (``fxoffload.planner.pacing``).
+    """
+
+    goal: PlanGoal
+    budgets: Budgets
+    profile: str | None
+    device: torch.device
+    calibrates: bool = True
+    paces: bool = True
+
+
+@dataclass(frozen=True)
+class SizedGraph:
+    """A graph whose sizes vary from call to call.
+
+    Attributes:
+        sizes: that vary.
+        forward: as compiled.
+        backward: as compiled.
+        movables: of the forward.
+        warned: of what its plans have warned.
+    """
+
+    sizes: BatchSizes
+    forward: ForwardState
+    backward: BackwardState
+    movables: tuple[Movable, ...]
+    warned: set[str] = field(default_factory=set)
+
+    def step_at(self, sizes: Sizes, rates: ProfileRates) -> TrainingStep:
+        """One forward and backward of calls of these sizes."""
+        with hints_at(self.sizes.named(sizes)):
+            return step_of(self.forward, self.backward, self.movables, rates)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the plan of a chain knows of one of its graphs.
+
+    Attributes:
+        graph: as compiled.
+        step: of one forward and backward of it.
+        rates: that its times were estimated with.
+        goal: of the chain.
+        edges: of the graph, in the names of ``step``.
+        recipe: makes variants of the graph that compute more again; None: there are none.
+        sized: the graph, where its sizes vary; None: they do not. ``step`` is of the sizes that it was compiled for.
+    """
+
+    graph: CompiledGraph
+    step: TrainingStep
+    rates: ProfileRates
+    goal: TapeGoal
+    edges: Edges
+    recipe: Recipe | None = None
+    sized: SizedGraph | None = None
+
+    def at(self, sizes: Sizes) -> Part:
+        """The same for calls of these sizes; as it is where none vary."""
+        if self.sized is None or not sizes:
+            return self
+        return replace(self, step=self.sized.step_at(sizes, self.rates))
+
+
+def describe_part(
+    graph: CompiledGraph,
+    forward: ForwardState,
+    backward: BackwardState,
+    movables: Sequence[Movable],
+    goal: TapeGoal,
+    recipe: Recipe | None = None,
+) -> tuple[Part, Edges] | None:
+    """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call
+    and are not told as arguments, nothing that is saved may move, or there are no rates. ``recipe``: of variants of
+    them; the edges then name the inputs that only a variant may save too."""
+    sized = None
+    if is_dynamic(forward) or is_dynamic(backward):
+        sizes = _sizes_of(forward, backward)
+        if sizes is None:
+            return None
+        sized, recipe = SizedGraph(sizes, forward, backward, tuple(movables)), None
+    assert forward.outer is not None and backward.outer is not None
+    try:
+        rates = rates_for(goal.profile, goal.device)
+    except (OptionsError, ProfileError) as error:
+        log.warning("no plan over several graphs: %s", error)
+        return None
+    step = step_of(forward, backward, movables, rates)
+    if not step.takes or not step.forward or not step.backward:
+        return None
+    edges = edges_of(
+        forward.outer,
+        backward.outer,
+        movables,
+        num_user_outputs=forward.num_user_outputs,
+        min_bytes=max(forward.min_bytes, 1),
+        device=forward.device,
+    )
+    if recipe is not None:
+        edges = with_all_inputs(edges, forward)
+    return Part(graph, step, rates, goal, edges, recipe, sized), edges
+
+
+def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | None:
+    """The sizes that vary; None where the arguments of the forward do not tell all of them."""
+    sizes = BatchSizes.of(forward.gm)
+    tensors = (t for state in (forward, backward) for n in state.gm.graph.nodes for t in tensors_of(n))
+    if sizes is None or not {s for t in tensors for s in free_symbols(t)} <= set(sizes.symbols):
+        return None
+    return sizes
+
+
+def is_dynamic(state: ForwardState | BackwardState) -> bool:
+    """Whether sizes vary from call to call."""
+    values = (n.meta.get("val") for n in state.gm.graph.nodes)
+    return any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) or _has_symbols(v) for v in values)
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+
+
+def parts_at(parts: Sequence[Part], sizes: Sequence[Sizes]) -> list[Part]:
+    """The parts of calls of these sizes (empty: none vary). Calls that are alike have the same part."""
+    found: dict[tuple[int, Sizes], Part] = {}
+    each = list(zip(parts, sizes or [()] * len(parts), strict=True))
+    for part, size in each:
+        if (id(part), size) not in found:
+            found[id(part), size] = part.at(size)
+    return [found[id(part), size] for part, size in each]

@@ -1,0 +1,98 @@
+"""The step that runs, as far as it has come: its calls of compiled graphs, and what is known of it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fxoffload._torch_compat import StorageRef
+from fxoffload.runtime.chain_clock import StepRecording
+from fxoffload.runtime.chains import Following, Known, Record, Sizes
+from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.step_memory import EdgeWatch, LiveBytes
+from fxoffload.runtime.transfer import Group
+
+if TYPE_CHECKING:
+    from fxoffload.runtime.calls import Site
+
+
+@dataclass(eq=False)
+class CallOfStep:
+    """One forward call of a step, and its backward."""
+
+    site: weakref.ref[Site]
+    place: int
+    sizes: Sizes = ()
+    group: weakref.ref[Group] | None = None  # None until the forward has returned
+    empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
+    kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
+    is_bundled: bool = False  # of a variant: its backward knows its group
+    inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # recorded: name, value, version
+
+    def waits(self) -> bool:
+        """Whether a backward of it may still come."""
+        group = self.group() if self.group is not None else None
+        if self.kept is not None:
+            return not self.kept.is_expired()
+        return self.empty is not None or (group is not None and len(group) > 0)
+
+    def saved(self, group: Group) -> bool:
+        """Whether a backward with the tokens of ``group`` (empty: none) may be its own."""
+        saved = self.group() if self.group is not None else None
+        if self.is_bundled:
+            return saved is group
+        return saved is group if len(group) else saved is None or not len(saved)
+
+
+@dataclass(eq=False)
+class RunningStep:
+    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded or measured for."""
+
+    sizes: Sizes = ()
+    calls: list[CallOfStep] = field(default_factory=list)
+    pending: list[CallOfStep] = field(default_factory=list)
+    running: CallOfStep | None = None  # whose backward runs
+    phase: Phase = "forward"
+    plan: Following | None = None
+    followed: weakref.ref[Following] | None = None  # the plan that it began with
+    recording: StepRecording | None = None  # of a step that follows a plan and is measured
+    was_planned: bool = False
+    awaits_plan: bool = False
+    records: bool = False
+    measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
+    regular: bool = True
+    missed: bool = False
+    is_outgrown: bool = False  # a call was larger than its plan
+    is_complete: bool = False
+    record: Record | None = None  # of a step that is complete
+    live_bytes: LiveBytes = field(default_factory=LiveBytes)
+    edges: EdgeWatch = field(default_factory=EdgeWatch)
+
+    @property
+    def expected(self) -> Following | Known | None:
+        """What it is to be, as far as it was that; None: nobody knows."""
+        return (self.plan or self.measures) if self.regular else None
+
+    def sites_and_sizes(self) -> tuple[tuple[weakref.ref[Site], ...], tuple[Sizes, ...]]:
+        """Of its calls."""
+        return tuple(c.site for c in self.calls), tuple(c.sizes for c in self.calls)
+
+    def spoil(self, *, missed: bool = False) -> None:
+        """It is no chain that could be planned. ``missed``: not the one that is."""
+        self.regular = False
+        self.missed = self.missed or missed
+        self.plan = None
+        self.records = False
+        self.edges.clear()
+        self.end_recording()
+
+    def end_recording(self) -> None:
+        """What was measured counts if the step was what was planned, to its end."""
+        recording, self.recording = self.recording, None
+        if recording is not None and self.regular and self.is_complete:
+            recording.end()
+        elif recording is not None:
+            recording.drop()
