@@ -33,7 +33,7 @@ from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.planner import pacing
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
+from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.capture import Tower, example_input, rehearsal_options
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.activations.available import NotAvailable
-from fxoffload.runtime.giving_way import GivingWay
+from fxoffload.runtime.copies.giving_way import GivingWay
 
 MIB = 1 << 20
 # Large copies in all, each of so many MiB; small ones meanwhile, one behind 0.25 ms of a kernel each.

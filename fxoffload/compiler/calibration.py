@@ -13,7 +13,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.segment_readings import Readings
+from fxoffload.runtime.clocks.segment_readings import Readings
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.chain import Beside, Chain
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.chain_clock import TURN, segment_of
-from fxoffload.runtime.segment_readings import PHASES, Phase
+from fxoffload.runtime.clocks.chain_clock import TURN, segment_of
+from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
 
 Times = Mapping[Phase, Mapping[str, float]]
 Sizes = Mapping[Phase, Mapping[str, int | None]]

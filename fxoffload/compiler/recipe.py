@@ -27,7 +27,7 @@ from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.passes.values import Storages, tensor_of, written_values
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.steps import TrainingStep, edges_of
-from fxoffload.runtime.held import Edges
+from fxoffload.runtime.steps.held import Edges
 from fxoffload.runtime.variant import Layout, Variant, Variants
 
 log = logging.getLogger(__name__)

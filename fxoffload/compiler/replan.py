@@ -25,9 +25,9 @@ from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.chain_clock import lies_between
-from fxoffload.runtime.segment_clock import SegmentClock, clock_for
-from fxoffload.runtime.segment_readings import Phase, Readings
+from fxoffload.runtime.clocks.chain_clock import lies_between
+from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.clocks.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)

@@ -51,15 +51,15 @@ from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.calls import Site
+from fxoffload.runtime.clocks.segment_clock import SegmentClock
+from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import backward_callable, clone_as_laid_out, forward_callable, no_clock
-from fxoffload.runtime.host_arena import block_bytes
-from fxoffload.runtime.host_limits import processes_on_this_machine
+from fxoffload.runtime.host_memory.arena import block_bytes
+from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import Movable
-from fxoffload.runtime.segment_clock import SegmentClock
-from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes

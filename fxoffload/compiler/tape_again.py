@@ -28,8 +28,8 @@ from fxoffload.planner.chain import BESIDE_NOTHING, Chain
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.chain_clock import lies_between
-from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.clocks.chain_clock import lies_between
+from fxoffload.runtime.clocks.segment_readings import Phase
 
 if TYPE_CHECKING:
     from fxoffload.compiler.tape_plan import TapePlanning

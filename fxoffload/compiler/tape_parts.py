@@ -21,8 +21,8 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
-from fxoffload.runtime.held import Edges
 from fxoffload.runtime.outer_program import Movable
+from fxoffload.runtime.steps.held import Edges
 
 log = logging.getLogger(__name__)
 

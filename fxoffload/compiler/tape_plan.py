@@ -1,10 +1,10 @@
 """Plans all compiled graphs of a step together, where none of them has a plan of its own.
 
 A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
-FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.calls``), it is planned like one graph: what
-each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a graph
-gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time. Nothing
-is exchanged between ranks.
+FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.steps.calls``), it is planned like one graph:
+what each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a
+graph gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time.
+Nothing is exchanged between ranks.
 
 Where sizes vary from call to call, a chain is planned for some sizes: graphs are described as they are with those. They
 have no variants.
@@ -38,10 +38,10 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.calls import Site
-from fxoffload.runtime.chains import Following, Seen
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.held import CallAt, Held
+from fxoffload.runtime.steps.calls import Site
+from fxoffload.runtime.steps.chains import Following, Seen
+from fxoffload.runtime.steps.held import CallAt, Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 

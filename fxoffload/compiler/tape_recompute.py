@@ -22,7 +22,7 @@ from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.held import Edges, Held
+from fxoffload.runtime.steps.held import Edges, Held
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.calls import Site
-from fxoffload.runtime.chain_clock import ChainClock, StepRecording, chain_clock_for, segment_of
-from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
+from fxoffload.runtime.clocks.chain_clock import ChainClock, StepRecording, chain_clock_for, segment_of
+from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings
+from fxoffload.runtime.steps.calls import Site
 
 if TYPE_CHECKING:
     from fxoffload.compiler.tape_plan import TapePlanning

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxoffload.errors import ProfileError
 from fxoffload.machine.clocks import ROUNDS, Clock, CudaClock
 from fxoffload.machine.curve import CopyCurve
-from fxoffload.runtime.host_arena import CudaPinner, HostArena
+from fxoffload.runtime.host_memory.arena import CudaPinner, HostArena
 
 CUDA_SIZES = tuple(1 << power for power in range(18, 29))  # 256 KiB to 256 MiB
 CPU_SIZES = tuple(1 << power for power in range(16, 25, 2))  # 64 KiB to 16 MiB

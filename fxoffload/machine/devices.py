@@ -13,7 +13,7 @@ import torch
 
 from fxoffload.errors import ProfileError, UnsupportedError
 from fxoffload.machine.profile import DEVICE_TYPES
-from fxoffload.runtime.host_limits import cgroup_limit_bytes
+from fxoffload.runtime.host_memory.limits import cgroup_limit_bytes
 
 _DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 

@@ -28,7 +28,7 @@ from fxoffload.phases.buckets import Lane, Piece, Plan
 from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_units import Unit
-from fxoffload.runtime.streams import CopyStreams, Wait
+from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
 Copies = Iterator[tuple[Tensor, Tensor]]

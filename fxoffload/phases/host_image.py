@@ -22,9 +22,9 @@ import psutil
 from torch import Tensor
 
 from fxoffload.phases.forks import ForkSafeRLock
-from fxoffload.runtime.host_arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
-from fxoffload.runtime.host_ledger import Booking, Ledger
-from fxoffload.runtime.host_limits import PAGEABLE_SHARE
+from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
+from fxoffload.runtime.host_memory.ledger import Booking, Ledger
+from fxoffload.runtime.host_memory.limits import PAGEABLE_SHARE
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.phases.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
-from fxoffload.runtime.host_arena import HostBlock
+from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.sizes import format_bytes
 
 # What a forward or a step needs first arrives first.

@@ -35,9 +35,9 @@ from fxoffload.phases.storages import Holding, Where, bytes_of, plain_tensors
 from fxoffload.phases.transit import Transit
 from fxoffload.phases.weight_plans import WeightPlans
 from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
-from fxoffload.runtime.host_limits import default_host_budget_bytes
-from fxoffload.runtime.pinners import CudaPinner, HeapMemory
-from fxoffload.runtime.streams import CopyStreams
+from fxoffload.runtime.copies.streams import CopyStreams
+from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
+from fxoffload.runtime.host_memory.pinners import CudaPinner, HeapMemory
 from fxoffload.sizes import parse_bytes
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.room import Room
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S
-from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
 # A third of what PCIe 5 takes for a byte; what is faster than 200 GB/s would be held up.

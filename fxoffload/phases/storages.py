@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload._torch_private import StorageWeakRef, is_made_like_dtensor, local_of
-from fxoffload.runtime.host_arena import HostBlock, block_bytes
+from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
 
 
 class Where(enum.Enum):

@@ -43,7 +43,7 @@ from fxoffload.phases.room import ROOM_BEHIND_BYTES
 from fxoffload.phases.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.storages import Holding, Where
 from fxoffload.phases.worker import YIELD_S, Worker
-from fxoffload.runtime.streams import CopyStreams, Wait
+from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)

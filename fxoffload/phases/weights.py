@@ -35,7 +35,7 @@ from fxoffload.phases.storages import Where
 from fxoffload.phases.weight_plans import WeightPlans
 from fxoffload.phases.weight_source import Stored, WeightSource
 from fxoffload.phases.weight_units import Unit, named_tensors
-from fxoffload.runtime.streams import CopyStreams
+from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
 from fxoffload.planner.simulate import Boundary, Simulation
-from fxoffload.runtime.chain_clock import TURN, lies_between
-from fxoffload.runtime.held import CallAt
-from fxoffload.runtime.segment_readings import PHASES, Phase, Readings
+from fxoffload.runtime.clocks.chain_clock import TURN, lies_between
+from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings
+from fxoffload.runtime.steps.held import CallAt
 
 
 def beside_when_calls_begin(chain: Chain, graphs: Simulation, live_bytes: Mapping[CallAt, int]) -> Beside:
@@ -23,7 +23,7 @@ def beside_when_calls_begin(chain: Chain, graphs: Simulation, live_bytes: Mappin
     Args:
         chain: that ran, with nothing beside it.
         graphs: what it takes as it ran.
-        live_bytes: as of ``fxoffload.runtime.calls``; nothing is known where it is empty.
+        live_bytes: as of ``fxoffload.runtime.steps.calls``; nothing is known where it is empty.
     """
     if not live_bytes:
         return BESIDE_NOTHING

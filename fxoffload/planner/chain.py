@@ -2,7 +2,7 @@
 
 The storages of a call that nobody else sees are taken as they are. What passes between calls (a layer's output is the
 next layer's saved input; the gradient of one is the tangent of the other) is one storage in the chain, and lives as
-long as it was seen to (``fxoffload.runtime.held.Held``).
+long as it was seen to (``fxoffload.runtime.steps.held.Held``).
 
 An empty segment stands for the entry of each forward call: what only its caller makes is allocated there. Likewise for
 each backward call but the first.
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.chain_clock import entry_of, segment_of
-from fxoffload.runtime.held import Held, Moment
-from fxoffload.runtime.segment_readings import PHASES, Phase
+from fxoffload.runtime.clocks.chain_clock import entry_of, segment_of
+from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
+from fxoffload.runtime.steps.held import Held, Moment
 from fxoffload.runtime.windows import Windows
 
 

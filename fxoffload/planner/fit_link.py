@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.segment_readings import Phase, Readings
+from fxoffload.runtime.clocks.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Windows
 
 # Waits that differ by less than this part of their phase are the same: events, and a host that is late now and then,

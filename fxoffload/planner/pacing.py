@@ -1,6 +1,6 @@
 """How fast copies are beside FSDP2's collectives, and which forward calls are paced for it.
 
-See [Note: Streams that wait] in ``fxoffload.runtime.host_lead``.
+See [Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``.
 """
 
 from __future__ import annotations

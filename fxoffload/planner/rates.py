@@ -13,12 +13,13 @@ from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
-from fxoffload.runtime.host_limits import processes_on_this_machine
+from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"
 # What is left of a link beside collectives, whose streams wait for the device: 0.89 to 0.94 of what copies reach alone,
-# with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.host_lead``). Measured steps then tell.
+# with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``). Measured steps then
+# tell.
 BESIDE_COLLECTIVES = 0.9
 # What was not measured is taken as this many times slower than a dtype that was.
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}

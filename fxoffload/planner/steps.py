@@ -19,8 +19,8 @@ from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.passes.values import extent_bytes, output_values, tensor_of
 from fxoffload.runtime.engine import _RANGE_ALIGNMENT
-from fxoffload.runtime.held import Edges
 from fxoffload.runtime.outer_program import Movable
+from fxoffload.runtime.steps.held import Edges
 
 
 @dataclass(frozen=True)

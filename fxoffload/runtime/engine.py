@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import ModifiedInputError
-from fxoffload.runtime.allocator_trace import cuda_memory
-from fxoffload.runtime.calls import StepCalls
-from fxoffload.runtime.host_arena import (
+from fxoffload.runtime.clocks.allocator_trace import cuda_memory
+from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.host_memory.arena import (
     ALIGNMENT,
     CudaPinner,
     Fence,
@@ -47,10 +47,10 @@ from fxoffload.runtime.host_arena import (
     HostArena,
     address_space_bytes,
 )
-from fxoffload.runtime.host_limits import default_host_budget_bytes
-from fxoffload.runtime.host_trim import HostTrim
-from fxoffload.runtime.lent import others_watch
-from fxoffload.runtime.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
+from fxoffload.runtime.host_memory.trim import HostTrim
+from fxoffload.runtime.steps.calls import StepCalls
+from fxoffload.runtime.steps.lent import others_watch
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group, Remains, Transfer, View, Watch
 from fxoffload.stats import counters

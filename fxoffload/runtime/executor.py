@@ -20,11 +20,11 @@ from fxoffload._torch_compat import (
     in_backward,
     saved_tensor_hooks_active,
 )
-from fxoffload.runtime.calls import Site
+from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import OuterCall, OuterProgram
-from fxoffload.runtime.segment_clock import SegmentClock
+from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants

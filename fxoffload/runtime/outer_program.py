@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 
 from fxoffload import ops
 from fxoffload.ops import is_op
-from fxoffload.runtime.call_recorder import Recorder
+from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.layout import layout_of
 from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of

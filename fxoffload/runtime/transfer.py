@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxoffload.errors import TokenLostError
 from fxoffload.runtime.forked import generation, keep_if_forked
-from fxoffload.runtime.host_arena import Fence, HostBlock
+from fxoffload.runtime.host_memory.arena import Fence, HostBlock
 from fxoffload.runtime.windows import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"

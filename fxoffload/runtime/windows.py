@@ -32,7 +32,7 @@ class Choice:
         watches: whether the forward may return while inputs that can be watched are still being copied
             ([Note: Watched inputs] in ``fxoffload.runtime.engine``). It waits for all others.
         paced: whether the forward waits until the device has begun the paced one before it ([Note: Streams that wait]
-            in ``fxoffload.runtime.host_lead``).
+            in ``fxoffload.runtime.copies.host_lead``).
     """
 
     offload: Sequence[bool]

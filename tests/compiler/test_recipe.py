@@ -27,8 +27,8 @@ from fxoffload.compiler.fit import Signature, fit
 from fxoffload.compiler.session import CompileSession
 from fxoffload.compiler.tape_recompute import _drafts_of
 from fxoffload.passes.unwrap_random import UnwrapRandom
-from fxoffload.runtime.calls import Site, StepCalls
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.steps.calls import Site, StepCalls
 from tests.runtime.forced import CPU, Forced, Layers, part_of, recipe_of
 from tests.support import assert_equal, rehearsal
 

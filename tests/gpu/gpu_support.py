@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxoffload.runtime.copies.streams import CudaCopies, Wait
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.streams import CudaCopies, Wait
 
 MIB = 1 << 20
 WIDTH, TOKENS = 512, 2048

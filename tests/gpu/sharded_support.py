@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxoffload
 from fxoffload.compiler.tape_plan import TapePlanning
+from fxoffload.runtime.copies.streams import Wait
 from fxoffload.runtime.engine import CopyEngine
-from fxoffload.runtime.streams import Wait
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 

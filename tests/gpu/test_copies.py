@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.rl.measure_small_copies import measure_small_copies
-from fxoffload.runtime.giving_way import BURST_BYTES, GivingWay
-from fxoffload.runtime.streams import CudaCopies
+from fxoffload.runtime.copies.giving_way import BURST_BYTES, GivingWay
+from fxoffload.runtime.copies.streams import CudaCopies
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.runtime.streams import Wait
+from fxoffload.runtime.copies.streams import Wait
 from tests.gpu.gpu_support import (
     MIB,
     Stack,

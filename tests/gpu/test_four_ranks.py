@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxoffload.runtime.streams import Wait
+from fxoffload.runtime.copies.streams import Wait
 from tests.gpu.sharded_support import Ended, check_bytes, check_equality, check_training, launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist(gpus=1)]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fxoffload.phases.host_image import HostImage
-from fxoffload.runtime.host_arena import CudaPinner, HostBlock
-from fxoffload.runtime.host_limits import default_host_budget_bytes
+from fxoffload.runtime.host_memory.arena import CudaPinner, HostBlock
+from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxoffload.phases import PhaseManager
 from fxoffload.phases.host_image import HostImage
 from fxoffload.runtime import capture_mode
-from fxoffload.runtime.host_arena import CudaPinner
+from fxoffload.runtime.host_memory.arena import CudaPinner
 
 from .gpu_support import MIB
 

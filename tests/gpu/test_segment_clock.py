@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.allocator_trace import cuda_memory
-from fxoffload.runtime.call_recorder import Recorder
-from fxoffload.runtime.segment_clock import SegmentClock
-from fxoffload.runtime.segment_readings import PHASES, Phase
-from fxoffload.runtime.stream_events import PooledEvents, cuda_events
+from fxoffload.runtime.clocks.allocator_trace import cuda_memory
+from fxoffload.runtime.clocks.call_recorder import Recorder
+from fxoffload.runtime.clocks.segment_clock import SegmentClock
+from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
+from fxoffload.runtime.clocks.stream_events import PooledEvents, cuda_events
 from tests.gpu.gpu_support import MIB, sleep
 
 pytestmark = pytest.mark.gpu

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.runtime import host_arena
-from fxoffload.runtime.host_arena import CudaPinner, HostArena
-from fxoffload.runtime.host_trim import HostTrim
-from fxoffload.runtime.streams import CudaCopies
+from fxoffload.runtime.copies.streams import CudaCopies
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory.arena import CudaPinner, HostArena
+from fxoffload.runtime.host_memory.trim import HostTrim
 from tests.gpu.gpu_support import MIB, deterministic, differing, disturbed, engine, gradients, sleep
 from tests.gpu.test_chain_clock import DEPTH, TOKENS, WIDTH, build, join
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload.runtime.copies.streams import Wait
 from fxoffload.runtime.engine import CopyEngine, engine_for, engines
-from fxoffload.runtime.streams import Wait
 from tests.gpu.gpu_support import TOKENS, WIDTH, Block, Stack, deterministic, differing, disturbed, sleep
 from tests.gpu.sharded_support import DEPTH, OPTIONS, Ended, check_bytes, check_equality, check_training, launch
 

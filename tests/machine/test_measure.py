@@ -13,7 +13,7 @@ from fxoffload.machine import MachineProfile, compute, measure
 from fxoffload.machine.clocks import CpuClock
 from fxoffload.machine.copies import make_curve
 from fxoffload.machine.devices import identify, memory_bytes
-from fxoffload.runtime import host_limits
+from fxoffload.runtime.host_memory import limits as host_limits
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

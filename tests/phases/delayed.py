@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.streams import Wait
+from fxoffload.runtime.copies.streams import Wait
 
 GARBAGE = 255
 

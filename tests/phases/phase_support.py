@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxoffload.phases import PhaseManager
 from fxoffload.phases.optimizers import leaves, named_state
 from fxoffload.phases.storages import plain_tensors
-from fxoffload.runtime.streams import CopyStreams
+from fxoffload.runtime.copies.streams import CopyStreams
 
 WIDTH = 24
 

@@ -12,7 +12,7 @@ from torch import nn
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.mover import Mover
 from fxoffload.phases.worker import YIELD_S
-from fxoffload.runtime.streams import HostCopies
+from fxoffload.runtime.copies.streams import HostCopies
 
 from .phase_support import differences, make, rehearse, snapshot, train
 

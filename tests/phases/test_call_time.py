@@ -15,7 +15,7 @@ from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.weight_plans import WeightPlans
-from fxoffload.runtime.streams import HostCopies
+from fxoffload.runtime.copies.streams import HostCopies
 from tests.phases.phase_support import Tied, make, rehearse, train
 
 

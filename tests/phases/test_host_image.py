@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from fxoffload.phases.host_image import HostImage, HostMemoryError
-from fxoffload.runtime import chunk_threads, host_arena, host_limits
-from fxoffload.runtime.cgroups import Group
-from fxoffload.runtime.host_arena import HeapMemory, HostBlock
-from fxoffload.runtime.host_ledger import Ledger
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory import chunk_threads
+from fxoffload.runtime.host_memory import limits as host_limits
+from fxoffload.runtime.host_memory.arena import HeapMemory, HostBlock
+from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.ledger import Ledger
 
 MIB = 1 << 20
 PAGE = 4096

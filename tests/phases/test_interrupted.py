@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.mover import Mover
-from fxoffload.runtime.streams import CopyStreams
+from fxoffload.runtime.copies.streams import CopyStreams
 
 from .delayed import DelayedCopies, LateStreams
 

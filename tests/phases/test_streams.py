@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.mover import Mover
-from fxoffload.runtime.streams import Wait
+from fxoffload.runtime.copies.streams import Wait
 
 from .delayed import LateStreams
 from .phase_support import make, rehearse, train

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager
 from fxoffload.phases.stand_still import StandStill
-from fxoffload.runtime.streams import HostCopies
+from fxoffload.runtime.copies.streams import HostCopies
 
 WIDTH = 32
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)

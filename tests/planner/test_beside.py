@@ -19,10 +19,10 @@ from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.allocator_trace import Block, Memory
+from fxoffload.runtime.clocks.allocator_trace import Block, Memory
+from fxoffload.runtime.clocks.segment_readings import PHASES, Readings, Sample
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.lent import Lent, OnOtherStreams
-from fxoffload.runtime.segment_readings import PHASES, Readings, Sample
+from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
 from tests.planner.chains import training_steps
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.segment_readings import Readings, Sample
+from fxoffload.runtime.clocks.segment_readings import Readings, Sample
 from fxoffload.runtime.windows import Windows
 
 MB = 1 << 20

@@ -16,10 +16,10 @@ from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.allocator_trace import Memory
-from fxoffload.runtime.chain_clock import TURN, ChainClock, entry_of
-from fxoffload.runtime.segment_readings import Readings, Sample
-from fxoffload.runtime.stream_events import host_events
+from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, entry_of
+from fxoffload.runtime.clocks.segment_readings import Readings, Sample
+from fxoffload.runtime.clocks.stream_events import host_events
 from tests.planner import test_tape_plan as chains
 from tests.planner.rehearsal import Watch
 from tests.planner.test_tape_plan import Run, alone, recorded

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload.runtime import chains, host_arena
-from fxoffload.runtime.allocator_trace import Memory
+from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.steps import chains
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import Run, new_plans

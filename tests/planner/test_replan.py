@@ -28,8 +28,8 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
-from fxoffload.runtime.segment_clock import SegmentClock
-from fxoffload.runtime.stream_events import host_events
+from fxoffload.runtime.clocks.segment_clock import SegmentClock
+from fxoffload.runtime.clocks.stream_events import host_events
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates

@@ -30,8 +30,8 @@ from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime import step_memory
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.steps import step_memory
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects
 

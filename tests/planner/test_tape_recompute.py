@@ -20,7 +20,7 @@ from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
-from fxoffload.runtime.held import Edges, Held, Moment
+from fxoffload.runtime.steps.held import Edges, Held, Moment
 
 MB = 1 << 20
 

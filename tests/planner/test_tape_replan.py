@@ -31,11 +31,11 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.calls import StepCalls
-from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording
+from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording
+from fxoffload.runtime.clocks.segment_readings import Readings
+from fxoffload.runtime.clocks.stream_events import PooledEvents, host_events
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.segment_readings import Readings
-from fxoffload.runtime.stream_events import PooledEvents, host_events
+from fxoffload.runtime.steps.calls import StepCalls
 from tests.planner import test_tape_plan as chains
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 import fxoffload
 from fxoffload.compiler import session, tape_plan
-from fxoffload.runtime import chains, host_arena
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.steps import chains
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, new_plans, options

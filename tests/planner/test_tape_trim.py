@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.runtime import host_arena
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.capture import rehearsal_options
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU

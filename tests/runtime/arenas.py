@@ -7,7 +7,7 @@ import mmap
 import time
 from collections.abc import Callable
 
-from fxoffload.runtime.host_arena import HostArena, HostBlock
+from fxoffload.runtime.host_memory.arena import HostArena, HostBlock
 
 MIB = 1 << 20
 LARGE = 64 * MIB  # the limit of their arenas

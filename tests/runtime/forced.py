@@ -16,9 +16,9 @@ from fxoffload.compiler.recipe import Recipe, VariantDraft
 from fxoffload.compiler.tape_parts import Part
 from fxoffload.graphs import CompiledGraph
 from fxoffload.runtime.bundle import Bundle
-from fxoffload.runtime.calls import Site, StepCalls
-from fxoffload.runtime.chains import Following
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.steps.calls import Site, StepCalls
+from fxoffload.runtime.steps.chains import Following
 from fxoffload.runtime.windows import Choice
 from tests.support import Observed, effects, rehearsal
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.runtime import chunk_threads, host_arena
-from fxoffload.runtime.host_arena import Fence, HostArena
-from fxoffload.runtime.host_ledger import Booking, Ledger
-from fxoffload.runtime.host_range import HUGE_PAGE
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory import chunk_threads
+from fxoffload.runtime.host_memory.address_range import HUGE_PAGE
+from fxoffload.runtime.host_memory.arena import Fence, HostArena
+from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 from tests.runtime.arenas import LARGE, MIB, resident_share, take, until
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fxoffload.phases.worker import Worker
-from fxoffload.runtime import capture_mode, pinners
+from fxoffload.runtime import capture_mode
 from fxoffload.runtime.capture_mode import GLOBAL, RELAXED, THREAD_LOCAL, outside_captures, work_beside_captures
-from fxoffload.runtime.host_arena import HostArena
+from fxoffload.runtime.host_memory import pinners
+from fxoffload.runtime.host_memory.arena import HostArena
 
 
 class Driver:

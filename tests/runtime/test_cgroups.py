@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fxoffload.runtime import cgroups
-from fxoffload.runtime.cgroups import Group, cgroup_limit_bytes, limited_groups
+from fxoffload.runtime.host_memory import cgroups
+from fxoffload.runtime.host_memory.cgroups import Group, cgroup_limit_bytes, limited_groups
 
 GIB = 1 << 30
 

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fxoffload.runtime.allocator_trace import Memory
-from fxoffload.runtime.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, entry_of, segment_of
-from fxoffload.runtime.stream_events import host_events
+from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, entry_of, segment_of
+from fxoffload.runtime.clocks.stream_events import host_events
 
 
 class Time:

@@ -16,9 +16,9 @@ from torch import Tensor
 import fxoffload
 from fxoffload import ModifiedInputError
 from fxoffload._torch_compat import StorageRef
+from fxoffload.runtime.copies.streams import HostCopies, Wait
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
-from fxoffload.runtime.host_arena import HeapMemory, HostArena
-from fxoffload.runtime.streams import HostCopies, Wait
+from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena
 from fxoffload.runtime.transfer import Group, Transfer, Watch
 
 CPU = torch.device("cpu")

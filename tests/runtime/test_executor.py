@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload import ops
 from fxoffload.runtime import executor
+from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.executor import backward_callable, forward_callable
 from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
-from fxoffload.runtime.streams import HostCopies
 from fxoffload.runtime.transfer import Transfer, slot_of
 from fxoffload.runtime.windows import Choice
 from tests.capture import Tower, example_input, rehearsal_options

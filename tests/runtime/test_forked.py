@@ -15,8 +15,8 @@ import torch
 from fxoffload import gc_pause
 from fxoffload.gc_pause import gc_paused
 from fxoffload.runtime import forked
-from fxoffload.runtime.free_list import FreeRange
-from fxoffload.runtime.host_arena import Fence, HeapMemory, HostArena
+from fxoffload.runtime.host_memory.arena import Fence, HeapMemory, HostArena
+from fxoffload.runtime.host_memory.free_list import FreeRange
 from fxoffload.runtime.transfer import Remains, Transfer, View
 from tests.runtime.arenas import LARGE, MIB, take
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxoffload.runtime import giving_way
-from fxoffload.runtime.giving_way import GivingWay
+from fxoffload.runtime.copies import giving_way
+from fxoffload.runtime.copies.giving_way import GivingWay
 
 BURST = 16
 

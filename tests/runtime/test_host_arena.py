@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxoffload.runtime import host_arena
-from fxoffload.runtime.host_arena import ALIGNMENT, Fence, HeapMemory, HostArena, HostBlock, address_space_bytes
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory.arena import ALIGNMENT, Fence, HeapMemory, HostArena, HostBlock, address_space_bytes
 
 MIB = 1 << 20
 LARGE = 64 * MIB

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 import fxoffload
-from fxoffload.runtime import host_lead
-from fxoffload.runtime.host_lead import HostLead
+from fxoffload.runtime.copies import host_lead
+from fxoffload.runtime.copies.host_lead import HostLead
 
 
 class Point:

@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 import fxoffload
-from fxoffload.runtime import host_ledger, host_limits, ledger_files
-from fxoffload.runtime.cgroups import Group
-from fxoffload.runtime.host_ledger import Booking, Ledger
+from fxoffload.runtime.host_memory import ledger as host_ledger
+from fxoffload.runtime.host_memory import ledger_files
+from fxoffload.runtime.host_memory import limits as host_limits
+from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 
 GIB = 1 << 30
 # The ledger needs neither the package's front door nor torch, which take seconds to import.
@@ -32,8 +34,8 @@ sys.modules |= {{"fxoffload": package, "torch": torch, "torch.distributed": torc
 OTHER = f"""
 {LIGHT}
 from pathlib import Path
-from fxoffload.runtime import host_ledger, host_limits
-from fxoffload.runtime.cgroups import Group
+from fxoffload.runtime.host_memory import ledger as host_ledger, limits as host_limits
+from fxoffload.runtime.host_memory.cgroups import Group
 group, folder = sys.argv[1:]
 host_limits.memory_limits = lambda: (group, [Group("", 100 << 30, 0)])
 booking = host_ledger.Booking(host_ledger.Ledger(Path(folder)))
@@ -182,7 +184,7 @@ def test_a_process_that_ends_takes_its_file_along(ledger: Ledger) -> None:
     code = f"""
 {LIGHT}
 from pathlib import Path
-from fxoffload.runtime import host_ledger, ledger_files
+from fxoffload.runtime.host_memory import ledger as host_ledger, ledger_files
 ledger_files.users_folder = lambda: Path(sys.argv[1])
 assert host_ledger.Booking().grow_to(4096)
 print(len(list(Path(sys.argv[1]).iterdir())))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fxoffload.runtime import cgroups, host_limits
-from fxoffload.runtime.host_limits import cgroup_limit_bytes, default_host_budget_bytes
+from fxoffload.runtime.host_memory import cgroups
+from fxoffload.runtime.host_memory import limits as host_limits
+from fxoffload.runtime.host_memory.limits import cgroup_limit_bytes, default_host_budget_bytes
 
 GIB = 1 << 30
 

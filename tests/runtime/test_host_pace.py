@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxoffload.runtime.host_pace import HostPace
+from fxoffload.runtime.copies.host_pace import HostPace
 
 
 def pace(looks: Iterable[bool]) -> HostPace:

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.runtime import chunk_threads, host_arena, host_range
+from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import CopyEngine
-from fxoffload.runtime.host_arena import Fence, HostArena, HostBlock
-from fxoffload.runtime.host_ledger import Booking, Ledger
-from fxoffload.runtime.host_trim import STEADY_STEPS, HostTrim
-from fxoffload.runtime.streams import HostCopies
+from fxoffload.runtime.host_memory import address_range as host_range
+from fxoffload.runtime.host_memory import arena as host_arena
+from fxoffload.runtime.host_memory import chunk_threads
+from fxoffload.runtime.host_memory.arena import Fence, HostArena, HostBlock
+from fxoffload.runtime.host_memory.ledger import Booking, Ledger
+from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.runtime.arenas import LARGE, MIB, resident_share, take, until
 
 CHUNK = 2 * MIB

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxoffload.runtime import numa
+from fxoffload.runtime.host_memory import numa
 
 GPU = torch.device("cuda", 0)
 

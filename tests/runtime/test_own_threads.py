@@ -9,7 +9,7 @@ import torch
 
 from fxoffload.phases.worker import Worker
 from fxoffload.runtime import own_threads
-from fxoffload.runtime.chunk_threads import ChunkThreads
+from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     made: dict[str, int] = {}
     monkeypatch.setattr(own_threads, "device_of_caller", lambda: 3)
     monkeypatch.setattr("fxoffload.phases.worker.device_of_caller", lambda: 3)
-    monkeypatch.setattr("fxoffload.runtime.chunk_threads.device_of_caller", lambda: 3)
+    monkeypatch.setattr("fxoffload.runtime.host_memory.chunk_threads.device_of_caller", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
     return made
 

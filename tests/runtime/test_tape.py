@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from fxoffload.runtime.host_arena import HostBlock
+from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group, Transfer
 

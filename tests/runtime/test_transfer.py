@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import TokenLostError
+from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine
-from fxoffload.runtime.host_arena import Fence, HeapMemory, HostArena, HostBlock
-from fxoffload.runtime.streams import HostCopies
+from fxoffload.runtime.host_memory.arena import Fence, HeapMemory, HostArena, HostBlock
 from fxoffload.runtime.transfer import Group, Remains, Slot, Transfer, View, make_token, slot_of
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxoffload
 from fxoffload.errors import TokenLostError
-from fxoffload.runtime import calls, executor
+from fxoffload.runtime import executor
 from fxoffload.runtime.bundle import Bundle, bundle_of, bundle_token
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import (
@@ -29,6 +29,7 @@ from fxoffload.runtime.executor import (
     forward_callable,
 )
 from fxoffload.runtime.outer_program import OuterProgram
+from fxoffload.runtime.steps import calls
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.variant import Layout, Variant, Variants
 from fxoffload.runtime.windows import Choice

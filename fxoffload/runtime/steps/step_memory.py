@@ -1,6 +1,6 @@
 """Memory of a step as its calls go by: how much is on the device when each begins, and what passes between them.
 
-Neither is thread-safe: ``fxoffload.runtime.calls`` has a lock.
+Neither is thread-safe: ``fxoffload.runtime.steps.calls`` has a lock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
-from fxoffload.runtime.held import CallAt, Held, Moment
-from fxoffload.runtime.lent import Lent, OnOtherStreams
-from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.runtime.steps.held import CallAt, Held, Moment
+from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
 
 log = logging.getLogger(__name__)
 

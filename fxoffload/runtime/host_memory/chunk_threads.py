@@ -15,7 +15,7 @@ import os
 import threading
 from typing import Protocol
 
-from fxoffload.runtime.host_limits import processes_on_this_machine
+from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 
 MAX_THREADS = 16

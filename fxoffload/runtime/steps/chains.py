@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fxoffload.runtime.chain_clock import StepRecording
-from fxoffload.runtime.held import CallAt, Held, later
-from fxoffload.runtime.step_memory import LiveBytes
+from fxoffload.runtime.clocks.chain_clock import StepRecording
+from fxoffload.runtime.steps.held import CallAt, Held, later
+from fxoffload.runtime.steps.step_memory import LiveBytes
 from fxoffload.runtime.windows import Choice
 
 if TYPE_CHECKING:
-    from fxoffload.runtime.calls import Site
+    from fxoffload.runtime.steps.calls import Site
 
 # Sizes of one call that vary from call to call; empty where none does.
 Sizes = tuple[int, ...]

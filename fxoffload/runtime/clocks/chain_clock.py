@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from fxoffload.runtime.allocator_trace import Memory, cuda_memory
-from fxoffload.runtime.call_recorder import Recorder, Sources
-from fxoffload.runtime.lent import Lent
-from fxoffload.runtime.segment_clock import compilations
-from fxoffload.runtime.segment_readings import Phase, Readings, Sample
-from fxoffload.runtime.stream_events import EventSource, cuda_events, host_events
+from fxoffload.runtime.clocks.allocator_trace import Memory, cuda_memory
+from fxoffload.runtime.clocks.call_recorder import Recorder, Sources
+from fxoffload.runtime.clocks.segment_clock import compilations
+from fxoffload.runtime.clocks.segment_readings import Phase, Readings, Sample
+from fxoffload.runtime.clocks.stream_events import EventSource, cuda_events, host_events
+from fxoffload.runtime.steps.lent import Lent
 
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4

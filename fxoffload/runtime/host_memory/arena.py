@@ -6,9 +6,9 @@ fault the pages in, then register them with CUDA. A block may lie across two chu
 copy across a chunk border is split in two, because one copy may not touch two registrations. Alternatives that were
 rejected: PyTorch's caching host allocator rounds every block up to a power of two (up to twice the memory), and fixed
 slabs lose their ends. Threads in the background do the pinning while the model compiles (see [Note: Chunk threads] in
-``fxoffload.runtime.chunk_threads``); a step waits only for what is not ready yet, and never again afterwards, unless
-memory was trimmed. What the arena has or is about to have is booked, so that other processes do not count on it
-(``fxoffload.runtime.host_ledger``).
+``fxoffload.runtime.host_memory.chunk_threads``); a step waits only for what is not ready yet, and never again
+afterwards, unless memory was trimmed. What the arena has or is about to have is booked, so that other processes do not
+count on it (``fxoffload.runtime.host_memory.ledger``).
 
 [Note: Trim]
 ``trim`` gives chunks at the end of the range back while steps go on. All of them are taken out of the free list at
@@ -45,17 +45,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fxoffload.runtime import numa
-from fxoffload.runtime.chunk_threads import ChunkThreads
 from fxoffload.runtime.forked import generation, keep_if_forked
-from fxoffload.runtime.free_list import Fence as Fence
-from fxoffload.runtime.free_list import FreeList, FreeRange, younger
-from fxoffload.runtime.host_ledger import Booking
-from fxoffload.runtime.host_range import HUGE_PAGE, HostRange
-from fxoffload.runtime.pinners import CudaPinner as CudaPinner
-from fxoffload.runtime.pinners import HeapMemory as HeapMemory
-from fxoffload.runtime.pinners import Pinner as Pinner
-from fxoffload.runtime.pinners import touch
+from fxoffload.runtime.host_memory import numa
+from fxoffload.runtime.host_memory.address_range import HUGE_PAGE, HostRange
+from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
+from fxoffload.runtime.host_memory.free_list import Fence as Fence
+from fxoffload.runtime.host_memory.free_list import FreeList, FreeRange, younger
+from fxoffload.runtime.host_memory.ledger import Booking
+from fxoffload.runtime.host_memory.pinners import CudaPinner as CudaPinner
+from fxoffload.runtime.host_memory.pinners import HeapMemory as HeapMemory
+from fxoffload.runtime.host_memory.pinners import Pinner as Pinner
+from fxoffload.runtime.host_memory.pinners import touch
 
 log = logging.getLogger(__name__)
 

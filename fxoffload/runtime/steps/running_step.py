@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef
-from fxoffload.runtime.chain_clock import StepRecording
-from fxoffload.runtime.chains import Following, Known, Record, Sizes
-from fxoffload.runtime.segment_readings import Phase
-from fxoffload.runtime.step_memory import EdgeWatch, LiveBytes
+from fxoffload.runtime.clocks.chain_clock import StepRecording
+from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.runtime.steps.chains import Following, Known, Record, Sizes
+from fxoffload.runtime.steps.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
 
 if TYPE_CHECKING:
-    from fxoffload.runtime.calls import Site
+    from fxoffload.runtime.steps.calls import Site
 
 
 @dataclass(eq=False)

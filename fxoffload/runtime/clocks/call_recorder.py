@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxoffload.runtime.allocator_trace import AllocatorTrace, Memory
-from fxoffload.runtime.segment_readings import Phase, Sample
-from fxoffload.runtime.stream_events import Event, EventSource
+from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, Memory
+from fxoffload.runtime.clocks.segment_readings import Phase, Sample
+from fxoffload.runtime.clocks.stream_events import Event, EventSource
 
 
 @dataclass(frozen=True, slots=True)

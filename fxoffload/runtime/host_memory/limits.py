@@ -8,8 +8,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from fxoffload.runtime.cgroups import Group, limited_groups
-from fxoffload.runtime.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
+from fxoffload.runtime.host_memory.cgroups import Group, limited_groups
+from fxoffload.runtime.host_memory.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
 
 # Pinned memory cannot be swapped or reclaimed, so some of the machine is left to everything else.
 DEFAULT_SHARE = 0.8

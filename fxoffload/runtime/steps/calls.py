@@ -4,7 +4,7 @@ A model whose layers are compiled each on its own runs as a chain of calls: the 
 reverse. ``StepCalls`` (one per copy engine) watches the chain go by. Two steps that ran through the same graphs are
 handed to a planner, with what was seen of the memory that passes between calls; from the next step on, each call
 follows the plan of its place in the chain. Where sizes vary from step to step, each has a plan of its own, made from
-what is on the device in its first step (``fxoffload.runtime.chains``).
+what is on the device in its first step (``fxoffload.runtime.steps.chains``).
 
 Nothing here can make a result wrong: what a call does is settled when it begins, and its tokens say what it did. A step
 that is not the chain that was planned (other graphs, several forwards before a backward, a forward in the middle of a
@@ -31,9 +31,11 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
     version_of,
 )
-from fxoffload.runtime.allocator_trace import Memory
-from fxoffload.runtime.call_recorder import Recorder
-from fxoffload.runtime.chains import (
+from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.clocks.call_recorder import Recorder
+from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.runtime.host_memory.trim import HostTrim
+from fxoffload.runtime.steps.chains import (
     CallSizes,
     Chains,
     Follower,
@@ -45,12 +47,10 @@ from fxoffload.runtime.chains import (
     SizedChain,
     Sizes,
 )
-from fxoffload.runtime.held import CallAt, Edges, Moment
-from fxoffload.runtime.host_trim import HostTrim
-from fxoffload.runtime.lent import OnOtherStreams
-from fxoffload.runtime.running_step import CallOfStep, RunningStep
-from fxoffload.runtime.segment_readings import Phase
-from fxoffload.runtime.step_memory import LiveBytes
+from fxoffload.runtime.steps.held import CallAt, Edges, Moment
+from fxoffload.runtime.steps.lent import OnOtherStreams
+from fxoffload.runtime.steps.running_step import CallOfStep, RunningStep
+from fxoffload.runtime.steps.step_memory import LiveBytes
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxoffload.runtime.segment_readings import Phase
+from fxoffload.runtime.clocks.segment_readings import Phase
 
 # A call of a chain: its phase, and its place, counted in the order of the forwards.
 CallAt = tuple[Phase, int]

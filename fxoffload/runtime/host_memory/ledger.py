@@ -24,9 +24,10 @@ from pathlib import Path
 
 import psutil
 
-from fxoffload.runtime import host_limits, ledger_files
-from fxoffload.runtime.cgroups import Group
-from fxoffload.runtime.host_limits import DEFAULT_SHARE
+from fxoffload.runtime.host_memory import ledger_files
+from fxoffload.runtime.host_memory import limits as host_limits
+from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.limits import DEFAULT_SHARE
 
 log = logging.getLogger(__name__)
 

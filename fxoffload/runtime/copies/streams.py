@@ -32,9 +32,9 @@ from torch import Tensor
 
 from fxoffload.gc_pause import leave_garbage_to_parent
 from fxoffload.runtime.capture_mode import outside_captures
-from fxoffload.runtime.giving_way import GivingWay
-from fxoffload.runtime.host_lead import HostLead
-from fxoffload.runtime.host_pace import HostPace
+from fxoffload.runtime.copies.giving_way import GivingWay
+from fxoffload.runtime.copies.host_lead import HostLead
+from fxoffload.runtime.copies.host_pace import HostPace
 
 
 class Wait(enum.Enum):

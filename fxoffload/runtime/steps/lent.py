@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
-from fxoffload.runtime.allocator_trace import Block, cuda_blocks
+from fxoffload.runtime.clocks.allocator_trace import Block, cuda_blocks
 
 
 class Lent:

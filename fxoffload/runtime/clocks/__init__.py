@@ -1,0 +1,1 @@
+"""Measures what segments and steps really take: times on the compute stream and bytes of the allocator."""
