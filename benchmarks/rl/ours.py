@@ -72,7 +72,7 @@ class Fxoffload(Strategy):
 @contextlib.contextmanager
 def _without(*, giving_way: bool = True, pace: bool = True) -> Iterator[None]:
     """Copies that do not let small ones pass (no burst is ever full), and offloads that start all of theirs at once."""
-    from fxoffload.phases import mover
+    from fxoffload.phases.moving import mover
     from fxoffload.runtime.copies import giving_way as bursts
 
     before = bursts.BURST_BYTES, mover.PACE_S_PER_BYTE

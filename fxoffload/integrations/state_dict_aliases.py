@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxoffload.phases import PhaseManager, Where, sharded
-from fxoffload.phases.sentinel import bring_back, is_away, send_away, untouched
-from fxoffload.phases.storages import Holding, plain_tensors
+from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.sentinel import bring_back, is_away, send_away, untouched
+from fxoffload.phases.moving.storages import Holding, plain_tensors
 
 
 class Aliases:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fxoffload.phases.guarding.sentinel import OffloadedError as OffloadedError
 from fxoffload.phases.handle import Handle as Handle
 from fxoffload.phases.manager import PhaseManager as PhaseManager
 from fxoffload.phases.metrics import Transition as Transition
+from fxoffload.phases.moving.storages import Where as Where
 from fxoffload.phases.phase import Phase as Phase
 from fxoffload.phases.residue import residue as residue
-from fxoffload.phases.sentinel import OffloadedError as OffloadedError
-from fxoffload.phases.storages import Where as Where

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fxoffload.phases import sharded
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import plain_tensors as plain_tensors
 from fxoffload.phases.optimizers import leaves, named_state
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.storages import plain_tensors as plain_tensors
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
+from fxoffload.phases.guarding.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.inventory import Inventory, can_be_emptied
+from fxoffload.phases.moving.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.phases.sentinel import bring_back, holdings_of, is_away, send_away, untouched
-from fxoffload.phases.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.sizes import format_bytes
 

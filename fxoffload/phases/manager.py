@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fxoffload.phases.guards import Guards
+from fxoffload.phases.guarding.guards import Guards
+from fxoffload.phases.guarding.sentinel import holdings_of, untouched
 from fxoffload.phases.handle import Handle, Handles
-from fxoffload.phases.host_image import HostImage
-from fxoffload.phases.host_reads import read_tensor
 from fxoffload.phases.inventory import Inventory, find_device
 from fxoffload.phases.metrics import Transition, summed
+from fxoffload.phases.moving.host_image import HostImage
+from fxoffload.phases.moving.host_reads import read_tensor
+from fxoffload.phases.moving.storages import Holding, Where, bytes_of, plain_tensors
 from fxoffload.phases.phase import (
     BUFFERS,
     GRADS,
@@ -30,11 +32,9 @@ from fxoffload.phases.phase import (
     leaving,
     returning,
 )
-from fxoffload.phases.sentinel import holdings_of, untouched
-from fxoffload.phases.storages import Holding, Where, bytes_of, plain_tensors
 from fxoffload.phases.transit import Transit
-from fxoffload.phases.weight_plans import WeightPlans
-from fxoffload.phases.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
+from fxoffload.phases.weight_sync.plans import WeightPlans
+from fxoffload.phases.weight_sync.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.pinners import CudaPinner, HeapMemory
@@ -336,7 +336,8 @@ class PhaseManager:
     ) -> WeightStream:
         """(name, tensor on the device) of every weight, in buckets, from wherever they are; the model stays there.
 
-        See ``fxoffload.phases.weights.stream_weights`` for the arguments and for how long a tensor is valid.
+        See ``fxoffload.phases.weight_sync.weights.stream_weights`` for the arguments and for how long a tensor is
+        valid.
         """
         transition = Transition("stream", (PARAMS, BUFFERS))
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.referrers import describe_referrers
-from fxoffload.phases.sentinel import untouched
 from fxoffload.sizes import format_bytes, parse_bytes
 
 

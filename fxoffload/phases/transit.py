@@ -25,24 +25,24 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fxoffload.gc_pause import gc_paused
-from fxoffload.phases import sharded
-from fxoffload.phases.arrivals import Arrivals
-from fxoffload.phases.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
 from fxoffload.phases.forks import ForkSafeRLock
-from fxoffload.phases.gates import Gates
-from fxoffload.phases.gradients import Gradients
-from fxoffload.phases.guards import Guards
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.gates import Gates
+from fxoffload.phases.guarding.gradients import Gradients
+from fxoffload.phases.guarding.guards import Guards
+from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.handle import Handle
-from fxoffload.phases.host_image import HostImage
 from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.metrics import Transition
-from fxoffload.phases.mover import Ahead, Mover
+from fxoffload.phases.moving.arrivals import Arrivals
+from fxoffload.phases.moving.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
+from fxoffload.phases.moving.host_image import HostImage
+from fxoffload.phases.moving.mover import Ahead, Mover
+from fxoffload.phases.moving.room import ROOM_BEHIND_BYTES
+from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.moving.worker import YIELD_S, Worker
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, OPTIMIZER, PARAMS
-from fxoffload.phases.room import ROOM_BEHIND_BYTES
-from fxoffload.phases.sentinel import OffloadedError, holdings_of
-from fxoffload.phases.storages import Holding, Where
-from fxoffload.phases.worker import YIELD_S, Worker
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 
@@ -405,7 +405,7 @@ class Transit:
     # -- whoever wants to use it ---------------------------------------------------------------------------------------
 
     def touched(self, holding: Holding, what: str) -> None:
-        """See ``fxoffload.phases.storages.Owner``."""
+        """See ``fxoffload.phases.moving.storages.Owner``."""
         with self._reading():
             if holding.where in _GONE:
                 raise OffloadedError(self._complaint(holding, what))

@@ -19,7 +19,7 @@ from benchmarks.rl.ours import Fxoffload
 from benchmarks.rl.overlap_trace import WORK, summarize_work, trace_work
 from benchmarks.schema import Record, Report, Variant
 from benchmarks.tables import render
-from fxoffload.phases import mover
+from fxoffload.phases.moving import mover
 from fxoffload.runtime.copies import giving_way
 from tests.benchmarks.test_phases import SHORT, TINY, measure
 

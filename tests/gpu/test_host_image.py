@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fxoffload.phases.host_image import HostImage
+from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.runtime.host_memory.arena import CudaPinner, HostBlock
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 

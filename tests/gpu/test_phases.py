@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.phases import OffloadedError, PhaseManager, Where
-from fxoffload.phases.device_memory import has_expandable_segments
+from fxoffload.phases.moving.device_memory import has_expandable_segments
 
 from .gpu_support import MIB, Stack, build, deterministic, fresh_input, sleep
 
@@ -147,7 +147,7 @@ def test_what_is_away_raises_and_the_context_lives() -> None:
 
 
 def test_the_first_layer_runs_before_the_last_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # so that there are many slow copies
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)  # so that there are many slow copies
     model, optimizer = make()
     train(model, optimizer, 0)
     x = fresh_input(0)

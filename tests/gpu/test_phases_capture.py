@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager
-from fxoffload.phases.host_image import HostImage
+from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.runtime import capture_mode
 from fxoffload.runtime.host_memory.arena import CudaPinner
 

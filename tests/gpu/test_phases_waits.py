@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.metrics import Transition
-from fxoffload.phases.mover import Mover
+from fxoffload.phases.moving.mover import Mover
 from fxoffload.runtime.copies.streams import CudaCopies, Wait
 
 from .gpu_support import MIB, sleep

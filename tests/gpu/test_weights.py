@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.residue import residue
-from fxoffload.phases.weights import stream_weights, weights_on_device
+from fxoffload.phases.weight_sync.weights import stream_weights, weights_on_device
 from tests.gpu.gpu_support import CYCLES_PER_MS, MIB
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.weights import stream_weights
+from fxoffload.phases.weight_sync.weights import stream_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 MIB = 1 << 20

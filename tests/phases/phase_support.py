@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager
+from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.optimizers import leaves, named_state
-from fxoffload.phases.storages import plain_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
 
 WIDTH = 24

@@ -1,4 +1,4 @@
-"""What is copied before it is known what leaves: see [Note: Ahead] in ``fxoffload.phases.mover``."""
+"""What is copied before it is known what leaves: see [Note: Ahead] in ``fxoffload.phases.moving.mover``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fxoffload.phases import PhaseManager, Where
-from fxoffload.phases.mover import Mover
-from fxoffload.phases.worker import YIELD_S
+from fxoffload.phases.moving.mover import Mover
+from fxoffload.phases.moving.worker import YIELD_S
 from fxoffload.runtime.copies.streams import HostCopies
 
 from .phase_support import differences, make, rehearse, snapshot, train
@@ -109,8 +109,8 @@ def test_an_offload_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.Mo
 def test_behind_other_work_copies_are_started_at_a_pace(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller launches that work, and needs the interpreter."""
     slept: list[float] = []
-    monkeypatch.setattr("fxoffload.phases.mover.time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr("fxoffload.phases.mover.PACE_S_PER_BYTE", 1.0)
+    monkeypatch.setattr("fxoffload.phases.moving.mover.time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("fxoffload.phases.moving.mover.PACE_S_PER_BYTE", 1.0)
     model, optimizer = make()
     train(model, optimizer, 0)
     manager = rehearse(model, optimizer)

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fxoffload.phases.arrivals import FIRST_BYTES, FIRST_MAPPED_BYTES, SLICE, Arrivals
-from fxoffload.phases.storages import Holding
+from fxoffload.phases.moving.arrivals import FIRST_BYTES, FIRST_MAPPED_BYTES, SLICE, Arrivals
+from fxoffload.phases.moving.storages import Holding
 
 
 def first_slice(nbytes: int, settings: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxoffload.phases import bucket_stream
 from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.ledger import Ledger
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.weight_plans import WeightPlans
+from fxoffload.phases.weight_sync import bucket_stream
+from fxoffload.phases.weight_sync.plans import WeightPlans
 from fxoffload.runtime.copies.streams import HostCopies
 from tests.phases.phase_support import Tied, make, rehearse, train
 
@@ -94,7 +94,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
                 seen.append("copy")
             return super().reload(pieces, gives_way=gives_way)
 
-    monkeypatch.setattr("fxoffload.phases.weights.Ledger", Watched)
+    monkeypatch.setattr("fxoffload.phases.weight_sync.weights.Ledger", Watched)
     monkeypatch.setattr(manager, "copies", lambda device: Copies())
     stream = manager.stream_weights(16 << 10)
     assert stream.plan.landings == 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import OffloadedError, PhaseManager
-from fxoffload.phases.compiled import reached
+from fxoffload.phases.guarding.compiled import reached
 from tests.phases.delayed import DelayedCopies
 from tests.phases.phase_support import WIDTH, batch, rehearse
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxoffload.phases import OffloadedError, sharded
+from fxoffload.phases import OffloadedError
+from fxoffload.phases.guarding import sharded
 from fxoffload.phases.inventory import Inventory
 from tests.phases.phase_support import make, rehearse
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fxoffload.phases import PhaseManager, forks, sentinel
+from fxoffload.phases import PhaseManager, forks
 from fxoffload.phases.forks import ForkSafeRLock
-from fxoffload.phases.worker import Worker
+from fxoffload.phases.guarding import sentinel
+from fxoffload.phases.moving.worker import Worker
 
 from .phase_support import make, rehearse, train
 

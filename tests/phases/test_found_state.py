@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxoffload.phases import OffloadedError, PhaseManager, Where
+from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.optimizers import leaves, named_state
-from fxoffload.phases.sentinel import untouched
 
 from .phase_support import rehearse
 

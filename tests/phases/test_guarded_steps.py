@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import OffloadedError, Where
-from fxoffload.phases.sentinel import is_away, untouched
+from fxoffload.phases.guarding.sentinel import is_away, untouched
 
 from .delayed import DelayedCopies
 from .phase_support import nothing_starts_in_the_background, rehearse
@@ -48,10 +48,10 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_step_waits_for_the_optimizers_own_tensors(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # else all of it comes with one copy
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)  # else all of it comes with one copy
     if not started:
-        monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_BYTES", 1)
-        monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_MAPPED_BYTES", 1)
+        monkeypatch.setattr("fxoffload.phases.moving.arrivals.FIRST_BYTES", 1)
+        monkeypatch.setattr("fxoffload.phases.moving.arrivals.FIRST_MAPPED_BYTES", 1)
     model, copies = network(), DelayedCopies()
     optimizer = Fused(model.parameters())
     stepped(model, optimizer)

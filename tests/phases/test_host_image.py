@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload.phases.host_image import HostImage, HostMemoryError
+from fxoffload.phases.moving.host_image import HostImage, HostMemoryError
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory import chunk_threads
 from fxoffload.runtime.host_memory import limits as host_limits

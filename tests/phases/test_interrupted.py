@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.ledger import Ledger
-from fxoffload.phases.mover import Mover
+from fxoffload.phases.moving.mover import Mover
 from fxoffload.runtime.copies.streams import CopyStreams
 
 from .delayed import DelayedCopies, LateStreams
@@ -117,7 +117,7 @@ def test_dropped_gradients_are_there_when_an_offload_is_interrupted(monkeypatch:
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_copies_ahead_are_finished_when_one_cannot_be_made(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", at_once)
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", at_once)
     streams = LateStreams()
     scene = Scene(streams)
     scene.once()
@@ -140,7 +140,7 @@ def test_copies_that_cannot_be_started_leave_no_memory_behind(wait: bool, monkey
 
 
 def test_no_room_for_one_onload_takes_nothing_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_BYTES", 1)
+    monkeypatch.setattr("fxoffload.phases.moving.arrivals.FIRST_BYTES", 1)
     scene = Scene(DelayedCopies(), count=40, optimizer=True)
     scene.manager.offload()
     allocate, refused = Mover.allocate, []

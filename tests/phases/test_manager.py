@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fxoffload.phases import OffloadedError, Phase, PhaseManager, Where
+from fxoffload.phases.guarding.sentinel import holdings_of
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.phase import GROUPS
-from fxoffload.phases.sentinel import holdings_of
 
 from .delayed import DelayedCopies
 from .phase_support import Tied, batch, differences, make, rehearse, snapshot, train
@@ -187,7 +187,7 @@ def test_what_is_away_says_so_and_answers_questions_about_its_form() -> None:
 
 
 def test_arriving_tensors_are_fenced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # a copy for each, though they are small
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)  # a copy for each, though they are small
     copies = DelayedCopies()
     model, optimizer = make()
     reference, _ = make()
@@ -431,7 +431,7 @@ class _Breaks(DelayedCopies):
 class TestFailures:
     @pytest.mark.parametrize("after", [0, 1, 5, 11])
     def test_an_offload_that_breaks_puts_everything_back(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)
+        monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)
         model, optimizer = make()
         train(model, optimizer, 0, zero=False)
         before = snapshot(model, optimizer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxoffload.phases import OffloadedError
-from fxoffload.phases.overrides import Override
+from fxoffload.phases.guarding.overrides import Override
 
 from .phase_support import make, rehearse, train
 

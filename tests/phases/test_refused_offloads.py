@@ -27,9 +27,9 @@ def forward(model: nn.Module) -> torch.Tensor:
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.arrivals.SLICE", 1)
-    monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_BYTES", 1)
-    monkeypatch.setattr("fxoffload.phases.arrivals.FIRST_MAPPED_BYTES", 1)
+    monkeypatch.setattr("fxoffload.phases.moving.arrivals.SLICE", 1)
+    monkeypatch.setattr("fxoffload.phases.moving.arrivals.FIRST_BYTES", 1)
+    monkeypatch.setattr("fxoffload.phases.moving.arrivals.FIRST_MAPPED_BYTES", 1)
 
 
 def by_gradients(model: nn.Module, manager: PhaseManager) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxoffload.phases.arrivals import SLICE, Arrivals
-from fxoffload.phases.room import FIRST_ROOM_BYTES, ROOM_BYTES, Room, stretches
+from fxoffload.phases.moving.arrivals import SLICE, Arrivals
+from fxoffload.phases.moving.room import FIRST_ROOM_BYTES, ROOM_BYTES, Room, stretches
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxoffload.phases.guarding.overrides import is_ours
+from fxoffload.phases.guarding.sentinel import OffloadedError, is_away
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.overrides import is_ours
-from fxoffload.phases.sentinel import OffloadedError, is_away
 
 from .delayed import DelayedCopies
 
@@ -207,7 +207,7 @@ def test_other_uses_of_what_is_arriving_are_fenced(way: str) -> None:
 
 
 def test_a_copy_made_while_another_model_is_away_takes_no_guards_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)  # else both models arrive with one copy
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)  # else both models arrive with one copy
     here, away = Tied(), Tied()
     manager = PhaseManager({"here": here, "away": away}, device_types=("cpu",))
     manager.offload()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
-from fxoffload.phases.mover import Mover
+from fxoffload.phases.moving.mover import Mover
 from fxoffload.runtime.copies.streams import Wait
 
 from .delayed import LateStreams
@@ -122,7 +122,7 @@ def test_a_block_is_written_after_it_was_read(without: bool) -> None:
 
 def test_streams_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who touches it first waits; see the contract of ``PhaseManager`` for other streams."""
-    monkeypatch.setattr("fxoffload.phases.mover.AT_ONCE", 1)
+    monkeypatch.setattr("fxoffload.phases.moving.mover.AT_ONCE", 1)
     scene = Scene(None)
     scene.manager.offload()
     scene.streams.held_back = True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxoffload.phases import sentinel
+from fxoffload.phases.guarding import sentinel
 from tests.phases.delayed import DelayedCopies
 from tests.phases.phase_support import rehearse
 

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fxoffload.errors import UnsupportedError
-from fxoffload.phases import PhaseManager, weight_plans
-from fxoffload.phases.cuts import Cut
-from fxoffload.phases.storages import plain_tensors
+from fxoffload.phases import PhaseManager
+from fxoffload.phases.moving.storages import plain_tensors
+from fxoffload.phases.weight_sync import plans as weight_plans
+from fxoffload.phases.weight_sync.cuts import Cut
 
 
 class Two(nn.Module):

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxoffload.errors import UnsupportedError
-from fxoffload.phases import bucket_stream
-from fxoffload.phases.buckets import Load, plan_buckets
-from fxoffload.phases.cuts import Cut, boxes, region
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.weights import stream_weights, weights_on_device
+from fxoffload.phases.weight_sync import bucket_stream
+from fxoffload.phases.weight_sync.buckets import Load, plan_buckets
+from fxoffload.phases.weight_sync.cuts import Cut, boxes, region
+from fxoffload.phases.weight_sync.weights import stream_weights, weights_on_device
 
 
 class Model(nn.Module):

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fxoffload import _torch_private as private
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.weights import stream_weights
+from fxoffload.phases.weight_sync.weights import stream_weights
 
 Found = dict[str, Any]
 

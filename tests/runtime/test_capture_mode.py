@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxoffload.phases.worker import Worker
+from fxoffload.phases.moving.worker import Worker
 from fxoffload.runtime import capture_mode
 from fxoffload.runtime.capture_mode import GLOBAL, RELAXED, THREAD_LOCAL, outside_captures, work_beside_captures
 from fxoffload.runtime.host_memory import pinners

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from fxoffload.phases.worker import Worker
+from fxoffload.phases.moving.worker import Worker
 from fxoffload.runtime import own_threads
 from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
 
@@ -17,7 +17,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """By thread: the device that it made current. The test's thread is on device 3."""
     made: dict[str, int] = {}
     monkeypatch.setattr(own_threads, "device_of_caller", lambda: 3)
-    monkeypatch.setattr("fxoffload.phases.worker.device_of_caller", lambda: 3)
+    monkeypatch.setattr("fxoffload.phases.moving.worker.device_of_caller", lambda: 3)
     monkeypatch.setattr("fxoffload.runtime.host_memory.chunk_threads.device_of_caller", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
     return made
@@ -28,7 +28,7 @@ def test_a_worker(devices: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[int | None] = []
     worker.submit(lambda: seen.append(devices.get("a-worker")))
     worker.drain()
-    monkeypatch.setattr("fxoffload.phases.worker.device_of_caller", lambda: 1)
+    monkeypatch.setattr("fxoffload.phases.moving.worker.device_of_caller", lambda: 1)
     worker.submit(lambda: seen.append(devices.get("a-worker")))
     worker.drain()
     worker.stop()

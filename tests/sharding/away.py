@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fxoffload.phases import sharded
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.overrides import is_ours
+from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.manager import PhaseManager
-from fxoffload.phases.overrides import is_ours
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.storages import plain_tensors
+from fxoffload.phases.moving.storages import plain_tensors
 
 from .launch import Found
 from .world import Rank, local

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fxoffload.phases import OffloadedError, PhaseManager, sharded
+from fxoffload.phases import OffloadedError, PhaseManager
+from fxoffload.phases.guarding import sharded
 
 from .launch import Found
 from .models import WIDTH

@@ -16,10 +16,10 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 
-from fxoffload.phases.device_memory import has_expandable_segments
-from fxoffload.phases.mover import AT_ONCE, Mover
-from fxoffload.phases.room import go_together
-from fxoffload.phases.storages import Holding, Where
+from fxoffload.phases.moving.device_memory import has_expandable_segments
+from fxoffload.phases.moving.mover import AT_ONCE, Mover
+from fxoffload.phases.moving.room import go_together
+from fxoffload.phases.moving.storages import Holding, Where
 
 FIRST_BYTES = 640 << 20
 # Where pages are mapped for them, the caller waits 8 to 17 ms a GiB before it can begin.

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.host_reads import with_bits_of
+from fxoffload.phases.guarding.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
+from fxoffload.phases.moving.host_reads import with_bits_of
+from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.phases.phase import PARAMS
-from fxoffload.phases.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
-from fxoffload.phases.storages import Holding, Where
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
@@ -109,7 +109,7 @@ class HostReader:
 
     def _copy(self, tensor: Tensor, memo: Memo) -> Tensor:
         if private.is_dtensor(tensor):
-            from fxoffload.phases.host_dtensor import HostDTensor
+            from fxoffload.phases.moving.host_dtensor import HostDTensor
 
             return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
         if is_traceable_wrapper_subclass(tensor):

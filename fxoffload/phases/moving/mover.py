@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload.phases.host_image import HostImage
-from fxoffload.phases.room import Room
-from fxoffload.phases.storages import Holding, Where
-from fxoffload.phases.worker import YIELD_S
+from fxoffload.phases.moving.host_image import HostImage
+from fxoffload.phases.moving.room import Room
+from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.moving.worker import YIELD_S
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20

@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxoffload import _torch_private as private
 from fxoffload._torch_private import FlatParameterInfo
 from fxoffload.errors import UnsupportedError
-from fxoffload.phases.buckets import Load
-from fxoffload.phases.cuts import Cut, region
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.storages import plain_tensors
+from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import plain_tensors
+from fxoffload.phases.weight_sync.buckets import Load
+from fxoffload.phases.weight_sync.cuts import Cut, region
 
 _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 

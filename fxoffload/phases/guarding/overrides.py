@@ -165,4 +165,4 @@ class Overrides:
 
 def is_ours(value: Any) -> bool:
     """Whether this is an override, or a hook that this package has put somewhere."""
-    return getattr(getattr(value, "__func__", value), "__module__", "").startswith(__package__ or "fxoffload.phases")
+    return getattr(getattr(value, "__func__", value), "__module__", "").startswith("fxoffload.phases.")

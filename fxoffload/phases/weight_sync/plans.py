@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.buckets import Plan, plan_buckets
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.storages import plain_tensors
-from fxoffload.phases.weight_units import Entry, Unit, entries_of, units_of
+from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import plain_tensors
+from fxoffload.phases.weight_sync.buckets import Plan, plan_buckets
+from fxoffload.phases.weight_sync.units import Entry, Unit, entries_of, units_of
 
 _MOST = 8  # a manager's models, by different arguments
 

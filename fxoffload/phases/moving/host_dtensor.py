@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch.distributed.tensor import DTensor
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.sentinel import OffloadedError
+from fxoffload.phases.guarding.sentinel import OffloadedError
 
 
 class HostDTensor(DTensor):

@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload.phases.forks import ForkSafeRLock
-from fxoffload.phases.overrides import leads_to
+from fxoffload.phases.guarding.overrides import leads_to
 
 Watcher = Callable[[DistributedDataParallel], object]
 

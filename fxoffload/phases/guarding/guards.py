@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fxoffload import _torch_private as private
-from fxoffload.phases import sharded
-from fxoffload.phases.compiled import CompiledFunctions
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.compiled import CompiledFunctions
+from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
+from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of, is_away, touch
+from fxoffload.phases.guarding.state_dicts import HostReader, one_state_dict
 from fxoffload.phases.optimizers import parameters_of, state_tensors
-from fxoffload.phases.overrides import Override, Overrides, is_ours
 from fxoffload.phases.phase import EXTRA, OPTIMIZER, PARAMS
-from fxoffload.phases.sentinel import OffloadedError, holdings_of, is_away, touch
-from fxoffload.phases.state_dicts import HostReader, one_state_dict
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager

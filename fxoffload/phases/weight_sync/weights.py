@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fxoffload.gc_pause import gc_paused
-from fxoffload.phases.bucket_stream import BucketStream, Ledger
-from fxoffload.phases.buckets import Plan
+from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.handle import Handle
+from fxoffload.phases.moving.storages import Where
 from fxoffload.phases.phase import BUFFERS, PARAMS
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.stand_still import StandStill
-from fxoffload.phases.storages import Where
-from fxoffload.phases.weight_plans import WeightPlans
-from fxoffload.phases.weight_source import Stored, WeightSource
-from fxoffload.phases.weight_units import Unit, named_tensors
+from fxoffload.phases.weight_sync.bucket_stream import BucketStream, Ledger
+from fxoffload.phases.weight_sync.buckets import Plan
+from fxoffload.phases.weight_sync.plans import WeightPlans
+from fxoffload.phases.weight_sync.source import Stored, WeightSource
+from fxoffload.phases.weight_sync.stand_still import StandStill
+from fxoffload.phases.weight_sync.units import Unit, named_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 

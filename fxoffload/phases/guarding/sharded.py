@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.storages import plain_tensors
+from fxoffload.phases.moving.storages import plain_tensors
 
 
 def is_fsdp2(module: nn.Module) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxoffload import _torch_private as private
+from fxoffload.phases.guarding.sentinel import holdings_of, touch
+from fxoffload.phases.moving.storages import Where
 from fxoffload.phases.optimizers import state_tensors
-from fxoffload.phases.sentinel import holdings_of, touch
-from fxoffload.phases.storages import Where
 
 _DEPTH = 6  # of references from a function to a model
 

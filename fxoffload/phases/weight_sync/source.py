@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fxoffload.phases.cuts import boxes, part
-from fxoffload.phases.sentinel import untouched
-from fxoffload.phases.stand_still import StandStill
-from fxoffload.phases.storages import Holding, Where
-from fxoffload.phases.weight_units import Unit
+from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.weight_sync.cuts import boxes, part
+from fxoffload.phases.weight_sync.stand_still import StandStill
+from fxoffload.phases.weight_sync.units import Unit
 
 
 class Stored(Protocol):

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from fxoffload.phases.device_memory import gpus_of, has_expandable_segments, splits_large_blocks
-from fxoffload.phases.storages import Holding
+from fxoffload.phases.moving.device_memory import gpus_of, has_expandable_segments, splits_large_blocks
+from fxoffload.phases.moving.storages import Holding
 
 # The first pieces are small, so that copies begin soon; with expandable segments the last, so that they end soon.
 FIRST_ROOM_BYTES = 128 << 20

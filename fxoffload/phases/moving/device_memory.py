@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fxoffload.phases.storages import Holding
+from fxoffload.phases.moving.storages import Holding
 
 # Returned to the driver at a time, while copies go on.
 SLICE_BYTES = 1 << 30

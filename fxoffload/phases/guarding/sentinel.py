@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxoffload._torch_private import shift_version
 from fxoffload.phases.forks import ForkSafeRLock
-from fxoffload.phases.storages import Holding
+from fxoffload.phases.moving.storages import Holding
 from fxoffload.sizes import format_bytes
 
 

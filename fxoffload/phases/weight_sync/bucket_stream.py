@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.buckets import Lane, Piece, Plan
-from fxoffload.phases.cuts import boxes, is_even, part, region, side_by_side
-from fxoffload.phases.stand_still import StandStill
-from fxoffload.phases.weight_units import Unit
+from fxoffload.phases.weight_sync.buckets import Lane, Piece, Plan
+from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side_by_side
+from fxoffload.phases.weight_sync.stand_still import StandStill
+from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.sizes import format_bytes
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload._torch_private import optimized_modules_of
-from fxoffload.phases import sharded
-from fxoffload.phases.data_parallel import watch_forwards
+from fxoffload.phases.guarding import sharded
+from fxoffload.phases.guarding.data_parallel import watch_forwards
 
 
 class Gates:

@@ -1,0 +1,1 @@
+"""Moves storages between a device and the host image."""
