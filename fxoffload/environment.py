@@ -37,8 +37,8 @@ PIECES = (
     "verify",  # off: the finished graphs are not checked
 )
 
-# What PhaseManager can move: streams and the driver's free memory are asked of these only.
-PHASES_DEVICE_TYPES = ("cuda", "cpu")
+# What can be moved from: streams and the driver's free memory are asked of these only.
+DEVICE_TYPES = ("cuda", "cpu")
 
 _ON = ("1", "true")
 _OFF = ("", "0", "false")
@@ -71,12 +71,37 @@ def phases_device_types() -> tuple[str, ...]:
     value = os.environ.get(PHASES_DEVICE_TYPES_VARIABLE, "")
     names = tuple(dict.fromkeys(name for name in (part.strip().lower() for part in value.split(",")) if name))
     for name in names:
-        if name not in PHASES_DEVICE_TYPES:
+        if name not in DEVICE_TYPES:
             raise OptionsError(
                 f"{PHASES_DEVICE_TYPES_VARIABLE} names the unknown device type {name!r}"
-                f"{suggestion(name, PHASES_DEVICE_TYPES)}; the types are {', '.join(PHASES_DEVICE_TYPES)}"
+                f"{suggestion(name, DEVICE_TYPES)}; the types are {', '.join(DEVICE_TYPES)}"
             )
     return names or ("cuda",)
+
+
+def check_device_types(device_types: object) -> tuple[str, ...]:
+    """Device types as sorted distinct names.
+
+    Raises:
+        OptionsError: ``device_types`` is no tuple of names, is empty, or has one that is unknown.
+    """
+    found = distinct_names("device_types", device_types, "('cuda',)")
+    if not found or not set(found) <= set(DEVICE_TYPES):
+        raise OptionsError(f"device_types is {device_types!r}; expected one or more of {', '.join(DEVICE_TYPES)}")
+    return found
+
+
+def distinct_names(name: str, value: object, example: str) -> tuple[str, ...]:
+    """``value`` as sorted distinct names; a bare string would be taken apart into letters.
+
+    Raises:
+        OptionsError: it is none; ``name`` says what it was given as, ``example`` what it may be.
+    """
+    if not isinstance(value, str) and isinstance(value, Iterable):
+        items = list(value)
+        if all(isinstance(item, str) for item in items):
+            return tuple(sorted(set(items)))
+    raise OptionsError(f"{name} is {value!r}; expected a tuple of names, for example {example}")
 
 
 def check_pieces(names: Iterable[str], source: str) -> frozenset[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fxoffload.environment import check_pieces, suggestion
+from fxoffload.environment import check_device_types, check_pieces, distinct_names, suggestion
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.sizes import parse_bytes
@@ -20,8 +20,6 @@ Policy = Literal["auto", "offload_all", "keep_all"]
 Recompute = Literal["auto", "default", "cheap"]
 OnError = Literal["raise", "fallback"]
 Inner = Literal["inductor", "aot_eager"]
-
-DEVICE_TYPES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, init=False)
@@ -110,7 +108,7 @@ class Options:
             "prefetch_budget": _bytes_or_none(prefetch_budget, "prefetch_budget"),
             "inner": _one_of("inner", inner, get_args(Inner)),
             "inductor": _check_inductor(inductor),
-            "device_types": _check_device_types(device_types),
+            "device_types": check_device_types(device_types),
             "disable": _check_disable(disable),
         }
         for name, value in values.items():
@@ -206,27 +204,10 @@ def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _check_device_types(device_types: Iterable[str]) -> tuple[str, ...]:
-    found = _names("device_types", device_types, "('cuda',)")
-    unknown = [name for name in found if name not in DEVICE_TYPES]
-    if unknown or not found:
-        raise OptionsError(f"device_types is {device_types!r}; expected one or more of {', '.join(DEVICE_TYPES)}")
-    return found
-
-
 def _check_disable(disable: Iterable[str]) -> tuple[str, ...]:
-    found = _names("disable", disable, "('prefetch',)")
+    found = distinct_names("disable", disable, "('prefetch',)")
     check_pieces(found, "disable")
     return found
-
-
-def _names(name: str, value: object, example: str) -> tuple[str, ...]:
-    """``value`` as sorted distinct names; a bare string would be taken apart into letters."""
-    if not isinstance(value, str) and isinstance(value, Iterable):
-        items = list(value)
-        if all(isinstance(item, str) for item in items):
-            return tuple(sorted(set(items)))
-    raise OptionsError(f"{name} is {value!r}; expected a tuple of names, for example {example}")
 
 
 def _check_inductor(

@@ -25,6 +25,7 @@ from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.runtime import background
 from fxoffload.runtime.clocks.chain_clock import lies_between
 from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
 from fxoffload.runtime.clocks.segment_readings import Phase, Readings
@@ -94,9 +95,7 @@ class Replan(Generic[_C]):
         if calibration is None:
             self._check(clock)
         elif self._in_background:
-            threading.Thread(
-                target=self._calibrate, args=(calibration, clock), name="fxoffload-replan", daemon=True
-            ).start()
+            background.start_planning(self._calibrate, calibration, clock, name="fxoffload-replan")
         else:
             self._calibrate(calibration, clock)
         return self.clock
@@ -109,6 +108,8 @@ class Replan(Generic[_C]):
             calibration.plan_again(readings)
             again = calibration.once_more
         except Exception as error:
+            if background.is_ending():
+                return
             warnings.warn(
                 f"fxoffload could not plan again with measured times and goes on with its plan as it is: {error}",
                 stacklevel=2,

@@ -274,6 +274,13 @@ class CompileSession:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", error)
+            if self._goal.budget_bytes is not None:
+                warnings.warn(
+                    f"expected graphs that can be planned together, for an activation_budget of "
+                    f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {error}. In steps with it all "
+                    "that may move is offloaded, and the budget is not checked",
+                    stacklevel=2,
+                )
             return
         if found is not None:
             site.part, site.edges = found

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_sizes import free_symbols, hints_at
+from fxoffload._torch_compat import is_rng_state
+from fxoffload._torch_sizes import hints_at, symbols_of
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, with_all_inputs
-from fxoffload.errors import OptionsError, ProfileError
+from fxoffload.errors import UnsupportedError
 from fxoffload.graphs import CompiledGraph
-from fxoffload.passes.op_costs import tensors_of
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
 from fxoffload.runtime.outer_program import Movable
 from fxoffload.runtime.steps.held import Edges
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,22 @@ def describe_part(
     goal: TapeGoal,
     recipe: Recipe | None = None,
 ) -> tuple[Part, Edges] | None:
-    """What a plan has to know of two compiled graphs. None where they cannot be planned: sizes vary from call to call
-    and are not told as arguments, nothing that is saved may move, or there are no rates. ``recipe``: of variants of
-    them; the edges then name the inputs that only a variant may save too."""
+    """What a plan has to know of two compiled graphs; None where nothing that is saved may move.
+
+    ``recipe``: of variants of them; the edges then name the inputs that only a variant may save too.
+
+    Raises:
+        UnsupportedError: sizes vary from call to call and are not told as arguments.
+        OptionsError, ProfileError: there are no rates.
+    """
     sized = None
-    if is_dynamic(forward) or is_dynamic(backward):
+    if is_dynamic(forward, backward):
         sizes = _sizes_of(forward, backward)
         if sizes is None:
-            return None
+            raise UnsupportedError("sizes vary from call to call, and not all of them are arguments of the graph")
         sized, recipe = SizedGraph(sizes, forward, backward, tuple(movables)), None
     assert forward.outer is not None and backward.outer is not None
-    try:
-        rates = rates_for(goal.profile, goal.device)
-    except (OptionsError, ProfileError) as error:
-        log.warning("no plan over several graphs: %s", error)
-        return None
+    rates = rates_for(goal.profile, goal.device)
     step = step_of(forward, backward, movables, rates)
     if not step.takes or not step.forward or not step.backward:
         return None
@@ -143,20 +142,22 @@ def describe_part(
 def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | None:
     """The sizes that vary; None where the arguments of the forward do not tell all of them."""
     sizes = BatchSizes.of(forward.gm)
-    tensors = (t for state in (forward, backward) for n in state.gm.graph.nodes for t in tensors_of(n))
-    if sizes is None or not {s for t in tensors for s in free_symbols(t)} <= set(sizes.symbols):
+    if sizes is None or not _symbols(forward, backward) <= set(sizes.symbols):
         return None
     return sizes
 
 
-def is_dynamic(state: ForwardState | BackwardState) -> bool:
+def is_dynamic(forward: ForwardState, backward: BackwardState | None = None) -> bool:
     """Whether sizes vary from call to call."""
-    values = (n.meta.get("val") for n in state.gm.graph.nodes)
-    return any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) or _has_symbols(v) for v in values)
+    return bool(_symbols(forward, backward))
 
 
-def _has_symbols(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+def _symbols(forward: ForwardState, backward: BackwardState | None) -> set[Any]:
+    """What sizes of the two graphs are made of, where they vary. Of the states of random generators, which the
+    recomputation of a random op or an attention reads, the size has a symbol that stands for nothing."""
+    nodes = [n for state in (forward, backward) if state is not None for n in state.gm.graph.nodes]
+    found = {s for n in nodes for value in tree_leaves(n.meta.get("val")) for s in symbols_of(value)}
+    return found - {s for n in nodes if is_rng_state(n) for s in symbols_of(n.meta.get("val"))}
 
 
 def parts_at(parts: Sequence[Part], sizes: Sequence[Sizes]) -> list[Part]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.guards import Guards
 from fxoffload.phases.guarding.sentinel import holdings_of, untouched
 from fxoffload.phases.handle import Handle, Handles
@@ -71,7 +72,7 @@ class PhaseManager:
 
     Raises:
         TypeError: something is not a module, an optimizer or a tensor.
-        ValueError: an option has an unknown value.
+        ValueError: an option has an unknown value (of ``device_types``, OptionsError).
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PhaseManager:
                 "their optimizer state are left there",
                 len(kept),
             )
-        types = frozenset(device_types)
+        types = frozenset(check_device_types(device_types))
         limit = None if host_limit is None else parse_bytes(host_limit, "host_limit")
         device = find_device(self._inventory, types)
         pin = pin and device.type == "cuda"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.referrers import describe_referrers
 from fxoffload.sizes import format_bytes, parse_bytes
@@ -100,8 +101,9 @@ def residue(
         device_types: ("cpu",) for a rehearsal.
 
     Raises:
-        ValueError: ``min_bytes`` is no size.
+        ValueError: ``min_bytes`` is no size, or ``device_types`` has an unknown one.
     """
+    device_types = check_device_types(device_types)
     least = parse_bytes(min_bytes, "min_bytes", allow_zero=True)
     one = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     gc.collect()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxoffload.phases import OffloadedError, Phase, PhaseManager, Where
+from fxoffload.errors import OptionsError
+from fxoffload.phases import OffloadedError, Phase, PhaseManager, Where, residue
 from fxoffload.phases.guarding.sentinel import holdings_of
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.phase import GROUPS
@@ -542,3 +543,11 @@ def test_a_manager_is_a_context() -> None:
         manager.enter("rollout")
     model(batch(0))
     assert manager.image.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", ["cpu", "cuda", ("gpu",), ("CPU",), ("cpu:0",), (), None, (0,)])
+def test_device_types_that_are_none(wrong: Any) -> None:
+    """A bare name would be taken apart into letters, and nothing would leave."""
+    for made in (lambda: PhaseManager(nn.Linear(2, 2), device_types=wrong), lambda: residue(device_types=wrong)):
+        with pytest.raises(OptionsError, match=r"expected (a tuple of names|one or more)"):
+            made()

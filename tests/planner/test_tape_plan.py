@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import random
@@ -804,6 +805,119 @@ def test_forwards_without_a_backward() -> None:
     for do in (without_grad, Run.step, dropped, dropped, dropped, Run.step, Run.step):
         compare(run, plain, do=do)  # type: ignore[arg-type]
     assert moved_by(run) == planned
+
+
+def follows(model: nn.Module, x: Tensor) -> bool:
+    """Whether a training step follows a plan to its end."""
+    model(x).square().mean().backward()
+    step = engine_for(CPU).calls._step
+    assert step is not None
+    return step.was_planned and step.regular and step.is_complete
+
+
+@pytest.mark.parametrize("dropped", [1, 40])
+def test_forwards_without_a_backward_are_no_steps_that_were_watched(dropped: int) -> None:
+    """A validation pass that forgot no_grad, before training."""
+    model = per_layer(Stack(3), activation_budget="1GiB")
+    for _ in range(dropped):
+        model(batch())
+    assert [follows(model, batch()) for _ in range(5)] == [False, False, True, True, True]
+
+
+def test_a_forward_that_raises_half_way_costs_no_other_step() -> None:
+    """All layers are calls of one graph: nothing but what was saved tells that the next forward is another one."""
+    model = per_layer(Stack(4), activation_budget="1GiB")
+    x = batch().requires_grad_()
+    for _ in range(3):
+        follows(model, x)
+    found = []
+    for _ in range(6):
+        model.between = lambda i, x: x if i < 1 else _raise(x)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(x)
+        model.between = None  # type: ignore[assignment]
+        found.append(follows(model, x))
+    assert found == [True] * 6
+    (site,) = {call.site() for call in engine_for(CPU).calls._step.calls}  # type: ignore[union-attr]
+    assert site is not None
+    assert [chain.num_plans for chain in site.chains.all] == [1]
+
+
+class Linear(nn.Module):
+    """Its graph saves nothing but inputs."""
+
+    def __init__(self, width: int, *_: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_forwards_without_a_backward_of_layers_that_save_only_inputs() -> None:
+    model = per_layer(Stack(4, block=Linear), activation_budget="1GiB")
+    for _ in range(4):
+        follows(model, batch())
+    for _ in range(50):
+        model(batch())
+    step = engine_for(CPU).calls._step
+    assert step is not None and len(step.calls) == 4
+    assert all(follows(model, batch()) for _ in range(4))
+
+
+class Tanh(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).tanh() + self.up(x).exp()
+
+
+class Branches(nn.Module):
+    """Steps of two kinds, through the same layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other = Gate(), Tanh()
+        self.layers = Stack(6).layers
+        self.uses_other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.other if self.uses_other else self.first)(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> None:
+    """A graph has few variants: what the first plan takes, the second one has to know of."""
+    model = Branches()
+    for part in (model.first, model.other, *model.layers):
+        part.compile(backend="fxoffload", options=options(activation_budget=1, host_budget="1KiB"))
+    for model.uses_other in (False, True):  # compiles everything
+        model(batch(length=LENGTH))
+    run = tape_plan.TapePlanning.run
+    both, at_once = threading.Barrier(2), []
+
+    def slow(planning: Any) -> Schedule:
+        found = run(planning)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(2)  # time for the other one to choose too, if it may
+            at_once.append(True)
+        return found
+
+    with (
+        mock.patch.object(engine_for(CPU).calls, "_in_background", True),
+        mock.patch.object(tape_plan.TapePlanning, "run", slow),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", message="fxoffload could not plan")
+        for i in range(6):
+            model.uses_other = i % 4 > 1
+            model(batch(length=LENGTH)).square().mean().backward()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-tape-plan":
+                thread.join()
+    assert not at_once
+    assert len(new_plans()) == 2
 
 
 def test_a_graph_that_is_kept() -> None:

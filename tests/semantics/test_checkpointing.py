@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -102,6 +103,33 @@ def test_selective_checkpointing_offloads_what_its_policy_saves() -> None:
     saved = [c for c in graph.saved.candidates if "mm" in c.producer]
     # The result of `up` of each of four layers; that of `down` is an input of nothing that needs it.
     assert len([c for c in saved if c.nbytes == 2 * LAYER_INPUT_BYTES]) == 4
+
+
+class Attention(Block):
+    """Checkpointed, with what may be random: its recomputation is handed the state of the generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        heads = self.norm(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return super().forward(x + mixed.transpose(1, 2).flatten(2))
+
+
+def test_checkpointed_attention_compiled_layer_by_layer_is_planned() -> None:
+    before = {p.graph for p in fxoffload.plans()}
+    found = {}
+    for policy, changes in {"auto": {"activation_budget": "1GiB"}, "keep_all": {}}.items():
+        model = Stack(3, block=Attention)
+        for layer in model.layers:
+            layer.compile(backend="fxoffload", options=rehearsal(policy=policy, **changes))
+        run = train_step(model, squared(model))
+        found[policy] = [run() for _ in range(4)][-1]
+        assert_nothing_held()
+        torch.compiler.reset()
+    assert len([p for p in fxoffload.plans() if p.graph not in before]) == 1
+    assert_equal(found["auto"], found["keep_all"])
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

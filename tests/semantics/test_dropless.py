@@ -120,6 +120,16 @@ def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:
     assert moved >= 2 * 20 * 4 * (WIDTH + 2 * 2 * WIDTH)
 
 
+def test_a_budget_for_layers_that_cannot_be_planned_together() -> None:
+    model = Stack(2, block=Dropless)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.warns(UserWarning, match="sizes vary from call to call.*budget is not checked"),
+    ):
+        compile_in(model, "layers", policy="auto", activation_budget="1KiB")
+        model(batch(length=20)).square().mean().backward()
+
+
 def test_without_a_budget_what_is_known_is_planned() -> None:
     model = Stack(2, block=Dropless)
     before = {p.graph for p in fxoffload.plans()}

@@ -15,6 +15,7 @@ import os
 import threading
 from typing import Protocol
 
+from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 
@@ -60,9 +61,7 @@ class ChunkThreads:
         missing = -(-(target - self._claimed) // chunk_bytes)
         for _ in range(min(missing, max_threads() - self._running)):
             try:
-                threading.Thread(
-                    target=self._work, args=(owner, device_of_caller()), name="fxoffload-pin", daemon=True
-                ).start()
+                background.start(self._work, owner, device_of_caller(), name="fxoffload-pin")
             except RuntimeError:  # no more threads for this process
                 if not self._running:
                     self.target = self.ready
@@ -101,7 +100,7 @@ class ChunkThreads:
 
     def _claim(self) -> tuple[int, int] | None:
         start = self._claimed
-        if self._error is not None or start >= self.target:
+        if self._error is not None or start >= self.target or background.is_ending():
             return None
         end = min((start + self._chunk_bytes) // self._page * self._page, self.target)
         self._claimed = end if end > start else self.target

@@ -31,6 +31,7 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
     version_of,
 )
+from fxoffload.runtime import background
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.clocks.segment_readings import Phase
@@ -280,7 +281,8 @@ class StepCalls:
     def _is_over(self, step: RunningStep, site: Site) -> bool:
         if step.phase == "backward":
             return True
-        if step.plan is not None and step.plan.has(len(step.calls), site):
+        goes_on = step.plan is not None and step.plan.has(len(step.calls), site)
+        if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
             return False
         # A forward that goes through the same graphs again, when nothing waits for its backward any more.
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
@@ -309,7 +311,7 @@ class StepCalls:
         if not step.was_planned:
             step.awaits_plan = site.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
             step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
-            chains.num_records += step.records
+            step.began_recording = step.records
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
@@ -354,6 +356,8 @@ class StepCalls:
             expected = step.expected
             if step.phase == "forward" and expected is not None and len(step.calls) != len(expected.sites):
                 step.spoil(missed=True)
+            if step.phase == "forward" and step.began_recording and (first := step.calls[0].site()) is not None:
+                first.chains.num_records += 1
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
@@ -449,10 +453,7 @@ class StepCalls:
         first.chains.begin_planning(chain)
         args = (sites, chain, known.seen_at(chain.sizes), known.sizes_at(chain.sizes))
         if self._in_background:
-            self._planning = threading.Thread(
-                target=self._make_plan, args=args, name="fxoffload-tape-plan", daemon=True
-            )
-            self._planning.start()
+            self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-tape-plan")
         else:
             self._make_plan(*args)
 
@@ -463,6 +464,8 @@ class StepCalls:
         try:
             plan = first.planner(sites, seen, sizes)
         except Exception as error:
+            if background.is_ending():
+                return
             warnings.warn(
                 f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
                 stacklevel=2,

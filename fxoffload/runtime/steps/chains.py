@@ -253,7 +253,7 @@ class Chains:
         before: what the last step that was recorded looked like.
         known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
         is_planning: whether a plan is being made.
-        num_records: how many steps were recorded.
+        num_records: how many steps with a backward were recorded, or were to be.
     """
 
     def __init__(self) -> None:

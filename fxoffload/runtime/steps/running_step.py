@@ -33,11 +33,15 @@ class CallOfStep:
     inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # recorded: name, value, version
 
     def waits(self) -> bool:
-        """Whether a backward of it may still come."""
+        """Whether a backward of it may still come, as far as what it saved tells."""
         group = self.group() if self.group is not None else None
         if self.kept is not None:
             return not self.kept.is_expired()
-        return self.empty is not None or (group is not None and len(group) > 0)
+        return group is not None and len(group) > 0
+
+    def may_wait(self) -> bool:
+        """Likewise, and where nothing tells: it follows a plan and saved nothing but inputs, which stay in any case."""
+        return self.waits() or (self.empty is not None and self.kept is None)
 
     def saved(self, group: Group) -> bool:
         """Whether a backward with the tokens of ``group`` (empty: none) may be its own."""
@@ -62,6 +66,7 @@ class RunningStep:
     was_planned: bool = False
     awaits_plan: bool = False
     records: bool = False
+    began_recording: bool = False
     measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
     regular: bool = True
     missed: bool = False

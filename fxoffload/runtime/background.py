@@ -1,0 +1,67 @@
+"""Threads beside training that end before the interpreter does, and plans that are made one at a time.
+
+[Note: Threads and the end]
+A daemon thread that the end of the interpreter meets inside torch ends the process with SIGABRT: a job that was done is
+reported as failed. So the interpreter waits for what these threads are doing when it ends. What has not begun by then
+is not begun any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# A plan takes seconds, a chunk of host memory less. What takes longer may hang, and is not waited for.
+_PATIENCE_S = 60.0
+
+_RUNNING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_turn = threading.Lock()
+
+
+def is_ending() -> bool:
+    """Whether the interpreter is about to end."""
+    return not threading.main_thread().is_alive()
+
+
+def start(target: Callable[..., None], *args: Any, name: str) -> threading.Thread:
+    """A thread that the end of the interpreter waits for. See [Note: Threads and the end].
+
+    Raises:
+        RuntimeError: there can be no more threads.
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    _RUNNING.add(thread)
+    return thread
+
+
+def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threading.Thread:
+    """Likewise, for a plan: it waits for those that are being made, whose graphs may be its own. Graphs have a few
+    variants in all, and what one plan takes is not there for the next."""
+    return start(_in_turn, plan, *args, name=name)
+
+
+def _in_turn(plan: Callable[..., None], *args: Any) -> None:
+    with _turn:
+        if not is_ending():
+            plan(*args)
+
+
+@atexit.register
+def _wait_for_all() -> None:
+    end = time.monotonic() + _PATIENCE_S
+    for thread in list(_RUNNING):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _after_fork_in_child() -> None:
+    global _turn
+    _turn = threading.Lock()  # who had it is in the parent
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

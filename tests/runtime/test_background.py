@@ -1,0 +1,102 @@
+"""Threads beside training: the end of the interpreter, and plans one at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fxoffload.runtime import background
+
+# What runs when the interpreter ends is ended by it: here, in the middle of torch's own code.
+ENDS = """
+import sys, time, torch
+from fxoffload.runtime import background
+
+def work(name, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.ones(64).add_(1)
+    print(name, background.is_ending(), flush=True)
+
+start = {start}
+first = start(work, "first", 1.0, name="first")
+start(work, "second", 0.0, name="second")
+while {waits}:
+    time.sleep(0.01)
+print("main", background.is_ending(), flush=True)
+{end}
+"""
+
+
+def ended(start: str, waits: str = "False", end: str = "") -> tuple[int, list[str]]:
+    script = ENDS.format(start=start, waits=waits, end=end)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    return run.returncode, run.stdout.split("\n")[:-1]
+
+
+def test_the_end_of_the_program_waits_for_what_has_begun() -> None:
+    code, lines = ended("background.start")
+    assert code == 0
+    assert sorted(lines[:2]) == ["main False", "second False"]
+    assert lines[2:] == ["first True"]
+
+
+def test_a_plan_that_has_not_begun_is_not_begun_at_the_end() -> None:
+    assert ended("background.start_planning") == (0, ["main False", "first True"])
+
+
+def test_an_error_stays_what_the_program_ends_with() -> None:
+    assert ended("background.start_planning", end="sys.exit(3)") == (3, ["main False", "first True"])
+
+
+def test_plans_are_made_one_at_a_time() -> None:
+    running, most = [], []
+
+    def plan(number: int) -> None:
+        running.append(number)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(number)
+
+    threads = [background.start_planning(plan, i, name=f"plan-{i}") for i in range(5)]
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 5
+
+
+def test_a_plan_that_fails_lets_the_next_one_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    done = []
+    for plan in (lambda: 1 / 0, lambda: done.append(True)):
+        background.start_planning(plan, name="plan").join()
+    assert done == [True]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_plans_while_its_parent_does() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def plan() -> None:
+        begun.set()
+        go_on.wait()
+
+    thread = background.start_planning(plan, name="plan")
+    begun.wait()
+    pid = os.fork()
+    if not pid:
+        background.start_planning(lambda: os._exit(7), name="plan").join(10)
+        os._exit(1)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    finally:
+        go_on.set()
+        thread.join()
