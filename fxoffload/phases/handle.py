@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from fxoffload.phases.forks import Birthplace, ForkSafeRLock
+from fxoffload.phases.forks import Birthplace
 from fxoffload.phases.metrics import Transition
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 
 
 class Handle:

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fxoffload.gc_pause import gc_paused
-from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.gates import Gates
 from fxoffload.phases.guarding.gradients import Gradients
@@ -44,6 +43,7 @@ from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.phases.moving.worker import YIELD_S, Worker
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, OPTIMIZER, PARAMS
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)

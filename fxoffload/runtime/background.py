@@ -9,18 +9,20 @@ is not begun any more.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.own_threads import begin_thread, device_of_caller
+
 # A plan takes seconds, a chunk of host memory less. What takes longer may hang, and is not waited for.
 _PATIENCE_S = 60.0
 
 _RUNNING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_turn = threading.Lock()
+_TURN = ForkSafeRLock()
 
 
 def is_ending() -> bool:
@@ -43,11 +45,12 @@ def start(target: Callable[..., None], *args: Any, name: str) -> threading.Threa
 def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threading.Thread:
     """Likewise, for a plan: it waits for those that are being made, whose graphs may be its own. Graphs have a few
     variants in all, and what one plan takes is not there for the next."""
-    return start(_in_turn, plan, *args, name=name)
+    return start(_in_turn, device_of_caller(), plan, *args, name=name)
 
 
-def _in_turn(plan: Callable[..., None], *args: Any) -> None:
-    with _turn:
+def _in_turn(device: int | None, plan: Callable[..., None], *args: Any) -> None:
+    begin_thread(device)
+    with _TURN:
         if not is_ending():
             plan(*args)
 
@@ -57,11 +60,3 @@ def _wait_for_all() -> None:
     end = time.monotonic() + _PATIENCE_S
     for thread in list(_RUNNING):
         thread.join(max(0.0, end - time.monotonic()))
-
-
-def _after_fork_in_child() -> None:
-    global _turn
-    _turn = threading.Lock()  # who had it is in the parent
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fxoffload.phases import PhaseManager, forks
-from fxoffload.phases.forks import ForkSafeRLock
+from fxoffload.phases import PhaseManager
 from fxoffload.phases.guarding import sentinel
 from fxoffload.phases.moving.worker import Worker
+from fxoffload.runtime import fork_safe_lock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 
 from .phase_support import make, rehearse, train
 
@@ -134,9 +135,9 @@ class TestLock:
             lock.release()
 
     def test_locks_that_are_gone_are_not_kept(self) -> None:
-        before = len(forks._LOCKS)
+        before = len(fork_safe_lock._LOCKS)
         del (lock := [ForkSafeRLock()])[0]
-        assert len(forks._LOCKS) == before and lock == []
+        assert len(fork_safe_lock._LOCKS) == before and lock == []
 
 
 class TestTensors:

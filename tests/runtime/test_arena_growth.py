@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -132,6 +133,42 @@ def test_a_failure_keeps_the_chunks_before_it(tmp_path: Path, bad: int, caplog: 
     pinner.on_register = lambda chunk: None
     arena.reserve(10 * MIB, LARGE)
     assert take(arena, 10 * MIB).offset == 0
+
+
+def test_who_waits_until_it_has_grown_finds_all_of_it(tmp_path: Path) -> None:
+    gate = threading.Event()
+    pinner = Chunks()
+    arena = make(tmp_path, pinner)
+    assert arena.wait_until_grown(0.0)  # nothing is under way
+    pinner.on_register = lambda chunk: gate.wait(20) and None
+    arena.reserve(18 * MIB, LARGE)
+    threading.Timer(0.1, gate.set).start()
+    assert arena.wait_until_grown()
+    assert gate.is_set() and not arena.is_growing
+    assert arena.reserved_bytes == 18 * MIB
+
+
+def test_who_waits_for_a_growth_does_not_wait_for_ever(tmp_path: Path) -> None:
+    gate = threading.Event()
+    pinner = Chunks()
+    arena = make(tmp_path, pinner)
+    pinner.on_register = lambda chunk: gate.wait(20) and None
+    arena.reserve(18 * MIB, LARGE)
+    assert not arena.wait_until_grown(0.05)
+    gate.set()
+    assert arena.wait_until_grown()
+
+
+def test_a_thread_that_cannot_begin_ends_the_growth(tmp_path: Path) -> None:
+    arena = make(tmp_path, Chunks())
+    with mock.patch.object(chunk_threads, "begin_thread", side_effect=RuntimeError("no context")):
+        arena.reserve(18 * MIB, LARGE)
+        assert arena.wait_until_grown(20)
+    assert arena.has_failed
+    assert arena.reserved_bytes == 2 * MIB
+    arena.reserve(18 * MIB, LARGE)
+    assert arena.wait_until_grown(20)
+    assert arena.reserved_bytes == 18 * MIB
 
 
 def test_a_release_ends_the_growth(tmp_path: Path) -> None:

@@ -8,17 +8,24 @@ import pytest
 import torch
 
 from fxoffload.phases.moving.worker import Worker
-from fxoffload.runtime import own_threads
+from fxoffload.runtime import background, own_threads
 from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """By thread: the device that it made current. The test's thread is on device 3."""
+    """By thread: the device that it made current. The test's thread is on device 3, others begin on 0."""
     made: dict[str, int] = {}
-    monkeypatch.setattr(own_threads, "device_of_caller", lambda: 3)
-    monkeypatch.setattr("fxoffload.phases.moving.worker.device_of_caller", lambda: 3)
-    monkeypatch.setattr("fxoffload.runtime.host_memory.chunk_threads.device_of_caller", lambda: 3)
+    mine = threading.current_thread()
+
+    def device_of_caller() -> int:
+        now = threading.current_thread()
+        return 3 if now is mine else made.get(now.name, 0)
+
+    monkeypatch.setattr(own_threads, "device_of_caller", device_of_caller)
+    monkeypatch.setattr("fxoffload.phases.moving.worker.device_of_caller", device_of_caller)
+    monkeypatch.setattr("fxoffload.runtime.host_memory.chunk_threads.device_of_caller", device_of_caller)
+    monkeypatch.setattr("fxoffload.runtime.background.device_of_caller", device_of_caller)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
     return made
 
@@ -35,27 +42,37 @@ def test_a_worker(devices: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [3, 1]
 
 
-def test_threads_that_pin(devices: dict[str, int]) -> None:
-    class Owner:
-        def back(self, start: int, end: int) -> None:
-            """There is nothing to do."""
+class Owner:
+    def back(self, start: int, end: int) -> None:
+        """There is nothing to do."""
 
-        def undo(self, start: int, end: int, *, is_backed: bool) -> None:
-            raise AssertionError
+    def undo(self, start: int, end: int, *, is_backed: bool) -> None:
+        raise AssertionError
 
-        def publish(self, start: int, end: int) -> None:
-            """Nobody asks."""
+    def publish(self, start: int, end: int) -> None:
+        """Nobody asks."""
 
-        def settle(self, error: BaseException | None) -> None:
-            assert error is None
+    def settle(self, error: BaseException | None) -> None:
+        assert error is None
 
+
+def pin() -> None:
     changed = threading.Condition()
     with changed:
         chunks = ChunkThreads(changed)
         chunks.grow_to(4096, Owner(), 4096, 4096)
         assert changed.wait_for(lambda: chunks.ready == 4096, 10)
         chunks.stop()
+
+
+def test_threads_that_pin(devices: dict[str, int]) -> None:
+    pin()
     assert devices == {"fxoffload-pin": 3}
+
+
+def test_a_thread_that_plans_and_those_that_pin_for_it(devices: dict[str, int]) -> None:
+    background.start_planning(pin, name="a-plan").join()
+    assert devices == {"a-plan": 3, "fxoffload-pin": 3}
 
 
 def test_before_cuda_is_used_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,6 @@ def alone() -> Iterator[None]:
     torch.compiler.reset()
     fxoffload.reset_stats()
     yield
-    engine_for(CPU).calls._step = None
     torch.set_num_threads(threads)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.guarding.overrides import leads_to
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 
 Watcher = Callable[[DistributedDataParallel], object]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_private import shift_version
-from fxoffload.phases.forks import ForkSafeRLock
 from fxoffload.phases.moving.storages import Holding
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.sizes import format_bytes
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import psutil
 from torch import Tensor
 
-from fxoffload.phases.forks import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 from fxoffload.runtime.host_memory.limits import PAGEABLE_SHARE

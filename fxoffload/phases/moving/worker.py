@@ -15,7 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from fxoffload.phases.forks import Birthplace, ForkSafeRLock
+from fxoffload.phases.forks import Birthplace
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller, use_device
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,6 @@ def _run(jobs: Jobs, name: str) -> None:
 
 @atexit.register
 def _stop_all() -> None:
-    # A daemon thread that the end of the interpreter meets inside torch may end the process with an error.
+    # See [Note: Threads and the end] in fxoffload.runtime.background; what was submitted before is done first.
     for worker in list(_ALL):
         worker.stop()

@@ -178,6 +178,11 @@ class HostArena:
         with self._changed:
             self._grow_to(nbytes, limit_bytes, whole=False)
 
+    def wait_until_grown(self, patience_s: float = 60.0) -> bool:
+        """Return when no memory is being pinned: True; or False after ``patience_s`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.is_growing, patience_s)
+
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
         with self._changed:

@@ -80,7 +80,12 @@ class ChunkThreads:
         self.ready = self.target = self._claimed = at
 
     def _work(self, owner: ChunkOwner, device: int | None) -> None:
-        begin_thread(device)
+        try:
+            begin_thread(device)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                return self._end(owner)
         while True:
             with self._changed:
                 chunk = self._claim()
