@@ -14,7 +14,7 @@ from fxoffload.runtime import background
 
 # What still runs when the interpreter ends is ended by it, in the middle of torch's own code.
 ENDS = """
-import sys, time, torch
+import os, sys, time, torch
 from fxoffload.runtime import background
 
 def work(name):
@@ -23,7 +23,7 @@ def work(name):
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         torch.ones(64).add_(1)
-    print(name, flush=True)
+    os.write(1, name.encode() + b"\n")  # the line whole: print() writes its end behind it, and another thread may come between
 
 for name in ("first", "second"):
     background.{start}(work, name, name=name)
