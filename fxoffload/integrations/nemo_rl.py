@@ -55,7 +55,9 @@ class PhaseWorkerMixin:
         Args:
             keep_train_buffers: a training step is open: gradients and optimizer state stay where they are.
         """
-        if self._left_to_worker("prepare_for_lp_inference", keep_train_buffers=keep_train_buffers):
+        # A worker's own has the argument in newer versions only.
+        asked = {"keep_train_buffers": True} if keep_train_buffers else {}
+        if self._left_to_worker("prepare_for_lp_inference", **asked):
             return
         if not keep_train_buffers:
             gone = (GRADS, OPTIMIZER) if self._option("offload_optimizer_for_logprob", False) else (GRADS,)

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fxoffload._torch_private import is_optimized_module
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.options import Options
 
@@ -80,6 +81,11 @@ class OffloadCallback(TrainerCallback):
                 "TrainingArguments has torch_compile=True, which compiles the model with another "
                 "backend; set it (and torch_compile_backend, torch_compile_mode) back to the "
                 "default, OffloadCallback compiles the model"
+            )
+        if is_optimized_module(model):
+            raise OptionsError(
+                "the model is already compiled with torch.compile(); give the Trainer the model itself, "
+                "OffloadCallback compiles it"
             )
         if getattr(model, "_compiled_call_impl", None) is not None and model not in _compiled:
             raise OptionsError(

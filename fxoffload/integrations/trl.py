@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fxoffload.environment import phases_device_types
 from fxoffload.phases import PhaseManager, Where
+from fxoffload.phases.guarding.overrides import Override
+from fxoffload.phases.optimizers import leaves
 from fxoffload.phases.phase import GROUPS, OPTIMIZER
 
 try:
@@ -26,10 +29,11 @@ class PhaseCallback(TrainerCallback):
         phases = PhaseCallback()
         trainer = GRPOTrainer(model, ..., callbacks=[phases])
 
-    It leaves in the background behind each optimizer step, and returns right before the next one, and for a checkpoint:
-    sharded state may be gathered on the device. (A callback that orders one belongs in front of this one.) Whoever
-    generates on the same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else
-    away too.
+    It leaves in the background when a step has ended, behind the optimizer and the learning rate's scheduler, and
+    returns right before the optimizer's next one; for a checkpoint, as sharded state may be gathered on the device (a
+    callback that orders one belongs in front of this one); and when ``train()`` or ``eval()`` of the optimizer itself
+    changes its mode (schedule-free ones turn the parameters over with what is in the state). Whoever generates on the
+    same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else away too.
 
     Args:
         early: the state returns when a step begins, hidden behind forward and backward, which then have less room. Not
@@ -42,6 +46,7 @@ class PhaseCallback(TrainerCallback):
         self.early = early
         self._options = {"device_types": device_types or phases_device_types(), **options}
         self._manager: PhaseManager | None = None
+        self._undo: list[Callable[[], None]] = []
         self._waits_for_save = False
 
     @property
@@ -91,6 +96,8 @@ class PhaseCallback(TrainerCallback):
             )
         self._close()
         self._manager = PhaseManager(model, optimizer, **self._options)
+        for one in leaves(optimizer):
+            self._undo += _returned_for_modes(one, self._manager)
         self._manager.offload(OPTIMIZER, wait=False)
 
     def on_step_begin(
@@ -109,16 +116,12 @@ class PhaseCallback(TrainerCallback):
         """The state returns; the step waits for each tensor."""
         self.manager.onload(OPTIMIZER, wait=False)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The state leaves, behind whatever comes next."""
-        self.manager.offload(OPTIMIZER, wait=False)
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The state returns if a checkpoint is to be written."""
+        """The state leaves, behind whatever comes next; not if a checkpoint is to be written."""
         if control.should_save:
             self._return_for_save()
+        else:
+            self.manager.offload(OPTIMIZER, wait=False)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -151,6 +154,24 @@ class PhaseCallback(TrainerCallback):
     def _close(self) -> None:
         self._waits_for_save = False
         manager, self._manager = self._manager, None
+        while self._undo:
+            self._undo.pop()()
         if manager is not None:
-            manager.onload()
             manager.close()
+
+
+def _returned_for_modes(optimizer: Any, manager: PhaseManager) -> list[Callable[[], None]]:
+    """The state is on the device when the optimizer changes its mode; a call that asks for the mode it is in, as the
+    Trainer makes in front of every step, needs nothing. Returns what takes that away again."""
+    mode = ""
+
+    def change(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal mode
+        if name != mode:
+            manager.onload(OPTIMIZER)
+        found = method(*args, **kwargs)
+        mode = name
+        return found
+
+    names = [name for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
+    return [Override(optimizer, name, partial(change, name)).put() for name in names]

@@ -186,6 +186,19 @@ def test_another_model_gets_another_manager() -> None:
         log_probs(worker.model, 0)
 
 
+def test_a_worker_of_an_older_version_is_given_no_argument_that_it_does_not_know() -> None:
+    class Older(PolicyWorker):
+        def prepare_for_lp_inference(self) -> None:  # type: ignore[override]
+            self.calls.append("prepare_for_lp_inference")
+
+    class OlderOffloading(PhaseWorkerMixin, Older): ...
+
+    worker = OlderOffloading()
+    worker.cpu_offload = True
+    worker.prepare_for_lp_inference()
+    assert worker.calls == ["prepare_for_lp_inference"]
+
+
 def test_fsdps_own_cpu_offload_is_left_to_the_worker() -> None:
     worker = Offloading()
     worker.cpu_offload = True

@@ -126,3 +126,5 @@ def test_what_cannot_work_is_refused() -> None:
     compiled.compile(backend="eager")
     with pytest.raises(ValueError, match="already compiled"):
         begin(callback, compiled)
+    with pytest.raises(ValueError, match=r"already compiled with torch.compile\(\); give the Trainer the model itself"):
+        begin(callback, torch.compile(torch.nn.Linear(2, 2), backend="eager"))

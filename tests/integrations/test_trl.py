@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fxoffload.integrations.trl import PhaseCallback
 from fxoffload.phases import OffloadedError, Where
+from fxoffload.phases.moving.host_image import HostMemoryError
 from tests.integrations.phases_support import bytes_of, state_of, total
 from tests.integrations.test_transformers import RandomTokens, losses, make_model
 
@@ -66,8 +68,13 @@ def train(
         "seed": 0,
         **changes,
     }
+    given = {name: settings.pop(name) for name in ("eval_dataset", "optimizers") if name in settings}
     trainer = Trainer(
-        model or make_model(), TrainingArguments(**settings), train_dataset=RandomTokens(), callbacks=list(callbacks)
+        model or make_model(),
+        TrainingArguments(**settings),
+        train_dataset=RandomTokens(),
+        callbacks=list(callbacks),
+        **given,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -165,6 +172,7 @@ def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
     optimizer.step()
     phases = PhaseCallback(device_types=("cpu",))
     nobody: Any = None
+    goes_on: Any = SimpleNamespace(should_save=False)
     phases.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
     manager = phases.manager
     manager.onload()
@@ -176,7 +184,7 @@ def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
         return take(nbytes)
 
     manager.image.take = slowly  # type: ignore[method-assign]
-    phases.on_optimizer_step(nobody, nobody, nobody)
+    phases.on_step_end(nobody, nobody, goes_on)
     assert manager.where("optimizer") is Where.LEAVING
     threading.Timer(0.2, go.set).start()
     with phases.rollout():
@@ -185,3 +193,99 @@ def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
     manager.onload("params")
     assert manager.where("optimizer") is Where.HOST
     phases.on_train_end(nobody, nobody, nobody)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Turns the parameters over with what is in its state when its mode changes, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "in_training": True})
+        self.num_modes = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone())
+                    z.sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(z, 0.5)
+
+    def train(self) -> None:
+        self._turn_over(True, 0.25)
+
+    def eval(self) -> None:
+        self._turn_over(False, -1 / 3)
+
+    @torch.no_grad()
+    def _turn_over(self, in_training: bool, weight: float) -> None:
+        self.num_modes += 1
+        for group in self.param_groups:
+            if group["in_training"] != in_training:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+                group["in_training"] = in_training
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_optimizer_that_reads_its_state_in_front_of_an_evaluation(tmp_path: Path, early: bool) -> None:
+    def trained(*callbacks: TrainerCallback) -> Trainer:
+        model = make_model()
+        made = ScheduleFree(model.parameters())
+        data = RandomTokens()
+        evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+        trainer = train(tmp_path, *callbacks, model=model, eval_dataset=data, optimizers=(made, None), **evaluated)
+        assert made.num_modes > STEPS
+        assert "train" not in vars(made) and "eval" not in vars(made)
+        return trainer
+
+    assert_same(trained(PhaseCallback(device_types=("cpu",), early=early)), trained())
+
+
+def test_a_mode_that_the_optimizer_is_in_brings_nothing_back() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = ScheduleFree(model.parameters())
+    phases = PhaseCallback(device_types=("cpu",))
+    nobody: Any = None
+    goes_on: Any = SimpleNamespace(should_save=False)
+    phases.on_train_begin(nobody, nobody, nobody, model=model, optimizer=optimizer)
+    found = []
+    for change in (optimizer.train, optimizer.train, optimizer.eval, optimizer.eval, optimizer.train):
+        change()
+        found.append(phases.manager.where("optimizer") is Where.DEVICE)
+        phases.on_pre_optimizer_step(nobody, nobody, nobody)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        phases.on_step_end(nobody, nobody, goes_on)
+        phases.manager.offload("optimizer")
+    assert found == [True, False, True, False, True]
+    phases.on_train_end(nobody, nobody, nobody)
+
+
+def test_a_learning_rate_on_the_device(tmp_path: Path) -> None:
+    """Its scheduler writes it behind the optimizer's step."""
+
+    def trained(*callbacks: TrainerCallback) -> Trainer:
+        model = make_model()
+        made = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+        return train(tmp_path, *callbacks, model=model, optimizers=(made, None))
+
+    assert_same(trained(PhaseCallback(device_types=("cpu",))), trained())
+
+
+def test_a_failure_in_the_background_does_not_outlast_training(tmp_path: Path) -> None:
+    """What could not leave is where it was, and training has ended."""
+    phases = PhaseCallback(device_types=("cpu",))
+
+    class Full(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == STEPS - 1:
+                phases.manager.onload()
+                phases.manager.release_host_memory()
+                phases.manager.image.take = full  # type: ignore[method-assign]
+
+    def full(nbytes: int) -> Any:
+        raise HostMemoryError("the host is full")
+
+    assert_same(train(tmp_path, phases, Full()), train(tmp_path))
