@@ -18,6 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 # -- phases: who compiled a module -------------------------------------------------------------------------------------
 
 
+def is_optimized_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile()`` returned it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def optimized_modules_of(module: nn.Module) -> list[nn.Module]:
     """The modules that ``torch.compile(module)`` returned and that are still alive; ``module`` itself may be one."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

@@ -23,6 +23,7 @@ from fxoffload.planner.plan import FrontierPoint, Plan
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -296,7 +297,6 @@ class Planning:
             )
             return self._nothing(base, baseline, summary)
         if self.goal.budget_bytes is not None:
-            summary = f"the fastest plan found within {format_bytes(self.goal.budget_bytes)}"
             bound = self.goal.max_slowdown
             if bound is not None and slowdown > bound:
                 warnings.warn(
@@ -305,8 +305,6 @@ class Planning:
                     "budget, or allow the slowdown",
                     stacklevel=2,
                 )
-        else:
-            summary = f"the least peak found within a slowdown of {100 * (self.goal.max_slowdown or 0):.3g} %"
         smallest = min(t.scheduler.smallest().simulation.peak_bytes for t in tries)
         frontier: tuple[FrontierPoint, ...] = ()
         if choices is not None:
@@ -326,7 +324,7 @@ class Planning:
             simulation=found,
             goal=self.goal,
             device=self.rates.profile.device_name,
-            summary=f"{summary}: {100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time",
+            summary=f"{aim_of(self.goal)}: {gain_of(found, baseline)}",
             smallest_budget_bytes=smallest + self.library_bytes,
             frontier=frontier,
         )

@@ -25,6 +25,7 @@ from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
 from fxoffload.runtime.clocks.chain_clock import lies_between
 from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
@@ -162,6 +163,7 @@ class Calibration(PlanAgain):
         goal: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
+        pin: has so many more bytes of host memory ready: whether they are.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Calibration(PlanAgain):
         goal: PlanGoal,
         order: list[int],
         alike: Mapping[Phase, Mapping[str, object]],
+        pin: Callable[[int], bool],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
         super().__init__(planned.schedule, planned.scheduler, box, goal)
@@ -179,6 +182,7 @@ class Calibration(PlanAgain):
         self._planned = planned
         self._order = order
         self._alike = alike
+        self._pin = pin
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
@@ -186,6 +190,14 @@ class Calibration(PlanAgain):
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         return step, scale(self._box.plan.baseline, ratio)
+
+    def pin(self, found: Schedule, now: Schedule) -> bool:
+        """See ``PlanAgain``."""
+        return self._pin(found.simulation.bytes_offloaded - now.simulation.bytes_offloaded)
+
+    def summary_of(self, found: Schedule, baseline: Prediction) -> str:
+        """See ``PlanAgain``."""
+        return f"{aim_of(self._goal)}, by what was measured: {gain_of(found.simulation, baseline)}"
 
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""
@@ -257,11 +269,12 @@ def replan_for(
     goal: PlanGoal,
     alike: Mapping[Phase, Mapping[str, object]],
     device: torch.device,
+    pin: Callable[[int], bool],
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
     if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    calibration = Calibration(graph, planned, box, goal, order, alike)
+    calibration = Calibration(graph, planned, box, goal, order, alike, pin)
     return Replan(calibration, box, make_clock=lambda: clock_for(device))

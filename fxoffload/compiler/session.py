@@ -80,6 +80,8 @@ class _JointState:
     tags: TagReport = field(default_factory=TagReport)
 
 
+_PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
+
 _JOINT: tuple[Step[_JointState], ...] = (
     Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),
     Step("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
@@ -242,7 +244,7 @@ class CompileSession:
 
     def _joins_a_tape(self) -> bool:
         """Whether a graph without a plan of its own may be part of one for the whole step."""
-        off = self.disabled & {"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"}
+        off = self.disabled & _PIECES_OF_TAPES
         # A plan for the step does not know of what a user's policy wants on the host.
         return not off and self.options.policy == "auto" and not self._must_offload
 
@@ -253,7 +255,11 @@ class CompileSession:
         """Let a graph without a plan of its own be part of one for the whole step."""
         forward, site = self._forward, self._site
         source, self._source = self._source, None
-        if forward is None or site is None or self._plan_box is not None or not self._joins_a_tape():
+        if forward is None or site is None or self._plan_box is not None:
+            return
+        if not self._joins_a_tape():
+            if self._must_offload and not self.disabled & _PIECES_OF_TAPES:
+                self._warn_of_the_budget("a policy says MUST_CPU_OFFLOAD")
             return
         goal = TapeGoal(
             self._goal,
@@ -274,13 +280,7 @@ class CompileSession:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", error)
-            if self._goal.budget_bytes is not None:
-                warnings.warn(
-                    f"expected graphs that can be planned together, for an activation_budget of "
-                    f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {error}. In steps with it all "
-                    "that may move is offloaded, and the budget is not checked",
-                    stacklevel=2,
-                )
+            self._warn_of_the_budget(str(error))
             return
         if found is not None:
             site.part, site.edges = found
@@ -289,6 +289,15 @@ class CompileSession:
             if self._goal.budget_bytes is not None:
                 # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
                 site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
+
+    def _warn_of_the_budget(self, reason: str) -> None:
+        if self._goal.budget_bytes is not None:
+            warnings.warn(
+                "expected graphs that can be planned together, for an activation_budget of "
+                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
+                "that may move is offloaded, and the budget is not checked",
+                stacklevel=2,
+            )
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -394,7 +403,14 @@ class CompileSession:
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
             self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
-            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device)
+            budgets = self._runtime.budgets
+
+            def pin(more: int) -> bool:
+                is_there = engine.pin(engine.arena.reserved_bytes + more, budgets)
+                site.reserved_bytes += more * is_there
+                return is_there
+
+            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device, pin)
         return _when_ready(
             forward_callable(built.program, decide, self._hooks, clock, site, variants), self._builder.pending
         )

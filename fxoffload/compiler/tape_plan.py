@@ -38,6 +38,7 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
+from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.steps.chains import Following, Seen
@@ -203,7 +204,7 @@ class TapePlanning:
             self.option = self.compiled
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
             return self._keep_all()
-        self.summary = f"the least peak found within a slowdown of {100 * slowdown:.3g} %: {self._gain(found)}"
+        self.summary = f"{aim_of(self.goal)}: {self._gain(found)}"
         return found
 
     def _within(self, budget: int) -> Schedule:
@@ -221,7 +222,7 @@ class TapePlanning:
             )
             self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
             return found
-        self.summary = f"the fastest plan found within {format_bytes(budget)}: {self._gain(found)}"
+        self.summary = f"{aim_of(self.goal)}: {self._gain(found)}"
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
             self._warn(
@@ -263,12 +264,9 @@ class TapePlanning:
         return found
 
     def _gain(self, found: Schedule, baseline: Prediction | None = None, variants: Variants | None = None) -> str:
-        base, mine = baseline or self.baseline, found.simulation
-        saved = 1 - mine.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
-        slowdown = mine.step_ms / base.step_ms - 1 if base.step_ms else 0.0
         again = sum(v is not None for v in variants or self.option.variants)
         how = f", {again} of {len(self.parts)} calls computing more again" if again else ""
-        return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time{how}"
+        return gain_of(found.simulation, baseline or self.baseline) + how
 
     # -- to be followed ------------------------------------------------------------------------------------------------
 
@@ -306,7 +304,7 @@ class TapePlanning:
 
     def summary_of(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> str:
         """What the plan would say of these, in measured time, as ``baseline`` is."""
-        return f"the fastest plan found by what was measured: {self._gain(schedule, baseline, variants)}"
+        return f"{aim_of(self.goal)}, by what was measured: {self._gain(schedule, baseline, variants)}"
 
     @property
     def shown_summary(self) -> str:

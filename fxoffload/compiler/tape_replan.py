@@ -28,6 +28,7 @@ from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.clocks.chain_clock import ChainClock, StepRecording, chain_clock_for, segment_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings
+from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
 
 if TYPE_CHECKING:
@@ -182,6 +183,16 @@ class TapeCalibration(PlanAgain):
         self._rates = found
         return found
 
+    def pin(self, found: Schedule, now: Schedule) -> bool:
+        """See ``PlanAgain``. The steps before the plan moved everything: mostly it is there."""
+        return engine_for(self._planning.device).pin(found.simulation.bytes_offloaded, self._planning.budgets)
+
+    def summary_of(self, found: Schedule, baseline: Prediction) -> str:
+        """See ``PlanAgain``."""
+        planning = self._planning
+        planning.summary = planning.summary_of(planning.option.variants, found, baseline)
+        return planning.shown_summary
+
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""
         first, follower = self._first(), self.follower()
@@ -204,6 +215,7 @@ class TapeCalibration(PlanAgain):
             self._pace(now)
             return now
         log.info("what is computed again was chosen once more: %.1f -> %.1f ms", now.simulation.step_ms, again.ms)
+        self.pin(again.schedule, now)
         planning = self._planning
         # What exceeded the budget was faster for it; what meets it was not measured where it is something else.
         took_ms = max(self._took_ms, now.simulation.step_ms) if self.exceeded else self._took_ms
@@ -229,17 +241,17 @@ class TapeCalibration(PlanAgain):
         return schedule
 
     def _chosen_again(self, now: Schedule) -> Again | None:
-        """Other variants, where copies were slower than was thought, or working sets larger, and so a budget takes
-        longer than it need, or is exceeded."""
+        """Other variants, where copies were slower than was thought, graphs far slower, or working sets larger, and so
+        a budget takes longer than it need, or is exceeded."""
         found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
         if limit is None or found is None or rates is None or not any(planning.numbers):
             return None
-        if rates.link == self._scheduler.rates.link and not self.exceeded:
+        if rates.link == self._scheduler.rates.link and not self.exceeded and not self.far_longer:
             return None
         exceeds = now.simulation.peak_bytes > limit
         pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)
         aim = TapeAim(limit_bytes=limit)
-        again = choose_again(planning, found, rates, aim, planning.host_bytes if exceeds else pinned)
+        again = choose_again(planning, found, rates, aim, planning.host_bytes if exceeds or self.far_longer else pinned)
         if again is None or again.variants == planning.option.variants:
             return None
         if exceeds:

@@ -400,6 +400,11 @@ class CopyEngine:
             self._asked_bytes = max(self._asked_bytes, nbytes)
         self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
+    def pin(self, nbytes: int, budgets: Budgets) -> bool:
+        """As ``reserve``, and returns when that is over: whether so much is there. Steps of other threads go on."""
+        self.reserve(nbytes, budgets)
+        return self.arena.wait_until_grown() and self.arena.reserved_bytes >= nbytes
+
     def drop_abandoned(self) -> None:
         """Let go of what forwards without a backward have on the device: sources of copies, and buffers that were
         reloaded for nothing. The next copy does that too; somebody may want the memory before."""

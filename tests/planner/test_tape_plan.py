@@ -60,7 +60,6 @@ def alone() -> Iterator[None]:
 
     with mock.patch.object(tape_plan.TapePlanning, "describe", described):
         yield
-    engine_for(CPU).calls._step = None
     torch.set_num_threads(threads)
 
 
@@ -1087,9 +1086,14 @@ def test_what_a_policy_wants_on_the_host_goes_there_in_every_step() -> None:
     torch.manual_seed(0)
     model = per_layer(Stack(4, block=lambda *_: Checkpointed()), activation_budget="1GiB")
     moved = []
-    for _ in range(4):
+    for step in range(4):
         fxoffload.reset_stats()
-        model(batch()).square().mean().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch()).square().mean().backward()
+        told = [str(w.message) for w in caught if "can be planned together" in str(w.message)]
+        assert bool(told) == (step == 0)
+        assert all("found one that cannot: a policy says MUST_CPU_OFFLOAD" in text for text in told)
         moved.append(fxoffload.stats().bytes_offloaded)
     assert min(moved) > 0
     assert not new_plans()

@@ -1,0 +1,22 @@
+"""What plans are, and what they gain, in words."""
+
+from __future__ import annotations
+
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Prediction
+from fxoffload.planner.simulate import Simulation
+from fxoffload.sizes import format_bytes
+
+
+def aim_of(goal: PlanGoal) -> str:
+    """What is looked for."""
+    if goal.budget_bytes is not None:
+        return f"the fastest plan found within {format_bytes(goal.budget_bytes)}"
+    return f"the least peak found within a slowdown of {100 * (goal.max_slowdown or 0):.3g} %"
+
+
+def gain_of(found: Prediction | Simulation, base: Prediction | Simulation) -> str:
+    """What ``found`` saves of ``base``, and takes for it."""
+    saved = 1 - found.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
+    slowdown = found.step_ms / base.step_ms - 1 if base.step_ms else 0.0
+    return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time"
