@@ -392,7 +392,11 @@ TABLES = (
     Table(
         "activations-by-layer",
         PEERS,
-        (Rows("2026-11-22-h200-activations-by-layer.json", BASELINES | DEFAULT),),
+        (
+            Rows("2026-11-22-h200-activations-by-layer.json", BASELINES | DEFAULT, of="2026-11-22"),
+            Rows("2026-11-24-h200-activations-by-layer.json", BASELINES | DEFAULT, of="2026-11-24 (6da7a45)"),
+        ),
+        of="run",
     ),
     Table(
         "activations-bounds",
@@ -500,6 +504,23 @@ TABLES = (
                 "2026-11-23-h200-fsdp-paced.json",
                 BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="one GPU, `-paced` (8482b78)",
+            ),
+        ),
+        of="run",
+    ),
+    Table(
+        "fsdp-shared",
+        ("step ms", "against inductor", "peak GiB", "GB moved", "host GiB", "gradients"),
+        (
+            Rows(
+                "2026-11-24-h200-fsdp-tensor-parallel-shared.json",
+                BASELINES | DEFAULT,
+                of="6 layers x 8,192 tokens (6da7a45)",
+            ),
+            Rows(
+                "2026-11-24-h200-fsdp-tensor-parallel-shared-later.json",
+                {"inductor": "inductor"} | DEFAULT,
+                of="3 layers x 4,096 tokens, `-later`",
             ),
         ),
         of="run",

@@ -12,6 +12,7 @@ import pytest
 
 from fxoffload.runtime import background
 
+# Each thread says so in one write: print() writes the end of its line behind it, and another thread may come between.
 # What still runs when the interpreter ends is ended by it, in the middle of torch's own code.
 ENDS = """
 import os, sys, time, torch
@@ -23,7 +24,7 @@ def work(name):
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         torch.ones(64).add_(1)
-    os.write(1, name.encode() + b"\n")  # the line whole: print() writes its end behind it, and another thread may come between
+    os.write(1, f"{{name}} ".encode())
 
 for name in ("first", "second"):
     background.{start}(work, name, name=name)
