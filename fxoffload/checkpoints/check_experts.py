@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from fxoffload.checkpoints.check_parameters import check_parameters
-from fxoffload.checkpoints.config_values import whole_number, whole_numbers
+from fxoffload.checkpoints.config_values import num_experts, whole_number, whole_numbers
 from fxoffload.checkpoints.errors import BrokenCheckpointError, gaps, ranges, some
 from fxoffload.checkpoints.families import Tower
 from fxoffload.checkpoints.find_family import section_of
@@ -22,7 +22,7 @@ def check_experts(experts: Experts) -> None:
     """Raise BrokenCheckpointError for missing experts or layers, differing shapes or dtypes, a config that is wrong."""
     for block in experts.blocks.values():
         config = config_of(experts, block.tower)
-        _check_complete(experts, block, whole_number(config, experts.family.num_experts))
+        _check_complete(experts, block, num_experts(config))
         for (projection, parameter), tensors in block.tensors.items():
             _check_alike(f"{block.name}: {projection} {parameter}", list(tensors.values()))
         check_parameters(experts, block, config)
@@ -124,24 +124,26 @@ def _check_layers_alike(blocks: list[Block]) -> None:
 
 
 def _check_complete(experts: Experts, block: Block, said: int | None) -> None:
-    num_experts = block.num_experts if said is None else said
+    expected = block.num_experts if said is None else said
     source = "the highest number found" if said is None else "config.json"
     present = {projection for projection, _ in block.tensors}
     missing = [name for name in stored_projections(experts.layout) if name not in present]
     if missing:
         raise BrokenCheckpointError(
-            f"{block.name}: expected {', '.join(missing)} too, found {', '.join(sorted(present))}"
+            f"{block.name}: expected {', '.join(missing)} too, found {', '.join(sorted(present))}; "
+            "fetch the shards that hold the rest"
         )
     if experts.layout == "experts":
         for (projection, parameter), tensors in block.tensors.items():
-            _check_numbers(f"{block.name}: {projection} {parameter}", tensors, num_experts, source)
+            _check_numbers(f"{block.name}: {projection} {parameter}", tensors, expected, source)
         return
     for tensor in block.all_tensors():
-        if not tensor.shape or tensor.shape[0] != num_experts:
+        if not tensor.shape or tensor.shape[0] != expected:
             raise BrokenCheckpointError(
-                f"{tensor.name}: expected {num_experts} experts ({source}), found shape {list(tensor.shape)}"
+                f"{tensor.name}: expected {expected} experts ({source}), found shape "
+                f"{list(tensor.shape)}; fetch the config or the shard again, whichever is of another checkpoint"
             )
-        if not num_experts:
+        if not expected:
             raise BrokenCheckpointError(
                 f"{tensor.name}: expected at least one expert, found shape {list(tensor.shape)}; "
                 "a layer without experts has no such tensor"
@@ -166,5 +168,6 @@ def _check_alike(what: str, tensors: list[StoredTensor]) -> None:
         other = [f"{read(t)} in {t.name}" for t in tensors if read(t) != first]
         if other:
             raise BrokenCheckpointError(
-                f"{what}: expected one {kind} for all experts, found {first} in {tensors[0].name} and {some(other)}"
+                f"{what}: expected one {kind} for all experts, found {first} in {tensors[0].name} and "
+                f"{some(other)}; fetch the shards again that are of another checkpoint"
             )

@@ -22,14 +22,17 @@ def check_parameters(experts: Experts, block: Block, config: Mapping[str, Any]) 
     parameters = {parameter for _, parameter in block.tensors}
     shapes = {parameter: _shapes(experts, block, parameter) for parameter in sorted(parameters)}
     if "weight" not in shapes:
-        raise BrokenCheckpointError(f"{block.name}: expected weights, found only {', '.join(sorted(parameters))}")
+        raise BrokenCheckpointError(
+            f"{block.name}: expected weights, found only {', '.join(sorted(parameters))}; "
+            "fetch the shards that hold them"
+        )
     weights = shapes["weight"]
     _check_weights(block, weights, whole_number(config, "hidden_size"))
     for parameter, those in shapes.items():
         if those["gate"] != those["up"]:
             raise BrokenCheckpointError(
                 f"{block.name}: expected gate and up {parameter} of one shape, found {list(those['gate'])} and "
-                f"{list(those['up'])}"
+                f"{list(those['up'])}; fetch the shards again"
             )
     if "bias" in shapes:
         _check_biases(block, weights, shapes["bias"])
@@ -48,7 +51,8 @@ def _shapes(experts: Experts, block: Block, parameter: str) -> Shapes:
     absent = [projection for projection in PROJECTIONS if projection not in found]
     if absent:
         raise BrokenCheckpointError(
-            f"{block.name}: expected {parameter} for gate, up and down, found none for {', '.join(absent)}"
+            f"{block.name}: expected {parameter} for gate, up and down, found none for {', '.join(absent)}; "
+            "fetch the shards that hold it"
         )
     return found
 
@@ -68,7 +72,9 @@ def _check_weights(block: Block, weights: Shapes, hidden: int | None) -> None:
             "more: convert the checkpoint before quantization"
         )
     if problem:
-        raise BrokenCheckpointError(f"{block.name}: {problem}")
+        raise BrokenCheckpointError(
+            f"{block.name}: {problem}; fetch the config or the shard again, whichever is of another checkpoint"
+        )
 
 
 def _check_biases(block: Block, weights: Shapes, biases: Shapes) -> None:
@@ -76,7 +82,7 @@ def _check_biases(block: Block, weights: Shapes, biases: Shapes) -> None:
         if bias != weights[projection][:1]:
             raise BrokenCheckpointError(
                 f"{block.name}: expected a bias [{weights[projection][0]}] for {projection}, a weight "
-                f"{list(weights[projection])}, found {list(bias)} per expert"
+                f"{list(weights[projection])}, found {list(bias)} per expert; fetch the shards again"
             )
 
 
@@ -93,5 +99,5 @@ def _check_scales(block: Block, weights: Shapes, shapes: Mapping[str, Shapes], s
         if list(scale) != expected:
             raise BrokenCheckpointError(
                 f"{block.name}: expected scales {expected} for a weight {list(weight)} in blocks of {list(size)}, "
-                f"found {list(scale)} for {projection}"
+                f"found {list(scale)} for {projection}; fetch the config or the shard again"
             )

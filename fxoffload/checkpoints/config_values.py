@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxoffload.checkpoints.errors import BrokenCheckpointError
+from fxoffload.checkpoints.families import NUM_EXPERTS
 
 
 def whole_number(config: Mapping[str, Any], name: str) -> int | None:
@@ -17,6 +18,25 @@ def whole_number(config: Mapping[str, Any], name: str) -> int | None:
     if value is not None and not _is_whole(value):
         raise _wrong(name, "a whole number", value)
     return value
+
+
+def counts_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the config says, under any of its names, how many experts a layer has."""
+    return any(config.get(name) is not None for name in NUM_EXPERTS)
+
+
+def num_experts(config: Mapping[str, Any]) -> int | None:
+    """How many experts a layer has; None where the config does not say.
+
+    Raises BrokenCheckpointError as ``whole_number`` does, and for two names with different numbers.
+    """
+    said = {name: number for name in NUM_EXPERTS if (number := whole_number(config, name)) is not None}
+    if len(set(said.values())) > 1:
+        found = ", ".join(f"{name} {number}" for name, number in said.items())
+        raise BrokenCheckpointError(
+            f"config.json: expected one number of experts, found {found}; remove those that are wrong"
+        )
+    return next(iter(said.values()), None)
 
 
 def whole_numbers(config: Mapping[str, Any], name: str) -> list[int] | None:

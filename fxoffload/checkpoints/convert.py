@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fxoffload.checkpoints.check_experts import check_experts
 from fxoffload.checkpoints.destination import Destination, choose_destination
-from fxoffload.checkpoints.errors import CheckpointError, DiskFullError, LayoutError
+from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError
 from fxoffload.checkpoints.families import FORMS, Form
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
 from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
@@ -194,6 +194,11 @@ def _write(
 
 
 def _explained(error: OSError, destination: Destination, num_bytes: int) -> Exception:
+    if error.errno == errno.EFBIG:
+        return DestinationError(
+            f"{destination.final.parent}: expected files of the size of a shard to be allowed, found a limit below it "
+            "(of the file system, or ulimit -f); nothing was left behind: give a smaller shard_size (--shard-size)"
+        )
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return DiskFullError(

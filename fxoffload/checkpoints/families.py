@@ -15,6 +15,9 @@ Layers = Literal["all", "sparse_step", "first_dense", "unchecked"]
 
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 
+# What configs call the number of a layer's experts. transformers 5 saves some families under another name than the Hub.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 # What an expert's linear layer may hold, and how the name ends once experts share a tensor.
 PARAMETERS = {
     "weight": "",
@@ -54,13 +57,11 @@ class Family:
     ``module`` follows ``layers.{layer}.`` in the keys; ``other_module`` may stand there instead where experts share a
     tensor: what transformers calls it in memory, where the files have another name. ``projections`` are the names of
     gate, up and down in the layout of one tensor per expert. ``forms`` are those of the fused layout, the one to write
-    first. ``num_experts`` is the config's key. A tower's section is where the model type was found, unless it says so
-    itself.
+    first. A tower's section is where the model type was found, unless it says so itself.
     """
 
     name: str
     model_types: tuple[str, ...]
-    num_experts: str
     layers: Layers = "all"
     module: str = "mlp.experts"
     other_module: str | None = None
@@ -72,22 +73,20 @@ class Family:
 
 
 FAMILIES = (
-    Family("qwen2_moe", ("qwen2_moe",), "num_experts", "sparse_step"),
-    Family("qwen3_moe", ("qwen3_moe",), "num_experts", "sparse_step"),
-    Family("qwen3_next", ("qwen3_next",), "num_experts", "sparse_step"),
-    Family("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), "num_experts"),
+    Family("qwen2_moe", ("qwen2_moe",), "sparse_step"),
+    Family("qwen3_moe", ("qwen3_moe",), "sparse_step"),
+    Family("qwen3_next", ("qwen3_next",), "sparse_step"),
+    Family("qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text")),
     Family(
         # The Hub's files are transposed, those that transformers 5 saves are not, and it reads both.
         "qwen3_vl_moe",
         ("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        "num_experts",
         "sparse_step",
         forms=("transposed", "concatenated"),
     ),
     Family(
         "qwen3_omni_moe",
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_talker"),
-        "num_experts",
         "sparse_step",
         towers=(
             Tower("thinker.", "thinker_config.text_config"),
@@ -99,22 +98,20 @@ FAMILIES = (
         # Parts of it that were saved by themselves.
         "qwen3_omni_moe_text",
         ("qwen3_omni_moe_text", "qwen3_omni_moe_talker_text"),
-        "num_experts",
         "sparse_step",
     ),
-    Family("deepseek_v2", ("deepseek_v2",), "n_routed_experts", "first_dense"),
-    Family("deepseek_v3", ("deepseek_v3", "deepseek_v32", "kimi_k2"), "n_routed_experts", "first_dense"),
-    Family("glm4_moe", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "n_routed_experts", "first_dense"),
-    Family("glm4v_moe", ("glm4v_moe", "glm4v_moe_text"), "n_routed_experts", "first_dense"),
-    Family("dots1", ("dots1",), "n_routed_experts", "first_dense"),
-    Family("olmoe", ("olmoe", "flex_olmo"), "num_experts"),
+    Family("deepseek_v2", ("deepseek_v2",), "first_dense"),
+    Family("deepseek_v3", ("deepseek_v3", "deepseek_v32", "kimi_k2"), "first_dense"),
+    Family("glm4_moe", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "first_dense"),
+    Family("glm4v_moe", ("glm4v_moe", "glm4v_moe_text"), "first_dense"),
+    Family("dots1", ("dots1",), "first_dense"),
+    Family("olmoe", ("olmoe", "flex_olmo")),
     Family(
         "mixtral",
         ("mixtral", "minimax", "minimax_m2", "phimoe"),
-        "num_local_experts",
         module="block_sparse_moe.experts",
         other_module="mlp.experts",
         projections=("w1", "w3", "w2"),
     ),
-    Family("gpt_oss", ("gpt_oss",), "num_local_experts", forms=("interleaved",)),
+    Family("gpt_oss", ("gpt_oss",), forms=("interleaved",)),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
+from fxoffload.checkpoints.config_values import counts_experts
 from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, some
 from fxoffload.checkpoints.families import FAMILIES, Family, Tower
 
@@ -30,14 +30,13 @@ def find_family(
     Raises UnknownFamilyError, which lists the known ones and keys that look like experts.
     """
     if pattern is not None:
-        section, counted_by = _counted(config or {})
-        return replace(parse_pattern(pattern), num_experts=counted_by), section
+        return parse_pattern(pattern), _counting_section(config or {})
     known = {model_type: family for family in FAMILIES for model_type in family.model_types}
     seen = []
     for section in SECTIONS:
         found = section_of(config or {}, section).get("model_type")
         if isinstance(found, str) and found in known:
-            return known[found], _counting_section(config or {}, known[found], section)
+            return known[found], _counting_section(config or {}, section)
         if found is not None:
             seen.append(repr(found))
     keys = list(keys)
@@ -48,17 +47,10 @@ def find_family(
     )
 
 
-def _counted(config: Mapping[str, Any]) -> tuple[str, str]:
-    """The section and the key that count experts in a config of an unknown family; the key is "" where none does."""
-    names = sorted({family.num_experts for family in FAMILIES})
-    found = ((s, name) for s in SECTIONS for name in names if section_of(config, s).get(name) is not None)
-    return next(found, ("", ""))
-
-
-def _counting_section(config: Mapping[str, Any], family: Family, named: str) -> str:
-    """Multimodal configs say the model type outside and the number of experts inside."""
+def _counting_section(config: Mapping[str, Any], named: str = "") -> str:
+    """Multimodal configs say the model type outside, in the section ``named``, and the number of experts inside."""
     inside = (section for section in SECTIONS if section.startswith(named))
-    return next((section for section in inside if family.num_experts in section_of(config, section)), named)
+    return next((section for section in inside if counts_experts(section_of(config, section))), named)
 
 
 def section_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
@@ -88,7 +80,6 @@ def parse_pattern(pattern: str) -> Family:
     return Family(
         name="pattern",
         model_types=(),
-        num_experts="",
         layers="unchecked",
         module=match["module"],
         projections=(gate, up, down),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ def _open(root: Path) -> Checkpoint:
     weight_map, index_metadata = _read_index(root)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
     _check_listing(root, names)
-    others = tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in {*names, INDEX_NAME})
-    stamps = {root / name: _stamp(root / name) for name in (*names, *others)}
+    others = _other_files(root, names)
+    stamps = {root / name: _stamp(root / name) for name in (*names, *others, INDEX_NAME)}
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, set[str]] = {}
     for name in names:
@@ -94,8 +94,10 @@ def _open(root: Path) -> Checkpoint:
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise BrokenCheckpointError where a file was written to since the folder was opened."""
+    """Raise BrokenCheckpointError where a file was written to, or came to be, since the folder was opened."""
     changed = [path.name for path, stamp in checkpoint.stamps.items() if _stamp(path) != stamp]
+    now = _other_files(checkpoint.folder, [path.name for path in checkpoint.shards])
+    changed += [path.as_posix() for path in now if checkpoint.folder / path not in checkpoint.stamps]
     if changed:
         raise BrokenCheckpointError(
             f"{checkpoint.folder}: {some(changed)} changed while being read; convert again when nothing writes to it"
@@ -111,10 +113,14 @@ def _read_index(root: Path) -> tuple[dict[str, str] | None, dict[str, Any]]:
     index = _read_json(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BrokenCheckpointError(f"{path}: expected a weight_map of tensor names to files, found {type(weight_map)}")
+        raise BrokenCheckpointError(
+            f"{path}: expected a weight_map of tensor names to files, found {type(weight_map).__name__}; fetch it again"
+        )
     bad = [f"{key}: {name}" for key, name in weight_map.items() if not isinstance(name, str) or Path(name).name != name]
     if bad:
-        raise BrokenCheckpointError(f"{path}: expected names of files in the same folder, found {some(bad)}")
+        raise BrokenCheckpointError(
+            f"{path}: expected names of files in the same folder, found {some(bad)}; fetch it again"
+        )
     metadata = index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise BrokenCheckpointError(f"{path}: expected metadata to be an object, found {metadata!r}; mend the index")
@@ -132,7 +138,9 @@ def _no_weights(root: Path) -> CheckpointError:
         )
     loose = sorted(p.name for p in root.glob("*.safetensors"))
     found = f"{len(loose)} files without an index: {some(loose)}" if loose else "neither"
-    return BrokenCheckpointError(f"{root}: expected {INDEX_NAME} or {SINGLE_NAME}, found {found}")
+    return BrokenCheckpointError(
+        f"{root}: expected {INDEX_NAME} or {SINGLE_NAME}, found {found}; give the folder that has one, or fetch it"
+    )
 
 
 def _check_listing(root: Path, names: list[str]) -> None:
@@ -181,6 +189,11 @@ def _stamp(path: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return -1, -1
     return status.st_size, status.st_mtime_ns
+
+
+def _other_files(root: Path, shards: Collection[str]) -> tuple[Path, ...]:
+    """Files that are neither shards nor their index, relative to ``root``."""
+    return tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in {*shards, INDEX_NAME})
 
 
 def _walk(root: Path, here: Path, above: tuple[str, ...]) -> Iterator[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxoffload.checkpoints.check_experts import config_of, expected_layers
-from fxoffload.checkpoints.config_values import block_size
+from fxoffload.checkpoints.config_values import block_size, counts_experts
 from fxoffload.checkpoints.errors import ranges, some
 from fxoffload.checkpoints.find_family import quantization_of
 from fxoffload.checkpoints.layouts import Block, Experts, Layout
@@ -33,7 +33,7 @@ def _unchecked(experts: Experts) -> Iterator[str]:
             reason = "a pattern" if experts.family.layers == "unchecked" else "config.json"
             found = ranges([block.layer for block in blocks])
             yield f"not checked: which layers of {stem} have experts, as {reason} does not say it; found {found}"
-        if config.get(experts.family.num_experts) is None:
+        if not counts_experts(config):
             yield (
                 f"not checked: how many experts a layer of {stem} has, as config.json does not say it; found "
                 f"{blocks[0].num_experts} in each"

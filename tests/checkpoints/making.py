@@ -129,7 +129,7 @@ def config_for(family: Family, shape: Shape, **more: Any) -> dict[str, Any]:
         "model_type": family.model_types[0],
         "hidden_size": shape.hidden,
         "num_hidden_layers": len(shape.layers),
-        family.num_experts: shape.experts,
+        "num_experts": shape.experts,
         **quantization,
         **more,
     }

@@ -136,6 +136,30 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("name", ["modeling_custom.py", "assets/vocabulary.txt"])
+def test_a_file_that_comes_to_be_while_the_source_is_read(tmp_path: Path, name: str) -> None:
+    """It would be missing in the target, and nobody would know."""
+    source = make(tmp_path / "source")
+
+    def add(stage: str, done: int, total: int) -> None:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("")
+
+    with pytest.raises(BrokenCheckpointError, match=f"{name} changed while being read"):
+        checkpoints.merge(source, tmp_path / "target", progress=add)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_index_that_changes_while_the_source_is_read(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+
+    def touch(stage: str, done: int, total: int) -> None:
+        os.utime(source / INDEX, ns=(0, 0))
+
+    with pytest.raises(BrokenCheckpointError, match=f"{INDEX} changed while being read"):
+        checkpoints.merge(source, tmp_path / "target", progress=touch)
+
+
 def test_headers_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(6).reshape(2, 3), "a": torch.ones(()), "c": torch.zeros(0, 4, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt", "x": "y"})

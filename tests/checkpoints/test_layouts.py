@@ -173,7 +173,7 @@ def test_the_count_is_where_the_text_model_is(tmp_path: Path, outer: str) -> Non
     source = save(tmp_path / "source", expert_state(family, TINY), {"model_type": outer, "text_config": inner})
     checkpoints.inspect(source)
     for name, value, words in (
-        (family.num_experts, 5, "expected experts 0-4 \\(config.json\\), missing 4"),
+        ("num_experts", 5, "expected experts 0-4 \\(config.json\\), missing 4"),
         ("num_hidden_layers", 3, "expected experts in 0-2"),
     ):
         config = {"model_type": outer, "text_config": {**inner, name: value}}

@@ -76,6 +76,21 @@ def test_with_a_pattern_the_config_counts_too(tmp_path: Path, name: str, section
         checkpoints.inspect(source, pattern=PATTERN)
 
 
+@pytest.mark.parametrize("name", ["n_routed_experts", "num_local_experts"])
+def test_the_number_of_experts_under_any_name(tmp_path: Path, name: str) -> None:
+    """transformers saves Qwen3-MoE with another name than the one on the Hub."""
+    counted = {"num_experts": None, name: 4}
+    checkpoints.inspect(lossy(tmp_path / "whole", keep, **counted))
+    with pytest.raises(BrokenCheckpointError, match=r"expected experts 0-3 \(config.json\), missing 3"):
+        checkpoints.inspect(lossy(tmp_path / "source", without("experts.3."), **counted))
+
+
+def test_two_numbers_of_experts(tmp_path: Path) -> None:
+    source = lossy(tmp_path / "source", keep, num_experts=4, num_local_experts=2)
+    with pytest.raises(BrokenCheckpointError, match="found num_experts 4, num_local_experts 2; remove"):
+        checkpoints.inspect(source)
+
+
 def omni(folder: Path, lost: str | None, **more: Any) -> Path:
     family = FAMILY["qwen3_omni_moe"]
     state = {}

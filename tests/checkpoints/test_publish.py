@@ -566,6 +566,16 @@ def test_a_disk_that_fills_up(source: Path, target: Path, monkeypatch: pytest.Mo
     assert names(target.parent) == ["source"]
 
 
+def test_files_larger_than_is_allowed(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*args: object) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", too_large)
+    with pytest.raises(checkpoints.DestinationError, match=r"found a limit below it.*--shard-size"):
+        checkpoints.merge(source, target)
+    assert names(target.parent) == ["source"]
+
+
 def test_room_is_looked_for_before_anything_is_written(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

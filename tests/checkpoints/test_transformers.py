@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,10 @@ MODELS: dict[str, tuple[str, Callable[[], torch.nn.Module]]] = {
         "qwen2_moe",
         lambda: text_model("Qwen2MoeConfig", num_experts=4, shared_expert_intermediate_size=8, mlp_only_layers=[1]),
     ),
-    "qwen3_moe": ("qwen3_moe", lambda: text_model("Qwen3MoeConfig", num_experts=4, decoder_sparse_step=2)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        lambda: text_model("Qwen3MoeConfig", num_experts=4, decoder_sparse_step=2, num_hidden_layers=4),
+    ),
     "deepseek_v2": ("deepseek_v2", lambda: text_model("DeepseekV2Config", **LATENT)),
     "deepseek_v3": ("deepseek_v3", lambda: text_model("DeepseekV3Config", **LATENT)),
     "glm4_moe": (
@@ -163,6 +168,30 @@ def test_what_transformers_writes_is_read(saved: tuple[str, torch.nn.Module, Pat
     assert found.layout == ("fused" if name in FUSED_ON_DISK else "experts")
     assert {tower.num_experts for tower in found.towers} == {4}
     assert found.num_shards > 1
+    assert found.notes == ()  # all of it was checked
+
+
+@pytest.mark.parametrize("part", ["expert", "layer"])
+def test_what_is_missing_of_what_transformers_writes(
+    saved: tuple[str, torch.nn.Module, Path], tmp_path: Path, part: str
+) -> None:
+    """The last one: nothing but the config says that there is another."""
+    _, _, folder = saved
+    state = load(folder)
+    layers = {int(number) for key in state for number in re.findall(r"layers\.(\d+)\..*experts\.", key)}
+    if part == "layer":
+        last = rf"layers\.{max(layers)}\..*experts\."
+        kept = {key: tensor for key, tensor in state.items() if not re.search(last, key)}
+    else:
+        kept = {
+            key: tensor[:3] if re.search(r"\.experts\.[a-z]", key) else tensor
+            for key, tensor in state.items()
+            if ".experts.3." not in key
+        }
+    assert sum(tensor.numel() for tensor in kept.values()) < sum(tensor.numel() for tensor in state.values())
+    source = save(tmp_path / "source", kept, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(checkpoints.BrokenCheckpointError, match=r"config\.json"):
+        checkpoints.inspect(source)
 
 
 @pytest.mark.parametrize("between", ["stacked", "fused"])
