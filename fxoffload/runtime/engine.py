@@ -249,13 +249,17 @@ class CopyEngine:
             ahead = self._ahead_bytes
             while self._queue:
                 transfer = self._queue[0]()
-                if transfer is not None and transfer.buffer is None and transfer not in self._taken:
+                if transfer is not None and self._is_to_come(transfer):
                     if (ahead or not at_least_one) and ahead + transfer.nbytes > budget_bytes:
                         break
                     ahead += transfer.nbytes
                     due.append(transfer)
                 self._queue.popleft()
             self._start_reloads(due)
+
+    def _is_to_come(self, transfer: Transfer) -> bool:
+        """Not on the device, and not handed out. A forked child cannot reload what its parent predicted for itself."""
+        return transfer.buffer is None and transfer not in self._taken and self.arena.has(transfer.block)
 
     def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
         """The bytes of each transfer on the device, readable by the compute stream from here on.

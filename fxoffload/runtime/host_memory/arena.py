@@ -173,6 +173,10 @@ class HostArena:
         """Whether ``block`` is a range of this arena, as it is now."""
         return block.home is self._home
 
+    def has(self, block: HostBlock) -> bool:
+        """Whether the bytes of ``block`` can be had here: not those from before a fork or a release."""
+        return self._range is not None and (block.home is None or self.owns(block))
+
     def reserve(self, nbytes: int, limit_bytes: int) -> None:
         """Grow to at least ``nbytes`` in the background, at most to ``limit_bytes``. Returns at once."""
         with self._changed:
@@ -223,7 +227,7 @@ class HostArena:
     def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, torch.Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
         held = self._range
-        if held is None or (block.home is not None and not self.owns(block)):
+        if held is None or not self.has(block):
             raise RuntimeError(
                 "expected a block of this process' host memory, found one from before a fork or a release: a forked "
                 "child cannot read what its parent has offloaded. Load it in the parent first"
