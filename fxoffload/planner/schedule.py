@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxoffload.planner.formulate import problem_of
+from fxoffload.planner.lower_peak import lower_peak
 from fxoffload.planner.problem import Problem
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.refine import refine
@@ -164,13 +165,14 @@ class Scheduler:
 
     @cached_property
     def _least(self) -> tuple[int, tuple[bool, ...]]:
-        """The least peak of all proposals, with nothing under way, and the proposal."""
+        """The least peak that was found, with nothing under way, and its decisions."""
         proposals = [
             self._named(smallest_peak(self.problem, deadline_s=_SOLVER_S).offloaded),
             self._extreme(True),
             self._extreme(False),
         ]
-        return min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
+        _, best = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
+        return lower_peak(self.step, best, self._within_host, self.fixed)
 
     def _extreme(self, offload: bool) -> tuple[bool, ...]:
         return tuple(self.fixed.get(n, offload) for n in self.names)
