@@ -31,6 +31,8 @@ from fxoffload.passes.values import tensor_of
 LAYER_KEY = "fxoffload_layer"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
+# What Dynamo calls a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
+_DECORATED = "L['args'][0]"
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
@@ -70,7 +72,7 @@ class _Path:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(path: str) -> tuple[str, ...]:
-    parts = [a or b for a, b in _COMPONENT.findall(path)]
+    parts = [a or b for a, b in _COMPONENT.findall(path.removeprefix(_DECORATED))]
     return tuple(p for p in parts if p not in _WRAPPERS)
 
 
@@ -128,7 +130,10 @@ def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
         if len(nested) < 2 or len(kinds) != 1:
             break
         depth += 1
-    return {n: ".".join(label) for n, label in chosen.items()}
+    # What is in a stage, or in a whole model (``nn.Sequential(model)``), and in none of its layers stands around them:
+    # a label of its own would span them all.
+    outer = {label[:i] for label in set(chosen.values()) for i in range(len(label))}
+    return {n: ".".join(label) for n, label in chosen.items() if label not in outer}
 
 
 def _labels_from_repeats(nodes: list[fx.Node]) -> dict[fx.Node, str]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,17 @@ def test_a_stage_that_holds_the_blocks_is_no_layer() -> None:
     assert report.layers == tuple(f"stages.{s}.blocks.{i}" for s, d in enumerate((2, 6, 2)) for i in range(d))
 
 
+def test_what_holds_all_layers_is_none() -> None:
+    """Its own ops stand at both ends: a label of theirs would span all others, and the cuts would collapse."""
+    sketch = Sketch()
+    x = sketch.chain(sketch.input("x", 4), 2, path="models.0.embed")
+    for i in range(3):
+        x = sketch.chain(x, 4, path=f"models.0.layers.{i}.mlp")
+    gm = sketch.module([sketch.chain(x, 2, path="models.0.norm")])
+    assert AnnotateLayers()(gm).layers == tuple(f"models.0.layers.{i}" for i in range(3))
+    assert labels(gm) == {**{f"models.0.layers.{i}": 4 for i in range(3)}, None: 4}
+
+
 def test_two_heavy_layers_of_unlike_parts_stay_layers() -> None:
     """T5's ``block.N.layer.M`` are two sublayers, and they are of different classes."""
     sketch = Sketch()
@@ -173,6 +186,22 @@ def test_one_layer_is_no_stack() -> None:
 # -- real joint graphs -----------------------------------------------------------------------------------------------
 
 
+def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As transformers does it since 5.24: Dynamo finds the model in ``args``."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Tower):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class EncoderDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -235,6 +264,8 @@ class Flat(nn.Module):
     ("make", "expected", "source"),
     [
         (lambda: Tower(3, "layers"), tuple(f"layers.{i}" for i in range(3)), "modules"),
+        (lambda: Decorated(3), tuple(f"layers.{i}" for i in range(3)), "modules"),
+        (lambda: nn.Sequential(Tower(3)), tuple(f"fn.0.layers.{i}" for i in range(3)), "modules"),
         (lambda: Tower(2, "h"), ("h.0", "h.1"), "modules"),
         (lambda: Tower(2, "blocks"), ("blocks.0", "blocks.1"), "modules"),
         (lambda: Tower(2, make=ExpertBlock), ("layers.0", "layers.1"), "modules"),
