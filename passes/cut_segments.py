@@ -9,6 +9,9 @@ Segments are contiguous ranges. Each cut is where the fewest bytes of intermedia
 (assigning node by node instead pulled intermediates into late segments and doubled the backward's memory). No cut
 separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 512 MiB is cut again,
 where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP).
+
+A layer that was compiled on its own has no labels. Its forward is cut where it moves more than 1 GiB, so that copies of
+its first half go on beside the second. Its backward stays whole: cut, it took more memory and time (two H200s).
 """
 
 from __future__ import annotations
@@ -83,38 +86,45 @@ class CutSegments:
         moved: name of a saved value -> bytes that move for it (the values that share a storage carry them once).
         max_moved: bytes that one segment should move at most, about.
         whole: make one segment (the switch ``segments``).
+        single: a graph without layers is one layer that was compiled on its own: cut it where it moves that much.
     """
 
     name = "cut_segments"
 
     def __init__(
-        self, *, moved: Mapping[str, int] | None = None, max_moved: int = MAX_MOVED_BYTES, whole: bool = False
+        self,
+        *,
+        moved: Mapping[str, int] | None = None,
+        max_moved: int = MAX_MOVED_BYTES,
+        whole: bool = False,
+        single: bool = False,
     ) -> None:
         self.moved = moved or {}
         self.max_moved = max_moved
         self.whole = whole
+        self.single = single
 
     def __call__(self, gm: fx.GraphModule) -> Segmentation:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         cuts: list[int] = []
-        if not self.whole and len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1:
+        layered = len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1
+        if not self.whole and (layered or (self.single and sum(self.moved.values()) > self.max_moved)):
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
             live = _live_bytes(nodes, values, first_reads)
-            cuts = _find_cuts(nodes, live)
-            if cuts:
-                cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
+            cuts = _find_cuts(nodes, live) if layered else []
+            cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
         ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
         return segments_of(gm, ranges)
 
     def _split(self, nodes: list[fx.Node], cuts: list[int], live: list[int], weights: list[int]) -> list[int]:
-        """Cuts inside the layers that move more than ``max_moved``."""
+        """``cuts``, and others inside the layers that move more than ``max_moved``. Without any, all is one layer."""
         inner: list[int] = []
         for start, end in itertools.pairwise([0, *cuts, len(nodes)]):
             total = sum(weights[start:end])
-            if not total or not _main_label(nodes[start:end]):
+            if 2 * total <= self.max_moved or (cuts and not _main_label(nodes[start:end])):
                 continue
-            pieces = min(max(round(total / self.max_moved), 2 if 2 * total > self.max_moved else 1), _MAX_PIECES)
+            pieces = min(max(round(total / self.max_moved), 2), _MAX_PIECES)
             passed = list(itertools.accumulate(weights[start:end]))
             for piece in range(1, pieces):
                 share = piece / pieces

@@ -7,16 +7,21 @@ and not equally wrong, is checked against eager with a tolerance.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload.compiler import pipeline
 from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.cut_segments import CutSegments
 
 Observed = dict[str, Tensor]
 
@@ -69,6 +74,13 @@ class Stack(nn.Module):
 def batch(index: int = 0, *, length: int = 6, width: int = 16) -> Tensor:
     """A random input of a ``Stack``; another one for each index."""
     return torch.randn(2, length, width, generator=torch.Generator().manual_seed(100 + index))
+
+
+@contextlib.contextmanager
+def heavy_layers() -> Iterator[None]:
+    """All layers save more than one segment should move: those compiled on their own are cut in the forward."""
+    with mock.patch.object(pipeline, "CutSegments", functools.partial(CutSegments, max_moved=1 << 10)):
+        yield
 
 
 def rehearsal(**changes: Any) -> dict[str, Any]:

@@ -85,7 +85,7 @@ FIND: tuple[Step[ForwardState], ...] = (
 )
 
 FORWARD: tuple[Step[ForwardState], ...] = (
-    Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole), "segmentation"),
+    Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole, single=True), "segmentation"),
     Step("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes), "segmentation"),
     Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
     Step("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),

@@ -234,6 +234,24 @@ def test_no_layer_is_cut_inside_what_is_glued() -> None:
     assert [s.layer for s in found.segments] == ["", "layers.0", *["layers.1"] * 2, ""]
 
 
+def test_a_layer_that_was_compiled_on_its_own_is_cut_where_it_moves_much() -> None:
+    """Nothing in its graph says that it is a layer. Only the forward is asked to."""
+    sketch = Sketch()
+    gm = sketch.module([sketch.chain(sketch.input("x", 4), 30)])
+    moved = heavy(gm)
+    total = sum(moved.values())
+    pieces = {
+        most: CutSegments(moved=moved, max_moved=most, single=True)(gm) for most in (total, total - 1, total // 3)
+    }
+    assert sizes(pieces[total]) == [("segment", 30)]
+    assert [len(found.segments) for found in pieces.values()] == [1, 2, 3]
+    assert all(10 <= len(s.nodes) <= 20 for s in pieces[total - 1].segments)
+    for found in pieces.values():
+        assert_whole(gm, found)
+    assert sizes(CutSegments(moved=moved, max_moved=1)(gm)) == [("segment", 30)]
+    assert sizes(CutSegments(moved=moved, max_moved=1, single=True, whole=True)(gm)) == [("segment", 30)]
+
+
 # -- balance ---------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps import step_memory
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
-from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects
+from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects, heavy_layers
 
 LENGTH = 48
 _PLANS_BEFORE: set[int] = set()
@@ -61,6 +61,13 @@ def alone() -> Iterator[None]:
     with mock.patch.object(tape_plan.TapePlanning, "describe", described):
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "cut"])
+def heavy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Layers that are one segment, and layers that are cut in the forward."""
+    with heavy_layers() if request.param else contextlib.nullcontext():
+        yield
 
 
 def new_plans() -> list[fxoffload.Plan]:
@@ -260,6 +267,7 @@ def check_bytes(run: Run, simulation: Simulation) -> None:
 
 @pytest.mark.parametrize("name", ["stack", "two graphs", "shared"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.usefixtures("heavy")
 def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     """Random decisions, and windows so wide that copies of several calls are under way when the forward ends."""
     generator = random.Random(name)
@@ -286,6 +294,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
     """A budget between the least peak and that of keeping everything: some is kept, some is offloaded, what is on the
     device is what was simulated, and no bit of a gradient changes."""
@@ -310,6 +319,7 @@ def test_every_byte(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), ("collecting", 0.9), ("shared", 1.5)]
 )
+@pytest.mark.usefixtures("heavy")
 def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None:
     """Each call runs a variant of its graph at random, with random decisions; several in one step."""
     generator = random.Random(name)
