@@ -16,7 +16,7 @@ from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import pacing, rates
 from fxoffload.planner.chain import concatenate
-from fxoffload.planner.pacing import PACED, paced_calls, rates_with_pace
+from fxoffload.planner.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
 from fxoffload.planner.rates import BESIDE_COLLECTIVES, ProfileRates, beside_collectives, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from tests.planner.test_tape_recompute import layer, passed
@@ -43,6 +43,12 @@ def test_copies_of_forwards_that_can_be_paced_are_faster_and_only_to_the_host() 
     assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED, BESIDE_COLLECTIVES)
     assert rates_with_pace(RATES, [1.0] * COUNT).link == RATES.link
     assert rates_with_pace(RATES, [0.0] * COUNT).link == RATES.link
+
+
+def test_gpus_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "processes_on_this_machine", lambda: 2)
+    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED_TOGETHER, BESIDE_COLLECTIVES)
+    assert BESIDE_COLLECTIVES < PACED_TOGETHER < PACED
 
 
 def test_copies_are_never_faster_than_alone() -> None:
