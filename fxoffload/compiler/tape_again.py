@@ -1,7 +1,8 @@
 """What the calls of a chain compute again, chosen once more when its first steps have been measured.
 
 Before anything ran, times were estimates, and copies as fast as the profile says. A link that turns out slower leaves
-copies exposed that a call which computes more again would not make; a graph that turns out slower hides more of them.
+copies exposed that a call which computes more again would not make; graphs that turn out slower hide more of them, so
+that fewer calls need to.
 A working set that turns out larger takes more copies, or leaves no choice of what moves within the budget.
 Only variants that are compiled already are chosen from, so that no step waits for a compiler.
 """

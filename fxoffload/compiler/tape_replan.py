@@ -117,9 +117,9 @@ class Before:
 
 
 class TapeCalibration(PlanAgain):
-    """Plans one chain again with what was measured of it: what moves, and, where copies were slower than was thought
-    or the budget is exceeded, and variants are compiled, also what each call computes again. Then steps are something
-    else, and are measured and planned once more: what moves; or they do again what they did before, if that took less.
+    """Plans one chain again with what was measured of it: what moves, and, where there is a budget and variants are
+    compiled, also what each call computes again. Then steps are something else, and are measured and planned once more:
+    what moves; or they do again what they did before, if that took less.
 
     Args:
         planning: of the chain, which has settled what each call runs.
@@ -242,24 +242,18 @@ class TapeCalibration(PlanAgain):
         return schedule
 
     def _chosen_again(self, now: Schedule) -> Again | None:
-        """Other variants, where copies were slower than was thought, graphs far slower, or working sets larger, and so
-        a budget takes longer than it need, or is exceeded."""
+        """Other variants, where a budget takes longer than it need by what was measured, or is exceeded."""
         found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
         if limit is None or found is None or rates is None or not any(planning.numbers):
             return None
-        if rates.link == self._scheduler.rates.link and not self.exceeded and not self.far_longer:
-            return None
-        exceeds = now.simulation.peak_bytes > limit
-        pinned = max(now.simulation.bytes_offloaded, self._schedule.simulation.bytes_offloaded)
-        aim = TapeAim(limit_bytes=limit)
-        again = choose_again(planning, found, rates, aim, planning.host_bytes if exceeds or self.far_longer else pinned)
+        again = choose_again(planning, found, rates, TapeAim(limit_bytes=limit), planning.host_bytes)
         if again is None or again.variants == planning.option.variants:
             return None
-        if exceeds:
+        if now.simulation.peak_bytes > limit:
             return again
         # Both by what is known of a graph and of a call: they differ where calls of one graph take different times.
         least = min(now.simulation.step_ms, again.now_ms) * (1 - _WORTH_MS)
-        return again if again.ms < least else None
+        return again if again.ms < least and self._has_room(again.schedule, now) else None
 
     def _is_worse(self, now: Schedule, before: Before) -> bool:
         """Whether what was chosen is no better than what ran before, by what both took."""
