@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP, README_FSDP_PEERS = "2026-11-23-2xh200-fsdp.json", "2026-11-22-2xh200-fsdp-verl.json"
+README_FSDP, README_FSDP_PEERS = "2026-11-24-2xh200-fsdp-cut-forwards.json", "2026-11-22-2xh200-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
@@ -172,7 +172,7 @@ TABLES = (
                     "inductor": "Inductor",
                     "checkpoint": "Inductor + full checkpointing",
                     "auto": "fxoffload, default",
-                    "auto@activation_budget=6.35GiB": "fxoffload, with a budget",
+                    "auto@activation_budget=1.1*checkpoint": "fxoffload, 1.1x checkpointing's peak",
                 },
                 of="latest",
             ),
@@ -474,7 +474,7 @@ TABLES = (
             Rows(
                 "2026-11-22-2xh200-fsdp-trimmed.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (4374b1a)"
             ),
-            Rows(README_FSDP, BASELINES | DEFAULT | _budgets("6.35"), of="`2026-11-23` (78b03c8)"),
+            Rows("2026-11-23-2xh200-fsdp.json", BASELINES | DEFAULT | _budgets("6.35"), of="`2026-11-23` (78b03c8)"),
             Rows(
                 "2026-11-23-2xh200-fsdp-pieces.json",
                 {"inductor": "inductor"} | _budgets("6.35"),
@@ -504,6 +504,20 @@ TABLES = (
                 "2026-11-23-h200-fsdp-paced.json",
                 BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="one GPU, `-paced` (8482b78)",
+            ),
+            Rows(
+                "2026-11-24-h200-fsdp-alone.json",
+                BASELINES
+                | {
+                    "auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB",
+                    "auto@activation_budget=1.1*checkpoint@disable=pacing": "auto, 6.67 GiB, unpaced",
+                },
+                of="one GPU, `-alone` (d6b728b)",
+            ),
+            Rows(
+                README_FSDP,
+                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="`-cut-forwards` (cc2f591)",
             ),
         ),
         of="run",

@@ -258,8 +258,8 @@ class CompileSession:
         if forward is None or site is None or self._plan_box is not None:
             return
         if not self._joins_a_tape():
-            if self._must_offload and not self.disabled & _PIECES_OF_TAPES:
-                self._warn_of_the_budget("a policy says MUST_CPU_OFFLOAD")
+            off = ", ".join(sorted(self.disabled & _PIECES_OF_TAPES))
+            self._warn_of_the_budget(f"{off}: switched off" if off else "a policy says MUST_CPU_OFFLOAD")
             return
         goal = TapeGoal(
             self._goal,
@@ -292,10 +292,11 @@ class CompileSession:
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
+            moves = "nothing" if "offload" in self.disabled else "all that may move"
             warnings.warn(
                 "expected graphs that can be planned together, for an activation_budget of "
-                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
-                "that may move is offloaded, and the budget is not checked",
+                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it {moves} "
+                "is offloaded, and the budget is not checked",
                 stacklevel=2,
             )
 

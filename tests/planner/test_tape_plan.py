@@ -1109,6 +1109,14 @@ def test_what_a_policy_wants_on_the_host_goes_there_in_every_step() -> None:
     assert not new_plans()
 
 
+@pytest.mark.parametrize(
+    ("piece", "moves"), [("planner", "all that may move"), ("tape_plan", "all that may move"), ("offload", "nothing")]
+)
+def test_a_budget_that_is_not_heeded_says_so(piece: str, moves: str) -> None:
+    with pytest.warns(UserWarning, match=f"found one that cannot: {piece}: switched off. In steps with it {moves} is"):
+        recorded(MODELS["stack"], activation_budget="40KiB", disable=(piece,))
+
+
 def test_a_chain_that_cannot_be_planned_does_not_stand_in_another_s_way() -> None:
     model = per_layer(Stack(4), activation_budget="1GiB")
     for _ in range(3):  # one call alone
