@@ -292,11 +292,10 @@ class CompileSession:
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
-            moves = "nothing" if "offload" in self.disabled else "all that may move"
             warnings.warn(
                 "expected graphs that can be planned together, for an activation_budget of "
-                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it {moves} "
-                "is offloaded, and the budget is not checked",
+                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
+                "that may move is offloaded, and the budget is not checked",
                 stacklevel=2,
             )
 
