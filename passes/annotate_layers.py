@@ -31,8 +31,8 @@ from fxoffload.passes.values import tensor_of
 LAYER_KEY = "fxoffload_layer"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
-# What Dynamo calls a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
-_DECORATED = "L['args'][0]"
+# ``L['args'][0]``: a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
+_DECORATED = ("args", "0")
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
@@ -59,6 +59,12 @@ class _Path:
     parts: tuple[str, ...]
     classes: dict[tuple[str, ...], str] = field(default_factory=dict)
 
+    def below(self, prefix: tuple[str, ...]) -> _Path:
+        """The same path seen from a module on it."""
+        start = len(prefix)
+        classes = {parts[start:]: name for parts, name in self.classes.items() if parts[:start] == prefix}
+        return _Path(self.parts[start:], classes)
+
     def labels(self) -> list[tuple[str, ...]]:
         """Prefixes that end in an index of a container, outermost first; never inside a list of experts."""
         found = []
@@ -72,7 +78,7 @@ class _Path:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(path: str) -> tuple[str, ...]:
-    parts = [a or b for a, b in _COMPONENT.findall(path.removeprefix(_DECORATED))]
+    parts = [a or b for a, b in _COMPONENT.findall(path)]
     return tuple(p for p in parts if p not in _WRAPPERS)
 
 
@@ -112,6 +118,8 @@ class AnnotateLayers:
 
 def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+    if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
+        paths = {n: path.below(_DECORATED) for n, path in paths.items()}
     candidates = {n: labels for n, p in paths.items() if (labels := p.labels())}
     if not candidates:
         return {}
@@ -130,10 +138,10 @@ def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
         if len(nested) < 2 or len(kinds) != 1:
             break
         depth += 1
-    # What is in a stage, or in a whole model (``nn.Sequential(model)``), and in none of its layers stands around them:
-    # a label of its own would span them all.
-    outer = {label[:i] for label in set(chosen.values()) for i in range(len(label))}
-    return {n: ".".join(label) for n, label in chosen.items() if label not in outer}
+    # What holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label of theirs
+    # would span all others.
+    model = set.intersection(*(set(labels) for labels in candidates.values()))
+    return {n: ".".join(label) for n, label in chosen.items() if label not in model}
 
 
 def _labels_from_repeats(nodes: list[fx.Node]) -> dict[fx.Node, str]:

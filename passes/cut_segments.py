@@ -108,14 +108,20 @@ class CutSegments:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         cuts: list[int] = []
         layered = len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1
-        if not self.whole and (layered or (self.single and sum(self.moved.values()) > self.max_moved)):
+        if not self.whole and (layered or self._is_heavy(nodes)):
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
             live = _live_bytes(nodes, values, first_reads)
             cuts = _find_cuts(nodes, live) if layered else []
-            cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
+            if cuts or not layered:
+                cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
         ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
         return segments_of(gm, ranges)
+
+    def _is_heavy(self, nodes: list[fx.Node]) -> bool:
+        """Whether a layer that was compiled on its own is cut. The tokens that order effects cannot cross a cut."""
+        effects = any(n.target is torch.ops.higher_order.with_effects for n in nodes)
+        return self.single and not effects and sum(self.moved.values()) > self.max_moved
 
     def _split(self, nodes: list[fx.Node], cuts: list[int], live: list[int], weights: list[int]) -> list[int]:
         """``cuts``, and others inside the layers that move more than ``max_moved``. Without any, all is one layer."""

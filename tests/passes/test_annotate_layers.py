@@ -105,6 +105,32 @@ def test_what_holds_all_layers_is_none() -> None:
     assert labels(gm) == {**{f"models.0.layers.{i}": 4 for i in range(3)}, None: 4}
 
 
+def test_the_rest_of_a_stage_is_a_layer() -> None:
+    """What only some of the layers are in keeps a label, and with it what may be computed again."""
+    sketch = Sketch()
+    x = sketch.input("x", 4)
+    for stage in range(2):
+        for i in range(3):
+            x = sketch.chain(x, 4, path=f"stages.{stage}.blocks.{i}.mlp")
+        x = sketch.chain(x, 3, path=f"stages.{stage}.downsample")
+    gm = sketch.module([x])
+    AnnotateLayers()(gm)
+    assert labels(gm)["stages.0"] == labels(gm)["stages.1"] == 3 and None not in labels(gm)
+
+
+def test_layers_among_the_arguments_of_a_function() -> None:
+    """``run(*layers)``: not all that is in ``args`` is in the first of them."""
+    sketch = Sketch()
+    x = sketch.input("x", 4)
+    for i in range(2):
+        node = sketch.chain(x, 1)
+        for _ in range(4):
+            node = sketch.op(aten.sin.default, node)
+            node.meta["nn_module_stack"] = {"a": (f"L['args'][{i}]", "Block"), "b": (f"L['args'][{i}].up", "Linear")}
+        x = node
+    assert AnnotateLayers()(sketch.module([x])).layers == ("args.0", "args.1")
+
+
 def test_two_heavy_layers_of_unlike_parts_stay_layers() -> None:
     """T5's ``block.N.layer.M`` are two sublayers, and they are of different classes."""
     sketch = Sketch()

@@ -252,6 +252,15 @@ def test_a_layer_that_was_compiled_on_its_own_is_cut_where_it_moves_much() -> No
     assert sizes(CutSegments(moved=moved, max_moved=1, single=True, whole=True)(gm)) == [("segment", 30)]
 
 
+def test_tokens_that_order_effects_cross_no_cut() -> None:
+    sketch = Sketch()
+    middle = sketch.chain(sketch.input("x", 4), 15)
+    gm = sketch.module([sketch.chain(middle, 15)])
+    assert len(CutSegments(moved=heavy(gm), max_moved=1, single=True)(gm).segments) > 1
+    middle.target = torch.ops.higher_order.with_effects
+    assert sizes(CutSegments(moved=heavy(gm), max_moved=1, single=True)(gm)) == [("segment", 30)]
+
+
 # -- balance ---------------------------------------------------------------------------------------------------------
 
 
