@@ -127,8 +127,9 @@ def test_checkpointed_attention_compiled_layer_by_layer_is_planned() -> None:
         run = train_step(model, squared(model))
         found[policy] = [run() for _ in range(4)][-1]
         assert_nothing_held()
+        if policy == "auto":  # a plan goes with its graphs
+            assert len([p for p in fxoffload.plans() if p.graph not in before]) == 1
         torch.compiler.reset()
-    assert len([p for p in fxoffload.plans() if p.graph not in before]) == 1
     assert_equal(found["auto"], found["keep_all"])
 
 
