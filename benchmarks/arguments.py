@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.activations.kinds import CHECKOUTS, PATH, PEERS
 from benchmarks.budgets import check_budget
 from benchmarks.hf_models import HF_MODELS
+from benchmarks.scenarios import COLLECTIVES_BESIDE
 from benchmarks.schema import PROCESS_GROUPS, Case, Protocol, Variant
 
 KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget", *PEERS)
@@ -150,6 +151,19 @@ def _variant(label: str, shared: dict[str, Any], checkouts: dict[str, str]) -> V
     options: dict[str, Any] = {"policy": kind, **shared, **_options(label, words)}
     check_budget(options.get("activation_budget"))
     return Variant(label, kind, options, found)
+
+
+def parse_beside(text: str) -> list[Variant]:
+    """``idle,matmul``: what runs beside the collectives of the scenario ``collectives``.
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+    labels = [label.strip() for label in text.split(",") if label.strip()]
+    for label in labels:
+        if label not in COLLECTIVES_BESIDE:
+            raise ValueError(f"unknown variant {label!r} of collectives; known: {', '.join(COLLECTIVES_BESIDE)}")
+    return [Variant(label, label) for label in labels]
 
 
 def _options(label: str, words: list[str]) -> dict[str, Any]:

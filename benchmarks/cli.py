@@ -14,6 +14,7 @@ from benchmarks.arguments import (
     KINDS,
     SHARED_OPTIONS,
     expand_set,
+    parse_beside,
     parse_cases,
     parse_protocol,
     parse_variants,
@@ -28,7 +29,7 @@ from benchmarks.rl.variants import KINDS as PHASE_KINDS
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.runner import run as run_all
-from benchmarks.scenarios import SCENARIOS, find_scenario
+from benchmarks.scenarios import COLLECTIVES, SCENARIOS, find_scenario
 from benchmarks.tables import render
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -65,6 +66,8 @@ def run(
         asked = (
             parse_phase_variants(scenario, words, *values.get("verl", []))
             if of_phases
+            else parse_beside(words)
+            if chosen.name == COLLECTIVES
             else parse_variants(words, values)
         )
         if resume is not None and not resume.exists():

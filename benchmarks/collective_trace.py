@@ -19,7 +19,7 @@ STEPS = 3
 ROUNDS = 2
 
 # ncclDevKernel_AllGather_RING_LL(...), ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...), ncclKernel_AllReduce_...
-_KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
+KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
 
 
 class TimeRange(Protocol):
@@ -43,7 +43,7 @@ def trace_collectives(stepper: Stepper) -> list[Event]:
         for _ in range(STEPS):
             stepper.step()
         torch.cuda.synchronize()
-    return [event for event in profiler.events() or () if _KERNEL.match(event.name)]
+    return [event for event in profiler.events() or () if KERNEL.match(event.name)]
 
 
 def trace_with_and_without(
@@ -85,7 +85,7 @@ def summarize_collectives(events: Iterable[Event], steps: int = 1) -> dict[str, 
     time."""
     found: dict[str, list[Interval]] = {}
     for event in events:
-        if named := _KERNEL.match(event.name):
+        if named := KERNEL.match(event.name):
             found.setdefault(named[1], []).append(Interval(event.time_range.start, event.time_range.end))
     summary = {}
     for kind, kernels in sorted(found.items()):

@@ -87,6 +87,8 @@ def _measures(record: Record, derived: dict[str, Any]) -> Iterator[Measure]:
     yield from _once("longest that trained", max(lengths, default=None), more_is_better=True)
     yield from _once("warm compile s", derived.get("warm_compile_s"))
     yield from _once("host us", derived.get("host_us"))
+    for row in result.collectives_beside:
+        yield from _summary(f"{row.kind} ms, copies {row.copies}", row.ms)
     if result.rl is not None:
         yield from _phases(result.rl)
 

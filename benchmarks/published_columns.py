@@ -227,6 +227,19 @@ def _of_rl(row: Callable[[RlResult], dict[str, str]], name: str) -> Column:
     return column
 
 
+def _collective(kind: str, copies: str) -> Column:
+    def column(m: Measured) -> str:
+        rows = [r for r in m.record.result.collectives_beside if (r.kind, r.copies) == (kind, copies)]
+        if copies == "none":
+            return _number(rows[0].ms.median, 3) if rows else ""
+        return _change(rows[0].vs_none.median if rows and rows[0].vs_none else None)
+
+    return column
+
+
+# By the kernel's name; without copies, then copies of each way against that.
+_COLLECTIVES = {"all-gather": "AllGather", "reduce-scatter": "ReduceScatter"}
+
 COLUMNS: dict[str, Column] = {
     "step ms": _step,
     "step ms [quartiles]": _step_with_quartiles,
@@ -288,6 +301,12 @@ COLUMNS: dict[str, Column] = {
     "above what was there, MiB": _of_rl(stream_row, "peak MiB"),
     "promised, MiB": _of_rl(stream_row, "promised MiB"),
     "stream, bits": _of_rl(stream_row, "bits"),
+    **{f"{name}, ms": _collective(kind, "none") for name, kind in _COLLECTIVES.items()},
+    **{
+        f"{name}, copies {copies}": _collective(kind, copies)
+        for name, kind in _COLLECTIVES.items()
+        for copies in ("down", "up", "both")
+    },
 }
 
 

@@ -56,6 +56,8 @@ TINY_LAYERS = {
     "kv_heads": ["2"],
     "head_dim": ["16"],
 }
+# What runs beside the collectives of the scenario that has no model.
+COLLECTIVES, COLLECTIVES_BESIDE = "collectives", ("idle", "matmul")
 # Names that reports of earlier versions carry.
 RENAMED = {"longest": "max-seq"}
 
@@ -80,6 +82,12 @@ SCENARIOS = {
             answers="FSDP2 with layers compiled on their own: prefetch across graphs, on two devices",
             variants="inductor,checkpoint,keep_all,offload_all,offload_all@disable=cross_graph_prefetch",
             protocol_defaults={"ranks": 2, "allocator_trace": False, "calibration_steps": 14},
+        ),
+        Scenario(
+            name=COLLECTIVES,
+            answers="what a layer's all-gathers and reduce-scatters take beside copies, without a model, on two GPUs",
+            variants=",".join(COLLECTIVES_BESIDE),
+            protocol_defaults={"ranks": 2, "steps": 12, "warmup": 1},
         ),
         Scenario(
             name="plan",

@@ -214,6 +214,24 @@ class Collective:
 
 
 @dataclass
+class CollectiveBeside:
+    """Collectives of one kind beside copies of one way, back to back (see ``collectives/``).
+
+    ``kind``: "AllGather", "ReduceScatter"; ``copies``: "none", "down", "up", "both"; ``nbytes``: of the whole tensor;
+    ``ms``: of one, once all ranks had come to it; ``vs_none``: by round, the median over that of the same round
+    without copies (None: these are without); ``d2h_gb_per_s``, ``h2d_gb_per_s``: of the copies meanwhile.
+    """
+
+    kind: str
+    copies: str
+    nbytes: int
+    ms: Summary
+    vs_none: Summary | None = None
+    d2h_gb_per_s: float | None = None
+    h2d_gb_per_s: float | None = None
+
+
+@dataclass
 class Host:
     """Host memory of the measuring process."""
 
@@ -373,6 +391,7 @@ class Result:
     collectives: dict[str, Collective] = field(default_factory=dict)
     # fxoffload's: of steps of the same process that keep everything
     collectives_without: dict[str, Collective] = field(default_factory=dict)
+    collectives_beside: list[CollectiveBeside] = field(default_factory=list)
     host: Host | None = None
     stats_first_step: dict[str, float] | None = None
     stats_timed_steps: dict[str, float] | None = None
@@ -398,7 +417,9 @@ class Result:
     def was_measured(self) -> bool:
         """Whether what the process was started for was measured, though something after it may have failed."""
         rl = self.rl
-        return self.step_ms is not None or (
+        if self.step_ms is not None or self.collectives_beside:
+            return True
+        return (
             self.link is not None if rl is None else bool(rl.stream or rl.pinning or _has_cycles(rl) or _has_steps(rl))
         )
 

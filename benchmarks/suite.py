@@ -100,6 +100,7 @@ SUITE = (
         gpus=4,
         seconds=350,
     ),
+    Run("collectives", "collectives", gpus=2, seconds=90, alone=True),
     # What one GPU can show of the two before: rank 0 alone, and ranks that share it.
     Run(
         "fsdp-alone",

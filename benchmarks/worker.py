@@ -10,6 +10,7 @@ from benchmarks.link import measure_link
 from benchmarks.machine import describe_process
 from benchmarks.phases import Phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
+from benchmarks.scenarios import COLLECTIVES
 from benchmarks.schema import Request, Result, from_json
 
 # The parent kills at the timeout; a dump shortly before it puts the hanging line into the record's log.
@@ -30,6 +31,8 @@ def serve(asked: Path, answer: Path) -> bool:
         phases.required("link", lambda: _link(request, device, result))
     elif request.scenario in PHASE_SCENARIOS:
         _measure_phases(request, device, result, phases)
+    elif request.scenario == COLLECTIVES:
+        _measure_collectives(request, device, result, phases)
     elif request.scenario == "fsdp":
         _measure_sharded(request, device, result, phases)
     else:
@@ -60,6 +63,12 @@ def _measure_sharded(request: Request, device: torch.device, result: Result, pha
     Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
     phases.required("ranks", lambda: ranks.gather_ranks(request, result))
     phases.required("leave", ranks.leave)
+
+
+def _measure_collectives(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
+    from benchmarks.collectives.measure import CollectivesBeside
+
+    CollectivesBeside(request, device, result).run(phases)
 
 
 def _measure_phases(request: Request, device: torch.device, result: Result, phases: Phases) -> None:

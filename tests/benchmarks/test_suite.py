@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import run_suite
-from benchmarks.arguments import expand_set, parse_cases, parse_protocol, parse_variants, split_settings
+from benchmarks.arguments import expand_set, parse_beside, parse_cases, parse_protocol, parse_variants, split_settings
 from benchmarks.cli import app
 from benchmarks.machine import ROOT
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
@@ -122,11 +122,14 @@ def test_what_a_run_is_called_with_is_understood(run: Run, tmp_path: Path) -> No
     scenario = find_scenario(run.scenario)
     assert parse_cases(values, scenario.case_defaults)
     protocol = parse_protocol(values, scenario.protocol_defaults)
-    has_one_each = run.scenario in ("fsdp", "phases") and not protocol.process_group
+    has_one_each = run.scenario in ("fsdp", "phases", "collectives") and not protocol.process_group
     assert run.gpus == (protocol.ranks if has_one_each else 1)
     of_phases = run.scenario in PHASE_SCENARIOS
     variants = run.variants or scenario.variants
-    assert parse_phase_variants(run.scenario, variants) if of_phases else parse_variants(variants, values)
+    if run.scenario == "collectives":
+        assert parse_beside(variants)
+    else:
+        assert parse_phase_variants(run.scenario, variants) if of_phases else parse_variants(variants, values)
 
 
 @pytest.mark.parametrize("theirs", [None, "backend:native"])

@@ -1,0 +1,1 @@
+"""The scenario ``collectives``: all-gathers and reduce-scatters beside copies, without a model."""
