@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP, README_FSDP_PEERS = "2026-11-24-2xh200-fsdp-cut-forwards.json", "2026-11-22-2xh200-fsdp-verl.json"
+README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-22-2xh200-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
@@ -515,12 +515,26 @@ TABLES = (
                 of="one GPU, `-alone` (d6b728b)",
             ),
             Rows(
-                README_FSDP,
+                "2026-11-24-2xh200-fsdp-cut-forwards.json",
                 BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="`-cut-forwards` (cc2f591)",
             ),
+            Rows(
+                README_FSDP,
+                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="`2026-11-25` (91fbee2)",
+            ),
         ),
         of="run",
+    ),
+    Table(
+        "collectives",
+        tuple(
+            f"{name}, {what}"
+            for name in ("all-gather", "reduce-scatter")
+            for what in ("ms", "copies down", "copies up", "copies both")
+        ),
+        (Rows("2026-11-25-2xh200-collectives.json", {"idle": "nothing", "matmul": "matrix products"}),),
     ),
     Table(
         "fsdp-shared",
