@@ -1,9 +1,11 @@
 """One process per device: how they meet, what they tell each other, how they part."""
 
 import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.collective_trace import all_there_ms
 from benchmarks.schema import Collective, Request, Result
@@ -26,6 +28,13 @@ def join(request: Request, device: torch.device) -> None:
         timeout=datetime.timedelta(seconds=max(60.0, request.protocol.timeout_s)),
         device_id=device if nccl else None,
     )
+
+
+def gather_and_scatter() -> tuple[Callable[[Tensor, Tensor], object], Callable[[Tensor, Tensor], object]]:
+    """All-gather and reduce-scatter of whole tensors, called with output and input. torch 2.13 has new names for them,
+    and deprecates the old ones."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather, getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def leave() -> None:

@@ -50,9 +50,7 @@ class CollectivesBeside:
         count = layer_elements(self.request.case) // world
         self.shard = torch.ones(count, dtype=dtype, device=self.device)
         self.whole = torch.ones(count * world, dtype=dtype, device=self.device)
-        # torch 2.13 has new names for them, and deprecates the old ones.
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._gather, self._scatter = ranks.gather_and_scatter()
         self._pair()  # connects the ranks
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.clock import synchronize
+from benchmarks.ranks import gather_and_scatter
 from benchmarks.rl.mixed_adamw import MixedAdamW, plain
 from benchmarks.schema import Case
 from benchmarks.workloads import CausalLM, build_job
@@ -156,9 +157,7 @@ def warm_up_group(device: torch.device, ranks: int) -> None:
     small = torch.ones(1024, device=device)
     gathered = torch.empty(1024 * ranks, device=device)
     dist.all_reduce(small)
-    # torch 2.13 has new names for them, and deprecates the old ones.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather, scatter = gather_and_scatter()
     gather(gathered, small)
     scatter(small, gathered)
     synchronize(device)
