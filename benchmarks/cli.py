@@ -74,6 +74,8 @@ def run(
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
         if protocol.process_group and chosen.name != "fsdp":
             raise ValueError(f"process_group is for scenario fsdp; found {chosen.name}")
+        if chosen.name == COLLECTIVES and protocol.ranks < 2:
+            raise ValueError(f"collectives needs at least 2 ranks, found ranks={protocol.ranks}")
         if chosen.name == "max-seq" and not (protocol.lengths or all(v.lengths for v in asked)):
             raise ValueError(
                 "max-seq needs --set lengths=8192,16384,... or variants such as inductor@lengths=8192+16384"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.collective_trace import KERNEL, Event
-from benchmarks.copy_trace import Interval, busy_ms
+from benchmarks.copy_trace import Interval, busy_ms, span_ms
 from benchmarks.quartiles import summarize
 from benchmarks.schema import CollectiveBeside
 
@@ -24,6 +24,8 @@ PER_BLOCK = 8
 # Of one copy.
 PIECE_BYTES = 64 << 20
 
+# So much of a collective's time may pass between one copy, or product, and the next.
+_GAPS = 0.05
 # A block begins with a kernel that holds the device up.
 _HOLDS_UP = "spin_kernel"
 _COPIES = {"Memcpy DtoH": "down", "Memcpy HtoD": "up"}
@@ -34,7 +36,8 @@ _PRODUCTS = ("gemm", "nvjet")
 class Block:
     """Some collectives beside copies of one way, on one rank.
 
-    ``each_ms``: by kind; None where something did not run all the while. ``gb_per_s``: of each way that was copied.
+    ``each_ms``: by kind; None where something did not run all the while. ``gb_per_s``: of each way that was copied,
+    while the collectives ran.
     """
 
     each_ms: dict[str, list[float | None]]
@@ -70,8 +73,14 @@ class Traced:
             if len(found) != 1 + PER_BLOCK:
                 raise RuntimeError(f"expected {1 + PER_BLOCK} kernels {kind} in a block, the profiler has {len(found)}")
             each[kind] = [_ms(one) if all(covers(others, one) for others in beside) else None for one in found[1:]]
-        rates = {way: len(found) * PIECE_BYTES / 1e6 / busy_ms(found) for way, found in self.copies.items() if found}
-        return Block(each, rates)
+        return Block(each, {way: rate for way, found in self.copies.items() if (rate := self._rate(found))})
+
+    def _rate(self, copies: Sequence[Interval]) -> float | None:
+        """GB/s from the first to the last copy that began and ended while the collectives ran, gaps and all."""
+        ran = [one for kind in KINDS for one in self.collectives[kind][1:]]
+        began, ended = min(i.start_us for i in ran), max(i.end_us for i in ran)
+        inside = [c for c in copies if began <= c.start_us and c.end_us <= ended]
+        return len(inside) * PIECE_BYTES / 1e6 / span_ms(inside) if inside else None
 
 
 def _ms(one: Interval) -> float:
@@ -79,10 +88,10 @@ def _ms(one: Interval) -> float:
 
 
 def covers(others: Sequence[Interval], one: Interval) -> bool:
-    """Whether ``others``, which follow each other, ran before ``one`` began and after it ended."""
-    if not others:
-        return False
-    return min(o.start_us for o in others) <= one.start_us and max(o.end_us for o in others) >= one.end_us
+    """Whether ``others`` ran while ``one`` did, but for ``_GAPS`` of its time: between one copy and the next."""
+    inside = [Interval(max(o.start_us, one.start_us), min(o.end_us, one.end_us)) for o in others]
+    ran_ms = busy_ms(o for o in inside if o.start_us < o.end_us)
+    return ran_ms >= (1 - _GAPS) * _ms(one)
 
 
 def split_blocks(events: Iterable[Event], count: int, *, products: bool) -> list[Traced]:

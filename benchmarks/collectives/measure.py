@@ -6,8 +6,8 @@ each at once. A round has a block of them beside no copies, one beside copies do
 order that turns from round to round. The variant ``matmul`` has matrix products on the compute stream meanwhile, as a
 layer has.
 
-A collective counts where copies (and products) ran on every rank from before it began until after it ended, by the
-profiler's records, and with the time of the rank where it was shortest.
+A collective counts where copies (and products) ran on every rank all the while, by the profiler's records, and with the
+time of the rank where it was shortest.
 """
 
 from __future__ import annotations

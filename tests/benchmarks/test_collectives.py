@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -74,7 +75,7 @@ def block(at: float, ms: float, *, copies: tuple[str, ...] = (), until: float = 
 
 
 def test_a_collective_counts_where_copies_ran_all_the_while() -> None:
-    late = block(200_000.0, 2.0, copies=("DtoH",), until=20_000.0)
+    late = block(200_000.0, 2.0, copies=("DtoH",), until=19_500.0)
     blocks = split_blocks(
         [*late, *block(1000.0, 1.0), *block(100_000.0, 1.5, copies=("DtoH", "HtoD"))], 3, products=False
     )
@@ -84,14 +85,29 @@ def test_a_collective_counts_where_copies_ran_all_the_while() -> None:
     assert alone.judge(False, False).gb_per_s == {}
     found = both.judge(True, True)
     assert found.each_ms["AllGather"] == [pytest.approx(1.5)] * PER_BLOCK
-    span_ms = (20 + 2e3 * (1 + PER_BLOCK) * 1.5 + 500 - 11) / 1e3
-    assert found.gb_per_s == {way: pytest.approx(2 * PIECE_BYTES / 1e6 / span_ms) for way in ("down", "up")}
-    # Copies end after 20 ms: in the fifth pair of 4 ms each. The first pair never counts.
+    assert found.gb_per_s == {}, "no copy began and ended while the collectives ran"
+    # Copies end after 19.5 ms: in the fifth pair of 4 ms each. The first pair never counts.
     judged = cut.judge(True, False).each_ms
     assert [ms is not None for ms in judged["AllGather"]] == [True] * 4 + [False] * 4
     assert [ms is not None for ms in judged["ReduceScatter"]] == [True] * 3 + [False] * 5
     # A block that was to have copies, and has none.
     assert alone.judge(True, False).each_ms["AllGather"] == [None] * PER_BLOCK
+
+
+def test_copies_with_gaps_between_them_do_not_count() -> None:
+    """Those of 2 ms each, of which every fourth is missing; and how fast they are, gaps and all."""
+    events = block(0.0, 1.0)
+    events += [Event("Memcpy DtoH", TimeRange(at, at + 2000.0)) for at in range(0, 20_000, 2000) if at % 8000]
+    (found,) = split_blocks(events, 1, products=False)
+    judged = found.judge(True, False)
+    counted = [i for i in range(PER_BLOCK) if judged.each_ms["AllGather"][i] is not None]
+    gaps = [(0, 2), (8, 10), (16, 18)]
+    begins = [0.02 + 2 * (i + 1) for i in range(PER_BLOCK)]
+    assert counted == [
+        i for i, at in enumerate(begins) if not any(a < at + 1 - 0.05 and at + 0.05 < b for a, b in gaps)
+    ]
+    # Within 2.02 to 18.02 ms: from 4 to 8 and from 10 to 16.
+    assert judged.gb_per_s == {"down": pytest.approx(5 * PIECE_BYTES / 1e6 / 12.0)}
 
 
 def test_products_have_to_run_all_the_while_too() -> None:
@@ -143,14 +159,18 @@ def test_its_variants_are_its_own() -> None:
     assert "unknown variant 'inductor'" in done.output
 
 
-@pytest.mark.parametrize(("ratio", "held"), [(1.01, True), (1.04, False), (None, None)])
-def test_the_claim_the_table_and_the_published_columns(ratio: float | None, held: bool | None) -> None:
-    rows = [CollectiveBeside("AllGather", "none", 1 << 20, summarize([0.5]))]
+@pytest.mark.parametrize(
+    ("ratio", "status", "held"), [(1.01, "ok", True), (1.04, "ok", False), (1.01, "failed", None), (None, "ok", None)]
+)
+def test_the_claim_the_table_and_the_published_columns(ratio: float | None, status: Any, held: bool | None) -> None:
+    rows = [CollectiveBeside(kind, "none", 1 << 20, summarize([0.5])) for kind in KINDS]
     if ratio is not None:
-        rows.append(CollectiveBeside("AllGather", "up", 1 << 20, summarize([0.5]), summarize([ratio]), None, 51.0))
+        beside = [(kind, way) for kind in KINDS for way in ("down", "up", "both")]
+        rows += [CollectiveBeside(k, w, 1 << 20, summarize([0.5]), summarize([ratio]), None, 51.0) for k, w in beside]
     record = Record("collectives", TINY, IDLE, "ok", "", 1.0, Result(collectives_beside=rows))
+    other = dataclasses.replace(record, variant=Variant("matmul", "matmul"), status=status)
     assert record.result.was_measured
-    report = Report("collectives", {}, Protocol(steps=12), None, [record])
+    report = Report("collectives", {}, Protocol(steps=12), None, [record, other])
     (claim,) = report.claims = check_claims(report)
     assert claim["held"] is held
     again = from_json(Report, to_json(report))
@@ -161,4 +181,17 @@ def test_the_claim_the_table_and_the_published_columns(ratio: float | None, held
     measured = Measured(record, {})
     assert COLUMNS["all-gather, ms"](measured) == "0.500"
     assert COLUMNS["all-gather, copies up"](measured) == ("" if ratio is None else f"+{100 * ratio - 100:.1f} %")
-    assert COLUMNS["reduce-scatter, copies both"](measured) == ""
+    assert COLUMNS["reduce-scatter, copies both"](Measured(Record("x", TINY, IDLE, "ok", "", 1.0, Result()), {})) == ""
+
+
+def test_a_way_that_is_missing_leaves_the_claim_open() -> None:
+    rows = [CollectiveBeside("AllGather", "up", 1 << 20, summarize([0.5]), summarize([1.0]))]
+    record = Record("collectives", TINY, IDLE, "ok", "", 1.0, Result(collectives_beside=rows))
+    (claim,) = check_claims(Report("collectives", {}, Protocol(), None, [record]))
+    assert claim["held"] is None
+
+
+def test_one_rank_has_no_collectives() -> None:
+    done = CliRunner().invoke(app, ["run", "collectives", "--out", "/tmp/none", "--set", "ranks=1"])
+    assert done.exit_code == 2
+    assert "at least 2 ranks" in done.output
