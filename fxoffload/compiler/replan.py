@@ -82,6 +82,11 @@ class Replan(Generic[_C]):
         with self._lock:
             return self.clock is None and self._calibration is None and not self._is_calibrating
 
+    def stop(self) -> None:
+        """Nothing is measured or planned any more. Takes no lock: a finalizer may call it."""
+        self._is_stopped = True
+        self._calibration, self.clock = None, None
+
     def poll(self) -> _C | None:
         """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
         clock = self.clock

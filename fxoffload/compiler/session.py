@@ -59,6 +59,7 @@ from fxoffload.runtime.host_memory.arena import block_bytes
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import Movable
+from fxoffload.runtime.steps.alone import IS_PLAIN, PlannedAlone, saved_of_its_own
 from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
@@ -242,24 +243,33 @@ class CompileSession:
         log.info("%s", found.planned.plan.summary)
         return found.planned
 
-    def _joins_a_tape(self) -> bool:
-        """Whether a graph without a plan of its own may be part of one for the whole step."""
-        off = self.disabled & _PIECES_OF_TAPES
+    def _why_no_tape(self) -> str:
+        """Why a graph may not be part of a plan for the whole step; "" where it may."""
+        if off := self.disabled & _PIECES_OF_TAPES:
+            return f"{', '.join(sorted(off))}: switched off"
         # A plan for the step does not know of what a user's policy wants on the host.
-        return not off and self.options.policy == "auto" and not self._must_offload
+        if self._must_offload:
+            return "a policy says MUST_CPU_OFFLOAD"
+        return "" if self.options.policy == "auto" else f"its policy is {self.options.policy}"
 
     def _may_vary(self) -> bool:
-        return self._joins_a_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
+        return not self._why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
 
     def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
         """Let a graph without a plan of its own be part of one for the whole step."""
         forward, site = self._forward, self._site
         source, self._source = self._source, None
-        if forward is None or site is None or self._plan_box is not None:
+        own = self._plan_box
+        if forward is None or site is None or (own is not None and self._goal.budget_bytes is None):
             return
-        if not self._joins_a_tape():
-            off = ", ".join(sorted(self.disabled & _PIECES_OF_TAPES))
-            self._warn_of_the_budget(f"{off}: switched off" if off else "a policy says MUST_CPU_OFFLOAD")
+        reason = self._why_no_tape()
+        if own is not None and self._sized is not None:
+            reason = reason or "its sizes vary from call to call"
+        if reason and own is not None:
+            site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, reason)
+            return
+        if reason:
+            self._warn_of_the_budget(reason)
             return
         goal = TapeGoal(
             self._goal,
@@ -283,12 +293,31 @@ class CompileSession:
             self._warn_of_the_budget(str(error))
             return
         if found is not None:
-            site.part, site.edges = found
-            site.planner, site.may_follow = plan_tape, forward.graph.may_follow
-            site.sizes = None if site.part.sized is None else site.part.sized.sizes
+            site.sizes = None if found[0].sized is None else found[0].sized.sizes
+
+            def join() -> None:
+                if own is not None:
+                    own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
+                site.part, site.edges = found
+                site.planner, site.may_follow = plan_tape, forward.graph.may_follow
+                site.gives_up = self._warn_of_irregular_steps
+
+            if own is not None:
+                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, join)
+                return
+            join()
             if self._goal.budget_bytes is not None:
                 # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
                 site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
+
+    def _warn_of_irregular_steps(self) -> None:
+        if self._goal.budget_bytes is not None:
+            warnings.warn(
+                "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to "
+                f"plan for an activation_budget of {format_bytes(self._goal.budget_bytes)}; found none that came twice "
+                "in a row. Such steps run without a plan for all of them, and the budget is not checked",
+                stacklevel=2,
+            )
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
@@ -399,6 +428,8 @@ class CompileSession:
         def clock(args: list[Any]) -> SegmentClock | None:
             """What is measured is the step that was planned."""
             replan = self._replan
+            if replan is not None and site.followed is not None:
+                replan.stop()  # the plan over several graphs is measured instead
             return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
@@ -489,11 +520,32 @@ class CompileSession:
         if kwargs.get("is_backward"):
             overwritten = take_donated_placeholders()
             run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
+        elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
+            run = self._watched(
+                run, PlannedAlone(self._plan_box.plan.predicted.peak_bytes, self._goal.budget_bytes, IS_PLAIN)
+            )
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
                 run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
         return run
+
+    def _watched(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
+        """``run``, a forward, of which the device's calls know until its backward."""
+        calls = engine_for(self.device).calls
+        own: list[int | None] = []  # the position of a result that is saved, as the first call found it
+
+        def forward(args: list[Any]) -> Any:
+            calls.plain_forward_begins(graph)
+            given = () if own else tuple(args)  # the callee empties the list
+            results = run(args)
+            if not own:
+                own.append(saved_of_its_own(given, results, self._num_user_outputs))
+            if own[0] is not None:
+                calls.plain_forward_ends(graph, results[own[0]])
+            return results
+
+        return boxed(forward)
 
     def _give_up(self, error: Exception) -> None:
         """Raise, or go on with plain Inductor where the user asked for it."""

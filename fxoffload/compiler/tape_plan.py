@@ -187,7 +187,9 @@ class TapePlanning:
         goes: dict[str, bool] = {}
         for k, part in enumerate(self.parts):
             names = dict(zip(compiled.candidates_of(k), chain.candidates[k], strict=True))
-            flags = zip(part.graph.saved.candidates, part.graph.actions["auto"], strict=True)
+            planned = part.graph.planned  # alone, before
+            went = part.graph.actions["auto"] if planned is None else planned.offload
+            flags = zip(part.graph.saved.candidates, went, strict=True)
             goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
         step = chain.step
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))

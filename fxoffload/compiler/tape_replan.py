@@ -92,11 +92,6 @@ class TapeReplan(Replan[ChainClock]):
             self.stop()
         return recording
 
-    def stop(self) -> None:
-        """Nothing is measured or planned any more. Takes no lock: a finalizer may call it."""
-        self._is_stopped = True
-        self._calibration, self.clock = None, None
-
 
 @dataclass(frozen=True)
 class Before:

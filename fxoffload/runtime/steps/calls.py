@@ -36,6 +36,7 @@ from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.host_memory.trim import HostTrim
+from fxoffload.runtime.steps.alone import PlainCalls, PlannedAlone, plan_together
 from fxoffload.runtime.steps.chains import (
     CallSizes,
     Chains,
@@ -79,6 +80,8 @@ class Site:
         chains: that begin here.
         reserved_bytes: of host memory, pinned for one call of it when it was compiled.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
+        alone: of a graph with a plan of its own, until it is planned together with others.
+        gives_up: tells that no chain which begins here will be planned.
     """
 
     calls: StepCalls
@@ -94,6 +97,8 @@ class Site:
     chains: Chains = field(default_factory=Chains)
     reserved_bytes: int = 0
     may_trim: bool = True
+    alone: PlannedAlone | None = None
+    gives_up: Callable[[], None] = lambda: None
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Of the call with these arguments; empty where they do not vary."""
@@ -165,6 +170,7 @@ class StepCalls:
         self._memory = memory
         self._others = others
         self._trim = trim
+        self._plain = PlainCalls()
         self._sites: weakref.WeakSet[Site] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
@@ -235,6 +241,7 @@ class StepCalls:
             if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
             step.calls.append(CallOfStep(weakref.ref(site), place, sizes))
+            self._plan_together(step)
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
             elif step.awaits_plan:
@@ -252,6 +259,24 @@ class StepCalls:
                     for name, value in zip(site.edges.inputs, args, strict=False)
                     if name is not None and isinstance(value, Tensor) and (version := version_of(value)) is not None
                 ]
+
+    def plain_forward_begins(self, graph: PlannedAlone) -> None:
+        """Of a graph that is planned, for a budget, and yet plain Inductor's."""
+        with self._lock:
+            step = self._step
+            calls = step.pending if step is not None and step.phase == "forward" else []
+            sites = [s for call in calls if call.waits() and (s := call.site()) is not None]
+            plan_together(sites, [*self._plain.waiting(), graph])
+
+    def plain_forward_ends(self, graph: PlannedAlone, saved: Tensor) -> None:
+        """It has saved ``saved``, among other values."""
+        with self._lock:
+            self._plain.ran(graph, saved)
+
+    def _plan_together(self, step: RunningStep) -> None:
+        sites = [s for call in step.calls if (s := call.site()) is not None]
+        if len(sites) > 1 or sites[0].alone is not None:
+            plan_together(sites, self._plain.waiting())
 
     def _prepare(self, site: Site, args: Sequence[Any]) -> None:
         """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
@@ -358,6 +383,8 @@ class StepCalls:
                 step.spoil(missed=True)
             if step.phase == "forward" and step.began_recording and (first := step.calls[0].site()) is not None:
                 first.chains.num_records += 1
+                if len(step.calls) > 1 and first.chains.gives_up:
+                    first.gives_up()
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call

@@ -275,6 +275,11 @@ class Chains:
         """Whether the step that begins is worth recording."""
         return self.known is None and not self.is_planning and self.num_records < _MOST_RECORDS
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether steps were recorded for the last time, and none has a plan."""
+        return self.num_records == _MOST_RECORDS and self.known is None and not self._num_plans
+
     def get(self, sizes: Sizes) -> SizedChain | None:
         """The chain of these sizes, if it is remembered."""
         return self._found.get(sizes)

@@ -1,0 +1,262 @@
+"""Graphs of several layers each that run in one step: their plans are for the step, or somebody is told."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fxoffload
+from fxoffload.compiler import session
+from fxoffload.planner.plan import Plan
+from tests.support import Block, batch
+
+OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
+# A half of the model below takes 1.31 MB with what passes through it, all of it 2.38.
+ONE_HALF, ALL = 1_311_488, 2_382_848
+STEPS = 5  # two are recorded, the plan is made when the third begins
+
+
+class Halves(nn.Module):
+    """Six blocks, with a graph break behind the third."""
+
+    def __init__(self, breaks: bool = True, half: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.first, self.second = (nn.ModuleList(Block() for _ in range(half)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for layer in self.second:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """What fxoffload warns of."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(w.message) for w in caught if "activation_budget" in str(w.message)]
+
+
+def step(model: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Loss and gradients."""
+    for p in module.parameters():
+        p.grad = None
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """Most bytes that the CPU's allocator had above those at the beginning."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    now = most = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
+            most = max(most, now)
+    return most
+
+
+def plans_since(before: set[int]) -> list[Plan]:
+    return [p for p in fxoffload.plans() if p.graph not in before]
+
+
+def known() -> set[int]:
+    return {p.graph for p in fxoffload.plans()}
+
+
+@pytest.mark.parametrize("budget", [900_000, 1_300_000])
+def test_a_budget_is_for_the_step_and_not_for_each_graph(budget: int) -> None:
+    module, x, before = Halves(), batch(length=480), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": budget})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+    assert warned == []
+    first, second, together = plans_since(before)
+    assert all("planned together" in p.summary for p in (first, second))
+    assert "over 2 calls of 2 graphs" in together.summary
+    assert together.predicted.peak_bytes <= budget < together.baseline.peak_bytes
+    fxoffload.reset_stats()
+    found: list[Tensor] = []
+    peak = peak_of(lambda: found.extend(step(model, module, x)))
+    assert fxoffload.stats().bytes_offloaded == together.predicted.bytes_offloaded > 0
+    with fxoffload.override_policy("keep_all"):
+        kept = step(model, module, x)
+        most = peak_of(lambda: step(model, module, x))
+    assert len(found) == len(kept) > 12
+    assert all(map(torch.equal, found, kept))
+    # What is beside the graphs (the loss, and gradients that add up) is the same in both.
+    assert most - peak == pytest.approx(together.baseline.peak_bytes - together.predicted.peak_bytes, rel=0.05)
+
+
+def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes then is not what it was planned to."""
+
+    class Follower:
+        clock, stopped = None, False
+
+        def poll(self) -> None:
+            return None
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    followers: list[Follower] = []
+
+    def follow(*_: object) -> Follower:
+        followers.append(Follower())
+        return followers[-1]
+
+    monkeypatch.setattr(session, "replan_for", follow)
+    module, x = Halves(), batch(length=480)
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_300_000})
+    seen = []
+    for _ in range(STEPS):
+        step(model, module, x)
+        seen.append([f.stopped for f in followers])
+    assert seen[1] == [False, False] and seen[-1] == [True, True]
+
+
+def test_a_graph_that_fits_alone_is_told_of() -> None:
+    """Each half is plain Inductor's: together they take what keep_all takes, and nothing can move."""
+    module, x = Halves(), batch(length=480)
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_600_000})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+    assert len(warned) == 2, "once for each"
+    assert all("fits into the budget alone" in text for text in warned)
+
+
+def test_what_fits_side_by_side_stays_as_it_is() -> None:
+    module, x, before = Halves(), batch(length=480), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 2 * ONE_HALF})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+    assert warned == []
+    assert len(plans_since(before)) == 2
+
+
+def test_a_half_and_layers_that_are_compiled_on_their_own() -> None:
+    module, x, before, budget = Halves(breaks=False), batch(length=480), known(), 1_200_000
+    options = {**OPTIONS, "activation_budget": budget}
+
+    def first(x: Tensor) -> Tensor:
+        for layer in module.first:
+            x = layer(x)
+        return x
+
+    half = torch.compile(first, backend="fxoffload", options=options)
+    for layer in module.second:
+        layer.compile(backend="fxoffload", options=options)
+
+    def model(x: Tensor) -> Tensor:
+        x = half(x)
+        for layer in module.second:
+            x = layer(x)
+        return x
+
+    for _ in range(STEPS + 2):
+        step(model, module, x)
+    together = plans_since(before)[-1]
+    assert fxoffload.stats().bytes_offloaded > 0
+    assert "over 4 calls of 2 graphs" in together.summary
+    assert together.predicted.peak_bytes <= budget
+    found = step(model, module, x)
+    with fxoffload.override_policy("keep_all"):
+        assert all(map(torch.equal, found, step(model, module, x)))
+
+
+def test_two_models_in_turn_are_not_planned_together() -> None:
+    """Actor and critic, each with a backward of its own behind its forward."""
+    modules, x, before = [Halves(breaks=False), Halves(breaks=False, half=4)], batch(length=480), known()
+    models = [
+        torch.compile(m, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_300_000}) for m in modules
+    ]
+    with told() as warned:
+        for _ in range(STEPS):
+            for model, module in zip(models, modules, strict=True):
+                step(model, module, x)
+    assert warned == []
+    assert [("over" in p.summary, "together" in p.summary) for p in plans_since(before)] == [(False, False)] * 2
+
+
+def test_microbatches_of_a_whole_model() -> None:
+    """Two forwards, then two backwards: a plan of the graph counts one, that of the step both."""
+    module, before, budget = Halves(breaks=False), known(), 1_600_000
+    x, y = batch(length=480), batch(1, length=480)
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": budget})
+
+    def both() -> list[Tensor]:
+        for p in module.parameters():
+            p.grad = None
+        losses = [model(v).square().mean() for v in (x, y)]
+        for loss in reversed(losses):
+            loss.backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    for _ in range(STEPS):
+        both()
+    alone, together = plans_since(before)
+    assert alone.predicted.peak_bytes <= budget
+    assert "over 2 calls of 1 graph" in together.summary
+    assert together.predicted.peak_bytes <= budget
+    fxoffload.reset_stats()
+    found = both()
+    assert fxoffload.stats().bytes_offloaded == together.predicted.bytes_offloaded > 0
+    with fxoffload.override_policy("keep_all"):
+        assert all(map(torch.equal, found, both()))
+
+
+def test_sizes_that_vary_are_told_of() -> None:
+    module = Halves()
+    model = torch.compile(
+        module, backend="fxoffload", dynamic=True, options={**OPTIONS, "activation_budget": 1_300_000}
+    )
+    with told() as warned:
+        for length in (480, 481):
+            step(model, module, batch(length=length))
+    assert any("sizes vary from call to call" in text for text in warned)
+
+
+def test_an_order_that_is_never_planned_is_told_of() -> None:
+    """Forward, forward, backward, backward in the order of the forwards."""
+    module, x = Halves(breaks=False), batch(length=16)
+    for layer in [*module.first, *module.second]:
+        layer.compile(backend="fxoffload", options={**OPTIONS, "activation_budget": "1GiB"})
+
+    def microbatches() -> None:
+        losses = [module(v).square().mean() for v in (x, x + 1)]
+        for loss in losses:
+            loss.backward()
+
+    with told() as warned:
+        for _ in range(20):
+            microbatches()
+    assert len(warned) == 1
+    assert "found none that came twice in a row" in warned[0]
