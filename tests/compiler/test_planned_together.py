@@ -6,20 +6,24 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
 from fxoffload.compiler import session
 from fxoffload.planner.plan import Plan
-from tests.support import Block, batch
+from tests.support import Block, Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
 # A half of the model below takes 1.31 MB with what passes through it, all of it 2.38.
-ONE_HALF, ALL = 1_311_488, 2_382_848
+ONE_HALF = 1_311_488
+BUCKET_BYTES = 1 << 14
 STEPS = 5  # two are recorded, the plan is made when the third begins
 
 
@@ -111,6 +115,36 @@ def test_a_budget_is_for_the_step_and_not_for_each_graph(budget: int) -> None:
     assert all(map(torch.equal, found, kept))
     # What is beside the graphs (the loss, and gradients that add up) is the same in both.
     assert most - peak == pytest.approx(together.baseline.peak_bytes - together.predicted.peak_bytes, rel=0.05)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """One rank; DDP's buckets are small."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", BUCKET_BYTES):
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_buckets_of_ddp() -> None:
+    """DDPOptimizer makes a graph of each, of three layers."""
+    module, x, before, budget = Stack(6), batch(length=48), known(), 120_000
+    ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKET_BYTES / 2**20)
+    model = torch.compile(ddp, backend="fxoffload", options={**OPTIONS, "activation_budget": budget})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+    assert warned == []
+    first, second, together = plans_since(before)
+    assert "over 2 calls of 2 graphs" in together.summary
+    assert together.predicted.peak_bytes <= budget < first.baseline.peak_bytes < together.baseline.peak_bytes
+    assert budget < second.baseline.peak_bytes
+    fxoffload.reset_stats()
+    found = step(model, module, x)
+    assert fxoffload.stats().bytes_offloaded == together.predicted.bytes_offloaded > 0
+    with fxoffload.override_policy("keep_all"):
+        assert all(map(torch.equal, found, step(model, module, x)))
 
 
 def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
