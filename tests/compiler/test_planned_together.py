@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxoffload
 from fxoffload.compiler import session
 from fxoffload.planner.plan import Plan
+from tests.planner.test_tape_replan import measured
 from tests.support import Block, Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
@@ -173,6 +174,24 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
         step(model, module, x)
         seen.append([f.stopped for f in followers])
     assert seen[1] == [False, False] and seen[-1] == [True, True]
+
+
+def test_the_plan_is_made_again_with_measured_times() -> None:
+    """As that of any chain; the graphs have several segments both ways."""
+    with measured(1e-3), told() as warned:
+        module, x, before, budget = Halves(), batch(length=480), known(), 1_300_000
+        model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": budget})
+        for _ in range(14):
+            step(model, module, x)
+        together = plans_since(before)[-1]
+        assert together.calibrated is not None and together.measured_step_ms is not None
+        assert together.calibrated.peak_bytes <= budget
+        fxoffload.reset_stats()
+        found = step(model, module, x)
+        assert fxoffload.stats().bytes_offloaded == together.calibrated.bytes_offloaded > 0
+        with fxoffload.override_policy("keep_all"):
+            assert all(map(torch.equal, found, step(model, module, x)))
+    assert warned == []
 
 
 def test_a_graph_that_fits_alone_is_told_of() -> None:
