@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,34 +291,30 @@ class CompileSession:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", error)
-            self._warn_of_the_budget(str(error))
+            if own is not None:
+                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, str(error))
+            else:
+                self._warn_of_the_budget(str(error))
             return
         if found is not None:
             site.sizes = None if found[0].sized is None else found[0].sized.sizes
 
+            budget = self._goal.budget_bytes
+
             def join() -> None:
-                if own is not None:
-                    own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
                 site.part, site.edges = found
                 site.planner, site.may_follow = plan_tape, forward.graph.may_follow
-                site.gives_up = self._warn_of_irregular_steps
+                if budget is not None:
+                    site.gives_up = partial(_warn_of_irregular_steps, budget)
 
             if own is not None:
+                site.edges = found[1]
                 site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, join)
                 return
             join()
             if self._goal.budget_bytes is not None:
                 # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
                 site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
-
-    def _warn_of_irregular_steps(self) -> None:
-        if self._goal.budget_bytes is not None:
-            warnings.warn(
-                "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to "
-                f"plan for an activation_budget of {format_bytes(self._goal.budget_bytes)}; found none that came twice "
-                "in a row. Such steps run without a plan for all of them, and the budget is not checked",
-                stacklevel=2,
-            )
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
@@ -412,7 +409,8 @@ class CompileSession:
         site = self._site = engine.calls.site()
         site.reserved_bytes = reserved
         site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
-        variants = self._variants
+        variants, own = self._variants, self._plan_box
+        is_told: list[bool] = []
 
         def decide(args: list[Any]) -> Choice:
             instead = site.followed
@@ -428,8 +426,11 @@ class CompileSession:
         def clock(args: list[Any]) -> SegmentClock | None:
             """What is measured is the step that was planned."""
             replan = self._replan
-            if replan is not None and site.followed is not None:
-                replan.stop()  # the plan over several graphs is measured instead
+            if site.followed is not None and own is not None and not is_told:
+                is_told.append(True)
+                own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
+                if replan is not None:
+                    replan.stop()  # the plan over several graphs is measured instead
             return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
 
         if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
@@ -558,6 +559,15 @@ class CompileSession:
             f"fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): {error}",
             stacklevel=2,
         )
+
+
+def _warn_of_irregular_steps(budget_bytes: int) -> None:
+    warnings.warn(
+        "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to plan for "
+        f"an activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
+        "without a plan for all of them, and the budget is not checked",
+        stacklevel=2,
+    )
 
 
 def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Callable[[list[Any]], Any]:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxoffload
 from fxoffload.compiler import session
 from fxoffload.planner.plan import Plan
+from fxoffload.runtime.engine import engine_for
 from tests.planner.test_tape_replan import measured
 from tests.support import Block, Stack, batch
 
@@ -176,6 +177,23 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
     assert seen[1] == [False, False] and seen[-1] == [True, True]
 
 
+def test_a_forward_without_a_backward_beside_a_step_changes_no_plan() -> None:
+    """Validation that forgot ``no_grad``, whose result is still there when the next step begins."""
+    module, x, before = Halves(breaks=False), batch(length=480), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_600_000})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+            left = model(x)
+    assert warned == []
+    (plan,) = plans_since(before)
+    assert "together" not in plan.summary
+    fxoffload.reset_stats()
+    step(model, module, x)
+    assert fxoffload.stats().bytes_offloaded == plan.predicted.bytes_offloaded > 0
+    del left
+
+
 def test_the_plan_is_made_again_with_measured_times() -> None:
     """As that of any chain; the graphs have several segments both ways."""
     with measured(1e-3), told() as warned:
@@ -203,6 +221,46 @@ def test_a_graph_that_fits_alone_is_told_of() -> None:
             step(model, module, x)
     assert len(warned) == 2, "once for each"
     assert all("fits into the budget alone" in text for text in warned)
+
+
+def test_two_that_are_cut_and_one_that_fits_alone() -> None:
+    """The first two are planned together; the third, which comes behind them, is told of."""
+
+    class Thirds(Halves):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            for layer in self.third:
+                x = layer(x)
+            return x
+
+    module, x, before = Thirds(), batch(length=480), known()
+    module.third = nn.ModuleList(Block() for _ in range(2))
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_300_000})
+    with told() as warned:
+        for _ in range(STEPS):
+            step(model, module, x)
+    assert len(warned) == 1 and "fits into the budget alone" in warned[0]
+    assert "over 2 calls of 2 graphs" in plans_since(before)[-1].summary
+
+
+def test_what_a_user_keeps_is_no_sign_of_a_backward_to_come() -> None:
+    class Features(Halves):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            features = self.first[0](x)
+            return super().forward(features), features
+
+    module, x = Features(breaks=False), batch(length=16)
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 400_000})
+    kept = []
+    with told() as warned:
+        for _ in range(12):
+            result, features = model(x)
+            kept.append(features.detach())
+            result.square().mean().backward()
+            del result, features
+    assert warned == []
+    assert len(engine_for(torch.device("cpu")).calls._plain.waiting()) <= 1
 
 
 def test_what_fits_side_by_side_stays_as_it_is() -> None:
@@ -257,6 +315,20 @@ def test_two_models_in_turn_are_not_planned_together() -> None:
                 step(model, module, x)
     assert warned == []
     assert [("over" in p.summary, "together" in p.summary) for p in plans_since(before)] == [(False, False)] * 2
+
+
+def test_validation_without_no_grad_is_not_planned_with_training() -> None:
+    """Another graph (dropout), whose results are gone when the next step begins."""
+    module, x, before = Stack(6, dropout=0.5), batch(length=480), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_300_000})
+    with told() as warned:
+        for _ in range(20):
+            module.eval()
+            model(x)
+            module.train()
+            step(model, module, x)
+    assert warned == []
+    assert not any("together" in p.summary for p in plans_since(before))
 
 
 def test_microbatches_of_a_whole_model() -> None:

@@ -31,25 +31,29 @@ class PlannedAlone:
         peak_bytes: of that plan.
         budget_bytes: that it was made for.
         join: lets the graph be part of a plan for the whole step; or why it cannot be.
-        is_told: whether that was told.
+        is_done: whether it was asked to join, or somebody was told.
     """
 
     peak_bytes: int
     budget_bytes: int
     join: Callable[[], None] | str
-    is_told: bool = False
+    is_done: bool = False
 
-    def tell(self) -> None:
-        """That it cannot be planned together with others, once."""
-        if not self.is_told:
-            self.is_told = True
-            warnings.warn(
-                "expected graphs that can be planned together, for an activation_budget of "
-                f"{format_bytes(self.budget_bytes)}; found one with a plan of its own, in a step with others, that "
-                f"cannot: {self.join}. Each of them may take the whole budget. Compile the model without graph breaks, "
-                "or each layer on its own",
-                stacklevel=2,
-            )
+    def together(self) -> None:
+        """It runs in one step with others: it is planned with them, or somebody is told that it cannot be. Once."""
+        if self.is_done:
+            return
+        self.is_done = True
+        if not isinstance(self.join, str):
+            self.join()
+            return
+        warnings.warn(
+            "expected graphs whose forwards wait for their backwards at the same time to be planned together, for an "
+            f"activation_budget of {format_bytes(self.budget_bytes)}; found one that cannot be: {self.join}. Each of "
+            "them may take the whole budget. Compile the model without graph breaks, or each layer on its own; run "
+            "forwards without a backward under torch.no_grad()",
+            stacklevel=2,
+        )
 
 
 class PlainCalls:
@@ -60,7 +64,8 @@ class PlainCalls:
 
     def waiting(self) -> list[PlannedAlone]:
         """Of those whose backward is to come."""
-        self._saved = [(graph, saved) for graph, saved in self._saved if not saved.is_expired()]
+        if self._saved:
+            self._saved = [(graph, saved) for graph, saved in self._saved if not saved.is_expired()]
         return [graph for graph, _ in self._saved]
 
     def ran(self, graph: PlannedAlone, saved: Tensor) -> None:
@@ -69,7 +74,7 @@ class PlainCalls:
 
 
 def plan_together(calls: Sequence[Site], plain: Sequence[PlannedAlone]) -> None:
-    """Graphs were called in one step, before any backward. What was planned alone is planned together from now on,
+    """Forwards wait for their backwards at the same time. What was planned alone is planned together from now on,
     unless the plans fit into the budget side by side.
 
     Args:
@@ -82,20 +87,18 @@ def plan_together(calls: Sequence[Site], plain: Sequence[PlannedAlone]) -> None:
         return
     exceeds = sum(one.peak_bytes for one in everyone) > min(one.budget_bytes for one in everyone)
     if exceeds or len(cut) < len(calls):
-        for site in dict.fromkeys(calls):
-            one, site.alone = site.alone, None
-            if one is not None and not isinstance(one.join, str):
-                one.join()
-            elif one is not None:
-                one.tell()
+        for one in cut:
+            one.together()
     if exceeds:
         for one in plain:
-            one.tell()
+            one.together()
 
 
 def saved_of_its_own(args: Sequence[Any], results: Sequence[Any], num_user_outputs: int) -> int | None:
-    """Position of a result that is saved and that no argument holds; None: there is none."""
-    given = {StorageRef(a).key for a in args if isinstance(a, Tensor)}
+    """Position of a result that is saved and that nobody else has: no argument, and nothing that the user gets. None:
+    there is none."""
+    others = (*args, *results[:num_user_outputs])
+    given = {StorageRef(a).key for a in others if isinstance(a, Tensor)}
     for i, value in enumerate(results[num_user_outputs:], num_user_outputs):
         if isinstance(value, Tensor) and StorageRef(value).key not in given:
             return i

@@ -80,7 +80,7 @@ class Site:
         chains: that begin here.
         reserved_bytes: of host memory, pinned for one call of it when it was compiled.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
-        alone: of a graph with a plan of its own, until it is planned together with others.
+        alone: of a graph with a plan of its own.
         gives_up: tells that no chain which begins here will be planned.
     """
 
@@ -241,7 +241,7 @@ class StepCalls:
             if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
             step.calls.append(CallOfStep(weakref.ref(site), place, sizes))
-            self._plan_together(step)
+            self._plan_together(step, site)
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
             elif step.awaits_plan:
@@ -264,8 +264,7 @@ class StepCalls:
         """Of a graph that is planned, for a budget, and yet plain Inductor's."""
         with self._lock:
             step = self._step
-            calls = step.pending if step is not None and step.phase == "forward" else []
-            sites = [s for call in calls if call.waits() and (s := call.site()) is not None]
+            sites = self._waiting(step) if step is not None and step.phase == "forward" else []
             plan_together(sites, [*self._plain.waiting(), graph])
 
     def plain_forward_ends(self, graph: PlannedAlone, saved: Tensor) -> None:
@@ -273,10 +272,17 @@ class StepCalls:
         with self._lock:
             self._plain.ran(graph, saved)
 
-    def _plan_together(self, step: RunningStep) -> None:
-        sites = [s for call in step.calls if (s := call.site()) is not None]
-        if len(sites) > 1 or sites[0].alone is not None:
-            plan_together(sites, self._plain.waiting())
+    def _plan_together(self, step: RunningStep, site: Site) -> None:
+        """A forward of ``site`` has begun."""
+        step.has_alone = step.has_alone or site.alone is not None
+        plain = self._plain.waiting()
+        if step.has_alone or plain:
+            plan_together([*self._waiting(step), site], plain)
+
+    @staticmethod
+    def _waiting(step: RunningStep) -> list[Site]:
+        """Whose forwards wait for their backwards."""
+        return [site for call in step.pending if call.waits() and (site := call.site()) is not None]
 
     def _prepare(self, site: Site, args: Sequence[Any]) -> None:
         """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
@@ -357,7 +363,7 @@ class StepCalls:
                     call.kept, call.is_bundled = StorageRef(token), True
                 elif not len(group):
                     call.empty = group
-            if token is None and not len(group) and (step.expected is not None or step.records):
+            if token is None and not len(group) and (step.expected is not None or step.records or step.has_alone):
                 saved = site.edges.saved if site.edges is not None else ()
                 call.kept = StorageRef(results[saved[0]]) if saved else None
             if step.records and site.edges is not None:
@@ -383,8 +389,7 @@ class StepCalls:
                 step.spoil(missed=True)
             if step.phase == "forward" and step.began_recording and (first := step.calls[0].site()) is not None:
                 first.chains.num_records += 1
-                if len(step.calls) > 1 and first.chains.gives_up:
-                    first.gives_up()
+                step.has_several = len(self._waiting(step)) > 1
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
@@ -514,6 +519,8 @@ class StepCalls:
         chain, known = first.chains.get(step.sizes), first.chains.known
         if not step.was_planned and step.measures is None:
             self._plan_if_seen_twice(first, step)
+            if step.began_recording and step.has_several and first.chains.gives_up:
+                first.gives_up()
         elif chain is None:
             return  # forgotten meanwhile
         elif step.regular and step.is_complete:

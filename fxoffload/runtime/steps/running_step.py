@@ -70,6 +70,8 @@ class RunningStep:
     measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
     regular: bool = True
     missed: bool = False
+    has_alone: bool = False  # a call is of a graph with a plan of its own
+    has_several: bool = False  # it was recorded, and several forwards waited when the first backward began
     is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
     record: Record | None = None  # of a step that is complete
