@@ -257,7 +257,8 @@ class CompileSession:
         return not self._why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
 
     def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
-        """Let a graph without a plan of its own be part of one for the whole step."""
+        """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
+        when it is seen in one step with others."""
         forward, site = self._forward, self._site
         source, self._source = self._source, None
         own = self._plan_box
@@ -533,7 +534,7 @@ class CompileSession:
 
     def _watched(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
         """``run``, a forward, of which the device's calls know until its backward."""
-        calls = engine_for(self.device).calls
+        calls, num_user_outputs = engine_for(self.device).calls, self._num_user_outputs
         own: list[int | None] = []  # the position of a result that is saved, as the first call found it
 
         def forward(args: list[Any]) -> Any:
@@ -541,7 +542,7 @@ class CompileSession:
             given = () if own else tuple(args)  # the callee empties the list
             results = run(args)
             if not own:
-                own.append(saved_of_its_own(given, results, self._num_user_outputs))
+                own.append(saved_of_its_own(given, results, num_user_outputs))
             if own[0] is not None:
                 calls.plain_forward_ends(graph, results[own[0]])
             return results

@@ -265,7 +265,10 @@ class StepCalls:
         with self._lock:
             step = self._step
             sites = self._waiting(step) if step is not None and step.phase == "forward" else []
-            plan_together(sites, [*self._plain.waiting(), graph])
+            try:
+                plan_together(sites, [*self._plain.waiting(), graph])
+            except Exception as error:
+                self.give_up(error)
 
     def plain_forward_ends(self, graph: PlannedAlone, saved: Tensor) -> None:
         """It has saved ``saved``, among other values."""
