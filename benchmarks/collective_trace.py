@@ -13,10 +13,10 @@ from benchmarks.copy_trace import Interval, busy_ms
 from benchmarks.schema import Collective
 from benchmarks.steps import Stepper
 
-# Under the profiler. In one step a rank may come late to many.
+# Under the profiler. In one step a rank may come late to many, and other kernels run beside each collective.
 STEPS = 3
 # With and without copies in turn, so that whatever else changes on the machine falls on both.
-ROUNDS = 2
+ROUNDS = 4
 
 # ncclDevKernel_AllGather_RING_LL(...), ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...), ncclKernel_AllReduce_...
 KERNEL = re.compile(r"nccl(?:Dev)?Kernel_([A-Za-z]+)")
@@ -54,46 +54,62 @@ def trace_with_and_without(
     Args:
         without_copies: a context in which the steps move nothing.
     """
-    beside: list[Event] = []
-    alone: list[Event] = []
+    beside: list[list[Event]] = []
+    alone: list[list[Event]] = []
     for _ in range(ROUNDS):
-        beside += trace_collectives(stepper)
+        beside.append(trace_collectives(stepper))
         if without_copies is not None:
             with without_copies():
-                alone += trace_collectives(stepper)
-    return summarize_collectives(beside, ROUNDS * STEPS), summarize_collectives(alone, ROUNDS * STEPS)
+                alone.append(trace_collectives(stepper))
+    return summarize_collectives(beside, STEPS), summarize_collectives(alone, STEPS)
 
 
 def _lower_quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def all_there_ms(by_rank: Sequence[Mapping[str, Collective]]) -> dict[str, float]:
-    """What collectives took once all ranks had come to them, by kind: see ``Collective``. All ranks make the same ones.
-    Kinds of which a rank saw another number are left out."""
+def once_all_there(by_rank: Sequence[Mapping[str, Collective]]) -> dict[str, list[float]]:
+    """What each collective took once all ranks had come to it, by kind: on the rank that came last and waited for
+    nobody, where it was shortest. All ranks make the same ones; kinds of which a rank saw another number are left
+    out."""
     found = {}
     for kind, mine in by_rank[0].items():
         peers = [ours[kind] for ours in by_rank if kind in ours]
         if mine.count and len(peers) == len(by_rank) and len({len(peer.each_ms) for peer in peers}) == 1:
-            shortest = map(min, zip(*(peer.each_ms for peer in peers), strict=True))
-            found[kind] = sum(shortest) * mine.count / len(mine.each_ms)
+            found[kind] = list(map(min, zip(*(peer.each_ms for peer in peers), strict=True)))
     return found
 
 
-def summarize_collectives(events: Iterable[Event], steps: int = 1) -> dict[str, Collective]:
-    """Of so many steps. A kernel runs from the moment its own rank starts it: what it waits for its peers is in its
-    time."""
-    found: dict[str, list[Interval]] = {}
-    for event in events:
-        if named := KERNEL.match(event.name):
-            found.setdefault(named[1], []).append(Interval(event.time_range.start, event.time_range.end))
-    summary = {}
-    for kind, kernels in sorted(found.items()):
-        each_ms = [(k.end_us - k.start_us) / 1e3 for k in sorted(kernels, key=lambda k: k.start_us)]
+def usual_sum(each_ms: Sequence[float], count: float) -> float | None:
+    """Of the collectives of a step: each place in the step counts with its median over the steps. None: the steps did
+    not have the same number of them.
+
+    Args:
+        each_ms: of all steps, one after the other.
+        count: in a step.
+    """
+    if count != int(count) or not count or len(each_ms) % int(count):
+        return None
+    return sum(statistics.median(each_ms[place :: int(count)]) for place in range(int(count)))
+
+
+def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> dict[str, Collective]:
+    """Of traces of so many steps each; what is in one has times from its own beginning. A kernel runs from the moment
+    its own rank starts it: what it waits for its peers is in its time."""
+    found: dict[str, list[list[Interval]]] = {}
+    for i, trace in enumerate(traces):
+        for event in trace:
+            if named := KERNEL.match(event.name):
+                kernels = found.setdefault(named[1], [[] for _ in traces])[i]
+                kernels.append(Interval(event.time_range.start, event.time_range.end))
+    summary, steps = {}, steps * len(traces)
+    for kind, by_trace in sorted(found.items()):
+        in_order = [k for kernels in by_trace for k in sorted(kernels, key=lambda k: k.start_us)]
+        each_ms = [(k.end_us - k.start_us) / 1e3 for k in in_order]
         summary[kind] = Collective(
             count=len(each_ms) / steps,
             kernel_ms=sum(each_ms) / steps,
-            busy_ms=busy_ms(kernels) / steps,
+            busy_ms=sum(map(busy_ms, by_trace)) / steps,
             lower_quartile_ms=_lower_quartile(each_ms),
             each_ms=each_ms,
         )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collective_trace import all_there_ms
+from benchmarks.collective_trace import once_all_there, usual_sum
 from benchmarks.schema import Collective, Request, Result
 
 
@@ -65,5 +65,6 @@ def gather_ranks(request: Request, result: Result) -> None:
         for mine in (result.collectives, result.collectives_without):
             traced: list[dict[str, Collective]] = [mine] * request.protocol.ranks
             dist.all_gather_object(traced, mine)
-            for kind, ms in all_there_ms(traced).items():
-                mine[kind].all_there_ms = ms
+            for kind, each_ms in once_all_there(traced).items():
+                found = mine[kind]
+                found.each_all_there_ms, found.all_there_ms = each_ms, usual_sum(each_ms, found.count)

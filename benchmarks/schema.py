@@ -202,14 +202,17 @@ class Collective:
 
     ``kernel_ms``: their times summed up, in which a kernel waits for its peers; ``busy_ms``: time in which at least one
     ran; ``lower_quartile_ms``: of one kernel, a fourth of them are no longer; ``each_ms``: all of them, in the order in
-    which they began; ``all_there_ms``: their times summed up, each of the rank where it was shortest, which came last
-    and waited for nobody (None: not known)."""
+    which they began; ``each_all_there_ms``: likewise, each of the rank where it was shortest, which came last and
+    waited for nobody (empty: not known); ``all_there_ms``: of these, summed up over a step, the median over all steps
+    of each. Files up to 2026-11-25-2xh200-fsdp.json have means there, and mixed up the steps of several traces, so that
+    ranks were compared at different collectives."""
 
     count: float
     kernel_ms: float
     busy_ms: float
     lower_quartile_ms: float = 0.0
     each_ms: list[float] = field(default_factory=list)
+    each_all_there_ms: list[float] = field(default_factory=list)
     all_there_ms: float | None = None
 
 

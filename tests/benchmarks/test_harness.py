@@ -22,7 +22,7 @@ from benchmarks.arguments import (
 )
 from benchmarks.claims import check_claims
 from benchmarks.cli import app
-from benchmarks.collective_trace import all_there_ms, summarize_collectives
+from benchmarks.collective_trace import once_all_there, summarize_collectives, usual_sum
 from benchmarks.copy_trace import Interval, summarize_copies
 from benchmarks.derived import derive
 from benchmarks.gradients import digest_gradients
@@ -223,13 +223,26 @@ def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
         ("triton_poi_fused_add_0", 0, 100),
     ]
     events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=a, end=b)) for n, a, b in names]
-    assert summarize_collectives(events) == {
+    assert summarize_collectives([events]) == {
         "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75), [1.0, 2.0]),
         "ReduceScatter": Collective(1, 3.0, 3.0, 3.0, [3.0]),
     }
-    assert summarize_collectives(events, 2)["AllGather"] == Collective(1, 1.5, 1.25, pytest.approx(0.75), [1.0, 2.0])
+    assert summarize_collectives([events], 2)["AllGather"] == Collective(1, 1.5, 1.25, pytest.approx(0.75), [1.0, 2.0])
     even = [SimpleNamespace(name=names[0][0], time_range=SimpleNamespace(start=0, end=1000 * k)) for k in (1, 2, 3, 9)]
-    assert summarize_collectives(even)["AllGather"].lower_quartile_ms == pytest.approx(1.25)
+    assert summarize_collectives([even])["AllGather"].lower_quartile_ms == pytest.approx(1.25)
+
+
+def test_traces_have_clocks_of_their_own() -> None:
+    """The collectives of the second come behind those of the first, and none of them ran at the same time."""
+
+    def trace(*ms: float) -> list[SimpleNamespace]:
+        kernel = "ncclDevKernel_AllGather_RING_LL"
+        ranges = [SimpleNamespace(start=10_000 * i, end=10_000 * i + 1000 * t) for i, t in enumerate(ms)]
+        return [SimpleNamespace(name=kernel, time_range=r) for r in ranges]
+
+    found = summarize_collectives([trace(1.0, 2.0, 3.0, 4.0), trace(5.0, 6.0, 7.0, 8.0)], 2)["AllGather"]
+    assert (found.count, found.kernel_ms, found.busy_ms) == (2, 9.0, 9.0)
+    assert found.each_ms == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
 
 def test_a_collective_took_what_it_took_on_the_rank_that_came_last() -> None:
@@ -237,8 +250,14 @@ def test_a_collective_took_what_it_took_on_the_rank_that_came_last() -> None:
         {"AllGather": Collective(2, 0, 0, 0, [5.0, 1.0, 2.0, 4.0]), "AllReduce": Collective(1, 0, 0, 0, [1.0, 1.0])},
         {"AllGather": Collective(2, 0, 0, 0, [1.0, 3.0, 2.5, 2.0]), "AllReduce": Collective(0.5, 0, 0, 0, [1.0])},
     ]
-    assert all_there_ms(ranks) == {"AllGather": 3.0}, "1 + 1 + 2 + 2 ms in two steps"
-    assert all_there_ms([*ranks, {}]) == {}
+    assert once_all_there(ranks) == {"AllGather": [1.0, 1.0, 2.0, 2.0]}
+    assert once_all_there([*ranks, {}]) == {}
+
+
+def test_each_place_of_a_step_counts_with_its_median() -> None:
+    assert usual_sum([1.0, 10.0, 2.0, 20.0, 9.0, 12.0], 2) == 2.0 + 12.0
+    assert usual_sum([1.0, 2.0, 3.0], 1.5) is None, "steps of different collectives"
+    assert usual_sum([], 0.0) is None
 
 
 @pytest.mark.parametrize(("took", "held"), [(102.0, True), (104.0, False), (None, None)])
@@ -287,7 +306,7 @@ def test_collectives_are_traced_with_and_without_copies_in_turn(monkeypatch: pyt
 
     monkeypatch.setattr(collective_trace, "trace_collectives", traced)
     beside, alone = collective_trace.trace_with_and_without(None, without)  # type: ignore[arg-type]
-    assert order == [True, False, True, False]
+    assert order == [True, False] * collective_trace.ROUNDS
     assert (beside["AllGather"].kernel_ms, alone["AllGather"].kernel_ms) == (3.0, 1.0)
     assert collective_trace.trace_with_and_without(None, None)[1] == {}  # type: ignore[arg-type]
 

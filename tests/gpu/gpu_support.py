@@ -96,6 +96,16 @@ def sleep(ms: float) -> None:
     torch.cuda._sleep(int(ms * CYCLES_PER_MS))
 
 
+def allocated_above(run: Callable[[], object]) -> int:
+    """Most bytes that were allocated on the device while ``run`` went, above those before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def is_last_reference(tensor: Tensor) -> bool:
     """Whether nothing else holds its memory: not the caller (token ids), nor a later layer (rotary tables)."""
     storage = tensor.untyped_storage()

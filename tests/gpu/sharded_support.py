@@ -114,14 +114,19 @@ def launch(
     budget: str = "100MiB",
     limit_s: float = TIME_LIMIT_S,
     options: Mapping[str, Any] | None = None,
+    program: str = "gpu.sharded_support",
 ) -> list[Ended]:
-    """Run all ranks, for at most ``limit_s`` seconds. ``device_type="cpu"`` (gloo) is for rehearsals."""
+    """Run all ranks, for at most ``limit_s`` seconds. ``device_type="cpu"`` (gloo) is for rehearsals.
+
+    ``program``: the module that each rank runs, with ``run_rank``.
+    """
     asked = {**OPTIONS, **(options or {})}
     processes = []
     try:
         for rank in range(world):
             place = (str(folder), rank, world, tensor_parallel)
-            processes.append(_start(Request(*place, reshard, device_type, tokens, budget, limit_s, asked), folder))
+            request = Request(*place, reshard, device_type, tokens, budget, limit_s, asked)
+            processes.append(_start(request, folder, program))
         _wait(processes, limit_s)
     finally:
         codes = [p.poll() for p in processes]
@@ -136,7 +141,7 @@ def launch(
     ]
 
 
-def _start(request: Request, folder: Path) -> subprocess.Popen[bytes]:
+def _start(request: Request, folder: Path, program: str) -> subprocess.Popen[bytes]:
     asked = folder / f"request{request.rank}.json"
     asked.write_text(json.dumps(asdict(request)))
     environment = dict(os.environ)  # NCCL's variables pass through as they are
@@ -147,7 +152,7 @@ def _start(request: Request, folder: Path) -> subprocess.Popen[bytes]:
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (folder / f"log{request.rank}.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "gpu.sharded_support", str(asked)],
+            [sys.executable, "-m", program, str(asked)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -462,7 +467,12 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
             yield f"without {wait.name}", lambda wait=wait: _without(rank, models[0], wait)
 
 
-def _run(request: Request) -> None:
+def run_rank(phases: Callable[[Rank], Iterator[tuple[str, Callable[[], Found]]]]) -> None:
+    """What the process of a rank does: run ``phases`` in order, and write down what each found.
+
+    ``phases``: of a rank, name and work of each.
+    """
+    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
     began = time.monotonic()
     faulthandler.dump_traceback_later(request.limit_s - 25.0, exit=False)  # says where it hangs
     device = request.device
@@ -480,7 +490,7 @@ def _run(request: Request) -> None:
     rank = Rank(request, init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "tensor")))
     found: dict[str, Found] = {}
     with deterministic():
-        for name, work in _phases(rank):
+        for name, work in phases(rank):
             found[name] = work()
             # Phase by phase, so that a hang in one does not hide the others.
             (Path(request.folder) / f"found{request.rank}.json").write_text(json.dumps(found))
@@ -492,4 +502,4 @@ def _run(request: Request) -> None:
 
 
 if __name__ == "__main__":
-    _run(Request(**json.loads(Path(sys.argv[1]).read_text())))
+    run_rank(_phases)

@@ -1,0 +1,168 @@
+"""Several graphs of several layers each in one step, on GPUs: one budget for all of them, met where it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxoffload
+from fxoffload.planner.plan import Plan
+from tests.gpu.ddp_run import FOLLOWED_FROM
+from tests.gpu.gpu_support import (
+    MIB,
+    Block,
+    allocated_above,
+    deterministic,
+    differing,
+    disturbed,
+    fresh_input,
+    gradients,
+    join,
+    sleep,
+)
+from tests.gpu.sharded_support import Ended, launch
+
+pytestmark = pytest.mark.gpu
+
+HALF, STEPS = 8, 14
+
+
+class Halves(nn.Module):
+    """Two halves of blocks, maybe with a graph break between them; then a scalar."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.first, self.second = (nn.ModuleList(Block() for _ in range(HALF)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for layer in self.second:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def check(module: nn.Module, step: Callable[[int], Tensor], budget: int, known: set[int]) -> Plan:
+    """Steps follow one plan for all graphs within the budget, with the gradients of keeping. Returns the plan.
+
+    ``step``: forwards for the inputs of a number, and the loss whose backward is to come last.
+    """
+    peaks = []
+    for i in range(STEPS):
+        module.zero_grad(set_to_none=True)
+        peaks.append(allocated_above(lambda i=i: step(i).backward()))
+        join("fxoffload-tape-plan", "fxoffload-replan")
+    plan = [p for p in fxoffload.plans() if p.graph not in known][-1]
+    seen = f"{[round(n / MIB, 1) for n in peaks]} MiB of {budget / MIB:.1f}; {plan.summary}"
+    print(seen)
+    assert "over 2 calls" in plan.summary
+    assert max(peaks[:3]) > budget, f"each graph alone was within the budget: {seen}"
+    assert max(peaks[FOLLOWED_FROM:]) <= budget, seen
+    assert plan.predicted.peak_bytes <= budget
+    assert plan.calibrated is not None and plan.calibrated.peak_bytes <= budget
+    fxoffload.reset_stats()
+    with deterministic():
+        for seed in range(100, 106):
+            with fxoffload.override_policy("keep_all"):
+                kept = gradients(module, lambda s=seed: step(s))
+            with disturbed(seed):
+                sleep(5.0)  # the host runs ahead of the device
+                found = gradients(module, lambda s=seed: step(s))
+            assert differing(kept, found) == 0
+    stats = fxoffload.stats()
+    assert stats.bytes_offloaded == stats.bytes_reloaded + stats.bytes_reclaimed > 0
+    assert (stats.num_groups_on_tape, stats.host_bytes_in_use) == (0, 0)
+    return plan
+
+
+def known() -> set[int]:
+    return {p.graph for p in fxoffload.plans()}
+
+
+def kept_peak(module: nn.Module, run: Callable[[], Tensor]) -> int:
+    """Measured, of plain Inductor, in the second step."""
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        peak = allocated_above(lambda: run().backward())
+    return peak
+
+
+@pytest.mark.parametrize("share", [0.45, 0.5])
+def test_a_graph_break(share: float) -> None:
+    """Each half takes more than the budget, and so each has a plan of its own, for all of the budget."""
+    module = Halves(breaks=True).to("cuda", torch.bfloat16)
+    plain = torch.compile(module)
+    budget = int(share * kept_peak(module, lambda: plain(fresh_input(0))))
+    torch.compiler.reset()
+    before = known()
+    options = {"min_bytes": 1 << 16, "profile": "h200", "activation_budget": budget}
+    model = torch.compile(module, backend="fxoffload", options=options)
+    plan = check(module, lambda i: model(fresh_input(i)), budget, before)
+    assert "2 graphs" in plan.summary
+
+
+def test_microbatches_of_a_whole_model() -> None:
+    """Two forwards, then two backwards."""
+    module = Halves(breaks=False).to("cuda", torch.bfloat16)
+
+    def both(call: Callable[[Tensor], Tensor], seed: int) -> Tensor:
+        return call(fresh_input(2 * seed)) + call(fresh_input(2 * seed + 1))
+
+    plain = torch.compile(module)
+    budget = int(0.47 * kept_peak(module, lambda: both(plain, 0)))
+    torch.compiler.reset()
+    before = known()
+    options = {"min_bytes": 1 << 16, "profile": "h200", "activation_budget": budget}
+    model = torch.compile(module, backend="fxoffload", options=options)
+    plan = check(module, lambda i: both(model, i), budget, before)
+    assert "1 graph" in plan.summary
+
+
+# -- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """What both ranks found. They run once for all tests."""
+    ended = launch(tmp_path_factory.mktemp("ddp"), reshard=True, program="gpu.ddp_run")
+    for rank, one in enumerate(ended):
+        print(f"rank {rank}, exit status {one.code}:\n{one.log[-6000:]}")
+    return ended
+
+
+@pytest.mark.dist(gpus=1)
+def test_the_buckets_of_ddp(ranks: list[Ended]) -> None:
+    assert [one.code for one in ranks] == [0, 0], "\n".join(one.log[-3000:] for one in ranks)
+    for one in ranks:
+        found = one.found("budget")
+        budget, peaks = found["budget_mib"], found["peaks_mib"]
+        assert found["told"] == []
+        # Two of four layers, and what is behind the first bucket's 1 MiB.
+        assert "over 3 calls of 3 graphs" in found["summaries"][-1]
+        assert sum("planned together" in text for text in found["summaries"]) == 2
+        assert max(peaks[:3]) > budget >= max(peaks[FOLLOWED_FROM:]), f"{peaks} of {budget}"
+        assert min(found["offloaded"][FOLLOWED_FROM:]) > 0
+        assert found["calibrated_mib"] <= budget
+
+
+@pytest.mark.dist(gpus=1)
+def test_gradients_under_ddp_are_those_of_keeping(ranks: list[Ended]) -> None:
+    found = [one.found("budget") for one in ranks]
+    for one in found:
+        assert not any(one["differing"]), one["differing"]
+        assert (one["groups_on_tape"], one["host_bytes_in_use"]) == (0, 0)
+    assert found[0]["gradients"] == found[1]["gradients"], "DDP leaves every rank with the same"
