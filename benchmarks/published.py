@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
-README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-22-2xh200-fsdp-verl.json"
+README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh100-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 
 
@@ -174,17 +174,20 @@ TABLES = (
                     "auto": "fxoffload, default",
                     "auto@activation_budget=1.1*checkpoint": "fxoffload, 1.1x checkpointing's peak",
                 },
-                of="latest",
+                of="two H200s",
             ),
             Rows(
                 README_FSDP_PEERS,
                 {
                     "inductor": "Inductor",
+                    "checkpoint": "Inductor + full checkpointing",
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=1.1*checkpoint": "fxoffload, 1.1x checkpointing's peak",
                     "eager": "eager",
                     "verl": "eager, verl's activation offloading",
                     "verl_checkpoint": "the same + verl's checkpointing",
                 },
-                of="with peers",
+                of="two H100s, with peers",
             ),
         ),
         of="run",
@@ -524,6 +527,11 @@ TABLES = (
                 BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="`2026-11-25` (91fbee2)",
             ),
+            Rows(
+                README_FSDP_PEERS,
+                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
+                of="`-2xh100-fsdp-verl` (two H100s)",
+            ),
         ),
         of="run",
     ),
@@ -534,7 +542,15 @@ TABLES = (
             for name in ("all-gather", "reduce-scatter")
             for what in ("ms", "copies down", "copies up", "copies both")
         ),
-        (Rows("2026-11-25-2xh200-collectives.json", {"idle": "nothing", "matmul": "matrix products"}),),
+        (
+            Rows(
+                "2026-11-25-2xh200-collectives.json", {"idle": "nothing", "matmul": "matrix products"}, of="two H200s"
+            ),
+            Rows(
+                "2026-11-25-2xh100-collectives.json", {"idle": "nothing", "matmul": "matrix products"}, of="two H100s"
+            ),
+        ),
+        of="on",
     ),
     Table(
         "fsdp-shared",
