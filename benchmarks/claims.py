@@ -223,7 +223,8 @@ def _collectives_as_without(rows: list[Record], derived: list[dict[str, Any]]) -
     """Copies to and from the host beside them do not make collectives take longer, once all ranks have come to them.
 
     Compared with steps of the same process: with another compiler other kernels run beside them. Open where such steps
-    of the run's processes differ by more than what is to be told; the scenario ``collectives`` knows it better then.
+    of the run's processes differ by more than what is to be told apart; the scenario ``collectives`` knows it better
+    then.
     """
     name = f"collectives take at most {COLLECTIVES:+.0%} longer beside copies than without"
     moving = {r.variant.label for r in rows if (r.result.stats_per_step or {}).get("bytes_offloaded")}
@@ -236,11 +237,11 @@ def _collectives_as_without(rows: list[Record], derived: list[dict[str, Any]]) -
     if not ratios:
         return _missing(name, "a variant that offloads, traced on all ranks with and without copies")
     spread = _spread_of_references([r for r in rows if r.variant.label in moving])
-    over = {name: ratio - 1 - COLLECTIVES for name, ratio in ratios.items()}
+    most = 1 + COLLECTIVES
     held = None
-    if any(by > spread.get(name.split()[0], 0.0) for name, by in over.items() if by > 0):
+    if any(ratio > most + spread[what.split()[0]] for what, ratio in ratios.items()):
         held = False
-    elif max(over.values()) <= 0 and max(spread.values(), default=0.0) <= COLLECTIVES:
+    elif max(ratios.values()) <= most and max(spread.values()) <= COLLECTIVES:
         held = True
     return _claim(name, held, {"ratios": ratios, "references differ by": spread})
 

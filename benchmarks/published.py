@@ -83,6 +83,7 @@ STRATEGIES = {
     "module_to": "`Module.to`",
     "torch_memory_saver": "torch_memory_saver",
 }
+BESIDE_COLLECTIVES = {"idle": "nothing", "matmul": "matrix products"}
 EAGER_PEERS = {
     "eager": "eager",
     "eager_checkpoint": "eager + checkpointing",
@@ -543,12 +544,8 @@ TABLES = (
             for what in ("ms", "copies down", "copies up", "copies both")
         ),
         (
-            Rows(
-                "2026-11-25-2xh200-collectives.json", {"idle": "nothing", "matmul": "matrix products"}, of="two H200s"
-            ),
-            Rows(
-                "2026-11-25-2xh100-collectives.json", {"idle": "nothing", "matmul": "matrix products"}, of="two H100s"
-            ),
+            Rows("2026-11-25-2xh200-collectives.json", BESIDE_COLLECTIVES, of="two H200s"),
+            Rows("2026-11-25-2xh100-collectives.json", BESIDE_COLLECTIVES, of="two H100s"),
         ),
         of="on",
     ),

@@ -41,6 +41,26 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
+class Halves(nn.Module):
+    """Two halves of ``half`` blocks each, as ``block`` makes them, maybe with a graph break between them."""
+
+    def __init__(self, breaks: bool = True, half: int = 3, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.first, self.second = (nn.ModuleList(block() for _ in range(half)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What comes behind the second half."""
+        for layer in self.first:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for layer in self.second:
+            x = layer(x)
+        return x
+
+
 class Stack(nn.Module):
     """Blocks in a ``ModuleList`` named ``layers``, and a head.
 

@@ -20,32 +20,13 @@ from fxoffload.compiler import session
 from fxoffload.planner.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner.test_tape_replan import measured
-from tests.support import Block, Stack, batch
+from tests.support import Block, Halves, Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
-# A half of the model below takes 1.31 MB with what passes through it, all of it 2.38.
+# A half of ``Halves`` takes 1.31 MB with what passes through it, all of it 2.38.
 ONE_HALF = 1_311_488
 BUCKET_BYTES = 1 << 14
 STEPS = 5  # in one they are seen together, two are recorded; the fourth is planned
-
-
-class Halves(nn.Module):
-    """Six blocks, with a graph break behind the third."""
-
-    def __init__(self, breaks: bool = True, half: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.breaks = breaks
-        self.first, self.second = (nn.ModuleList(Block() for _ in range(half)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.first:
-            x = layer(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        for layer in self.second:
-            x = layer(x)
-        return x
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxoffload
 
-from .gpu_support import MIB, Stack, allocated_above, differing, disturbed, gradients, join, sleep
+from .gpu_support import MIB, Stack, allocated_above, differing, disturbed, gradients, join, kept_peak, sleep
 from .sharded_support import Found, Rank, run_rank
 
 DEPTH, STEPS = 8, 12
@@ -33,17 +33,8 @@ def build(rank: Rank) -> tuple[Stack, nn.Module]:
     return model, DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
 
 
-def kept_peak(rank: Rank, model: nn.Module, ddp: nn.Module) -> int:
-    """Of plain Inductor, in its second step."""
-    plain, peak = torch.compile(ddp), 0
-    for i in range(2):
-        model.zero_grad(set_to_none=True)
-        peak = peak_of(rank, lambda i=i: plain(rank.input(i)).backward())
-    torch.compiler.reset()
-    return peak
-
-
 def digest(tensors: list[Tensor]) -> str:
+    """Of all bits: ranks compare theirs by it."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -54,7 +45,11 @@ def budget(rank: Rank) -> Found:
     """Steps under a budget, then steps of that plan that keep everything and steps with every copy delayed."""
     torch.compiler.reset()
     model, replicated = build(rank)
-    limit = int(SHARE * kept_peak(rank, model, replicated)) if rank.on_gpu else rank.request.budget
+    limit: int | str = rank.request.budget  # in a rehearsal
+    if rank.on_gpu:
+        plain = torch.compile(replicated)
+        limit = int(SHARE * kept_peak(model, lambda: plain(rank.input(0))))
+        torch.compiler.reset()
     known = {p.graph for p in fxoffload.plans()}
     options = {**rank.request.options, "policy": "auto", "profile": "h200", "activation_budget": limit}
     ddp = torch.compile(replicated, backend="fxoffload", options=options)
@@ -77,7 +72,7 @@ def budget(rank: Rank) -> Found:
         wrong.append(differing(kept, late(rank, schedule, lambda x=x: gradients(model, lambda: ddp(x.clone())))))
     stats = fxoffload.stats()
     return {
-        "budget_mib": limit / MIB if rank.on_gpu else 0,
+        "budget_mib": limit / MIB if isinstance(limit, int) else None,
         "summaries": [p.summary for p in plans],
         "baselines_mib": [p.baseline.peak_bytes / MIB for p in plans],
         "calibrated_mib": None if (c := plans[-1].calibrated) is None else c.peak_bytes / MIB,
@@ -85,7 +80,7 @@ def budget(rank: Rank) -> Found:
         "offloaded": took,
         "told": [str(w.message) for w in caught if "activation_budget" in str(w.message)],
         "differing": wrong,
-        "gradients": digest(kept[1:]),  # of this rank's own input is the loss
+        "gradients": digest(kept[1:]),  # the loss is of this rank's own input
         "groups_on_tape": stats.num_groups_on_tape,
         "host_bytes_in_use": stats.host_bytes_in_use,
     }

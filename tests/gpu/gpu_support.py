@@ -106,6 +106,14 @@ def allocated_above(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def kept_peak(module: nn.Module, step: Callable[[], Tensor]) -> int:
+    """Of the second of two steps, as ``allocated_above``. ``step``: makes a loss."""
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        peak = allocated_above(lambda: step().backward())
+    return peak
+
+
 def is_last_reference(tensor: Tensor) -> bool:
     """Whether nothing else holds its memory: not the caller (token ids), nor a later layer (rotary tables)."""
     storage = tensor.untyped_storage()
