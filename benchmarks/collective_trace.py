@@ -15,7 +15,7 @@ from benchmarks.steps import Stepper
 
 # Under the profiler. In one step a rank may come late to many, and other kernels run beside each collective.
 STEPS = 3
-# With and without copies in turn, so that whatever else changes on the machine falls on both.
+# Ways of taking steps in turn, so that whatever else changes on the machine falls on all of them.
 ROUNDS = 4
 
 # ncclDevKernel_AllGather_RING_LL(...), ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...), ncclKernel_AllReduce_...
@@ -37,31 +37,34 @@ class Event(Protocol):
 
 
 def trace_collectives(stepper: Stepper) -> list[Event]:
-    """``STEPS`` extra steps; all ranks take them. NCCL's kernels."""
+    """``STEPS`` extra steps; all ranks take them. NCCL's kernels, and copies from and to the host."""
     stepper.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(STEPS):
             stepper.step()
         torch.cuda.synchronize()
-    return [event for event in profiler.events() or () if KERNEL.match(event.name)]
+    return [event for event in profiler.events() or () if KERNEL.match(event.name) or is_copy(event)]
 
 
-def trace_with_and_without(
-    stepper: Stepper, without_copies: Callable[[], contextlib.AbstractContextManager[None]] | None
-) -> tuple[dict[str, Collective], dict[str, Collective]]:
-    """By kind of collective; and the same of steps in which nothing is copied, where they can be had.
+def is_copy(event: Event) -> bool:
+    return event.name.startswith("Memcpy") and ("DtoH" in event.name or "HtoD" in event.name)
+
+
+Steps = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def trace_in_turn(stepper: Stepper, ways: Mapping[str, Steps]) -> dict[str, dict[str, Collective]]:
+    """The collectives of several ways of taking the same steps: by way, and by kind.
 
     Args:
-        without_copies: a context in which the steps move nothing.
+        ways: by name, the context of their steps.
     """
-    beside: list[list[Event]] = []
-    alone: list[list[Event]] = []
+    traces: dict[str, list[list[Event]]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
-        beside.append(trace_collectives(stepper))
-        if without_copies is not None:
-            with without_copies():
-                alone.append(trace_collectives(stepper))
-    return summarize_collectives(beside, STEPS), summarize_collectives(alone, STEPS)
+        for way, context in ways.items():
+            with context():
+                traces[way].append(trace_collectives(stepper))
+    return {way: summarize_collectives(found, STEPS) for way, found in traces.items()}
 
 
 def _lower_quartile(values: list[float]) -> float:
@@ -97,9 +100,12 @@ def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> 
     """Of traces of so many steps each; what is in one has times from its own beginning. A kernel runs from the moment
     its own rank starts it: what it waits for its peers is in its time."""
     found: dict[str, list[list[Interval]]] = {}
+    copies: list[list[Interval]] = [[] for _ in traces]
     for i, trace in enumerate(traces):
         for event in trace:
-            if named := KERNEL.match(event.name):
+            if is_copy(event):
+                copies[i].append(Interval(event.time_range.start, event.time_range.end))
+            elif named := KERNEL.match(event.name):
                 kernels = found.setdefault(named[1], [[] for _ in traces])[i]
                 kernels.append(Interval(event.time_range.start, event.time_range.end))
     summary, steps = {}, steps * len(traces)
@@ -112,5 +118,13 @@ def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> 
             busy_ms=sum(map(busy_ms, by_trace)) / steps,
             lower_quartile_ms=_lower_quartile(each_ms),
             each_ms=each_ms,
+            beside_copies=_part_beside(by_trace, copies),
         )
     return summary
+
+
+def _part_beside(kernels: Sequence[list[Interval]], copies: Sequence[list[Interval]]) -> float:
+    """The part of the kernels' time in which copies ran too: all but what kernels add to the time of copies."""
+    ran = sum(map(busy_ms, kernels))
+    alone = sum(busy_ms(ours + theirs) - busy_ms(theirs) for ours, theirs in zip(kernels, copies, strict=True))
+    return 1 - alone / ran if ran else 0.0

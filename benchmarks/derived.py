@@ -47,6 +47,10 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
         beside = record.result.collectives.get(name)
         if beside is not None and beside.all_there_ms and alone.all_there_ms:
             row[f"{name}_all_there_vs_without_copies"] = beside.all_there_ms / alone.all_there_ms
+        for way, kinds in record.result.collectives_idle.items():
+            idle = kinds.get(name)
+            if idle is not None and idle.all_there_ms and alone.all_there_ms:
+                row[f"{name}_idle_copies_{way}_vs_without_copies"] = idle.all_there_ms / alone.all_there_ms
     if inductor is not None and record.result.stats_per_step is not None:
         row.update(_bounds(record, inductor, link))
     return row

@@ -1,17 +1,19 @@
 """The measurement of one variant in this process: the same phases for every scenario that runs steps."""
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks.activations.kinds import PEERS, is_sharded
 from benchmarks.allocator_trace import trace_step
-from benchmarks.collective_trace import trace_with_and_without
+from benchmarks.collective_trace import trace_in_turn
 from benchmarks.compile_profile import count_graphs, read_compile_times
 from benchmarks.copy_trace import trace_copies
 from benchmarks.gradients import digest_gradients
 from benchmarks.gradients_compare import relative_differences
+from benchmarks.idle_copies import IdleCopies
 from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload, without_copies
 from benchmarks.phases import Phases, host_after, host_before
 from benchmarks.plans import PlanWatch, join_planning
@@ -24,6 +26,9 @@ from benchmarks.steps import (
     measure_warmup,
     start_memory_window,
 )
+
+# So many times as long as a step copies go on beside it that nothing waits for: under the profiler it takes longer.
+IDLE_COPIES = 1.1
 
 GAUGES = ("host_bytes_reserved", "host_bytes_in_use", "num_groups_on_tape")
 
@@ -131,9 +136,30 @@ class Measurement:
         self.result.num_graphs_at_end = count_graphs()
 
     def trace_collectives(self) -> None:
-        variant, result = self.request.variant, self.result
-        without = without_copies if uses_fxoffload(variant) else None
-        result.collectives, result.collectives_without = trace_with_and_without(self.stepper, without)
+        """With the plan's copies; of fxoffload also without any, and with copies that nothing waits for."""
+        result = self.result
+        if result.step_ms is None or not uses_fxoffload(self.request.variant):
+            result.collectives = trace_in_turn(self.stepper, {"plan": contextlib.nullcontext})["plan"]
+            return
+        idle = IdleCopies(self.device)
+        ms = IDLE_COPIES * result.step_ms.median
+
+        @contextlib.contextmanager
+        def beside(down: bool) -> Iterator[None]:
+            with without_copies(), self.stepper.beginning_with(lambda: idle.queue(down, not down, ms)):
+                yield
+
+        found = trace_in_turn(
+            self.stepper,
+            {
+                "plan": contextlib.nullcontext,
+                "none": without_copies,
+                "down": lambda: beside(down=True),
+                "up": lambda: beside(down=False),
+            },
+        )
+        result.collectives, result.collectives_without = found.pop("plan"), found.pop("none")
+        result.collectives_idle = found
 
     def trace_copies(self) -> None:
         self.result.copies = trace_copies(self.stepper, self.request.variant)

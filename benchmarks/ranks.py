@@ -62,7 +62,7 @@ def gather_ranks(request: Request, result: Result) -> None:
     result.peak_bytes_by_rank = [peak for _, peak in everyone]
     # With tensor parallelism a rank has others' collectives beside its own; and only NCCL's are traced.
     if request.protocol.tensor_parallel == 1 and not request.protocol.process_group:
-        for mine in (result.collectives, result.collectives_without):
+        for mine in (result.collectives, result.collectives_without, *result.collectives_idle.values()):
             traced: list[dict[str, Collective]] = [mine] * request.protocol.ranks
             dist.all_gather_object(traced, mine)
             for kind, each_ms in once_all_there(traced).items():

@@ -204,8 +204,9 @@ class Collective:
     ran; ``lower_quartile_ms``: of one kernel, a fourth of them are no longer; ``each_ms``: all of them, in the order in
     which they began; ``each_all_there_ms``: likewise, each of the rank where it was shortest, which came last and
     waited for nobody (empty: not known); ``all_there_ms``: of these, summed up over a step, the median over all steps
-    of each. Files from 2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there, and mixed up
-    the steps of two traces, so that ranks were compared at different collectives."""
+    of each; ``beside_copies``: the part of ``busy_ms`` in which copies from or to the host ran too. Files from
+    2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there, and mixed up the steps of two
+    traces, so that ranks were compared at different collectives."""
 
     count: float
     kernel_ms: float
@@ -214,6 +215,7 @@ class Collective:
     each_ms: list[float] = field(default_factory=list)
     each_all_there_ms: list[float] = field(default_factory=list)
     all_there_ms: float | None = None
+    beside_copies: float = 0.0
 
 
 @dataclass
@@ -394,6 +396,8 @@ class Result:
     collectives: dict[str, Collective] = field(default_factory=dict)
     # fxoffload's: of steps of the same process that keep everything
     collectives_without: dict[str, Collective] = field(default_factory=dict)
+    # the same steps, while copies that nothing waits for go "down" to the host or "up" from it all the while
+    collectives_idle: dict[str, dict[str, Collective]] = field(default_factory=dict)
     collectives_beside: list[CollectiveBeside] = field(default_factory=list)
     host: Host | None = None
     stats_first_step: dict[str, float] | None = None

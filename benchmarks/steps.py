@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,22 @@ class Stepper:
         self.device = device
         self._module = callable_module
         self._around = around
+        self._begin: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def beginning_with(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Steps call it first, when the device is idle."""
+        self._begin = begin
+        try:
+            yield
+        finally:
+            self._begin = None
 
     def step(self) -> StepTime:
         self.job.zero_gradients()
         synchronize(self.device)
+        if self._begin is not None:
+            self._begin()
         clock = new_clock(self.device)
         start = time.perf_counter()
         clock.mark()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_sizes import hint
 from fxoffload.passes.op_costs import call_of, fused_form, op_name, reduced_dims, shape_of, tensors_of
 
 
@@ -50,19 +51,35 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _flash_backward(node: fx.Node, args: Sequence[Any], head_axis: int = 1) -> int:
-    """flash_attn/flash_api.cpp, mha_bwd: dq is summed up in float32 and the row sums of dO * O are kept, both for rows
-    and heads rounded up; with fewer heads of keys than of queries, dk and dv are made per query head and then summed.
+    """flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd: dq is summed up in float32 and the row sums of dO * O are
+    kept, both for rows and heads rounded up; with fewer heads of keys than of queries, dk and dv are made per query
+    head and then summed. A deterministic one has as many sums of dq as it takes to fill the device. Before it,
+    attention_backward.cu copies dO and O where their rows do not lie one after the other.
     """
     query, key = _shape(args[1]), _shape(args[2])
-    if len(query) == 3:
-        query, key = (1, *query), (1, *key)
-        head_axis = 2
-    batch, heads, depth = query[0], query[head_axis], _round_up(query[-1], 32)
-    rows = _round_up(query[3 - head_axis], 128)
-    accumulated = 4 * batch * heads * rows * (depth + 1)
-    if key[head_axis] == heads:
-        return accumulated
-    return accumulated + 2 * _element(args[2]) * batch * heads * key[3 - head_axis] * query[-1]
+    element, depth = _element(args[2]), query[-1]
+    if len(query) == 3:  # of several lengths: (rows of all, head, depth)
+        batch, heads, kv_heads = _shape(args[6])[0] - 1, query[1], key[1]
+        rows, kv_rows, order = query[0] + 128 * batch, key[0], (0, 1, 2)
+    else:
+        batch, heads, kv_heads = query[0], query[head_axis], key[head_axis]
+        rows, kv_rows = batch * _round_up(query[3 - head_axis], 128), batch * key[3 - head_axis]
+        order = (0, 3 - head_axis, head_axis, 3)
+    sums = -(-_multiprocessors(args[1]) // max(batch * heads, 1)) if _is_deterministic() else 1
+    accumulated = 4 * heads * rows * (sums * _round_up(depth, 32 if depth <= 128 else 64) + 1)
+    expanded = 0 if kv_heads == heads else 2 * element * heads * kv_rows * depth
+    return accumulated + expanded + sum(_bytes_to_lay_out(a, order) for a in (args[0], args[4]))
+
+
+def _bytes_to_lay_out(value: fx.Node, order: Sequence[int]) -> int:
+    """What a contiguous copy of it takes, its dimensions in this order; none where it lies so already."""
+    tensor, shape = tensors_of(value)[0], _shape(value)
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and hint(tensor.stride(dim)) != expected:
+            return math.prod(shape) * tensor.element_size()
+        expected *= shape[dim]
+    return 0
 
 
 def _flash_rows_first(node: fx.Node, args: Sequence[Any]) -> int:
@@ -70,14 +87,35 @@ def _flash_rows_first(node: fx.Node, args: Sequence[Any]) -> int:
     return _flash_backward(node, args, head_axis=2)
 
 
+# Of attention_backward.cu's kernels for sm80 and later, in 16 bits.
+_DEPTH_IN_REGISTERS = 128
+
+
+def _is_deterministic() -> bool:
+    """Whether attention has to be. (Where it only warns, it stays as it is.)"""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Of an H100 and an H200.
+_USUAL_MULTIPROCESSORS = 132
+
+
+def _multiprocessors(value: fx.Node) -> int:
+    device = tensors_of(value)[0].device
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _USUAL_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _efficient_backward(node: fx.Node, args: Sequence[Any]) -> int:
-    """attention_backward.cu: the workspace holds float32 sums of dq, dk and dv for narrower types, and delta the row
-    sums of dO * O."""
+    """attention_backward.cu: the workspace holds float32 sums of dq for narrower types, of dk and dv too where heads
+    are too deep for registers, and delta the row sums of dO * O."""
     query, key, value = (_shape(a) for a in args[1:4])
     delta = 4 * math.prod(query[:-1])
     if _element(args[1]) == 4:
         return delta
-    return delta + 4 * sum(math.prod(s) for s in (query, key, value))
+    summed = (query,) if query[-1] <= _DEPTH_IN_REGISTERS else (query, key, value)
+    return delta + 4 * sum(map(math.prod, summed))
 
 
 def _flex_backward(node: fx.Node, args: Sequence[Any]) -> int:
@@ -86,18 +124,25 @@ def _flex_backward(node: fx.Node, args: Sequence[Any]) -> int:
 
 
 def _sort(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/cuda/Sort.cpp and cub: a second buffer of keys and of int64 places."""
-    return math.prod(_shape(args[0])) * (_element(args[0]) + 8)
+    """aten/native/cuda/Sort.cpp and cub: a second buffer of keys, and two more of int64 places."""
+    return math.prod(_shape(args[0])) * (_element(args[0]) + 16)
 
 
 def _index_put(node: fx.Node, args: Sequence[Any]) -> int:
     """aten/native/cuda/Indexing.cu, index_put_with_sort_kernel: linear, sorted and original places, int64, with cub's
-    buffers as much again. Only where Inductor falls back to it: accumulation in a type without fast atomics."""
+    buffers as much again. Only where Inductor falls back to it: accumulation in a type without fast atomics, and
+    everything under deterministic algorithms."""
     accumulate = len(args) > 3 and args[3]
-    if not accumulate or tensors_of(args[0])[0].dtype != torch.bfloat16:
+    is_fast = not accumulate or tensors_of(args[0])[0].dtype != torch.bfloat16
+    if is_fast and not torch.are_deterministic_algorithms_enabled():
         return 0
     places = [_shape(i) for i in args[1] if isinstance(i, fx.Node)]
     return 6 * 8 * max((math.prod(s) for s in places), default=0)
+
+
+def _scatter_add(node: fx.Node, args: Sequence[Any]) -> int:
+    """aten/native/TensorAdvancedIndexing.cpp, _scatter_via_index_put: under deterministic algorithms, an index_put."""
+    return 6 * 8 * math.prod(_shape(args[2])) if torch.are_deterministic_algorithms_enabled() else 0
 
 
 def _embedding_backward(node: fx.Node, args: Sequence[Any]) -> int:
@@ -142,5 +187,7 @@ _HIDDEN: dict[str, Callable[[fx.Node, Sequence[Any]], int]] = {
     "aten.argsort": _sort,
     "aten.index_put": _index_put,
     "aten.index_put_": _index_put,
+    "aten.scatter_add": _scatter_add,
+    "aten.scatter_add_": _scatter_add,
     "aten.embedding_dense_backward": _embedding_backward,
 }

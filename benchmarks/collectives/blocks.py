@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.collective_trace import KERNEL, Event
 from benchmarks.copy_trace import Interval, busy_ms, span_ms
+from benchmarks.idle_copies import PIECE_BYTES
 from benchmarks.quartiles import summarize
 from benchmarks.schema import CollectiveBeside
 
@@ -21,8 +22,6 @@ WAYS: dict[str, tuple[bool, bool]] = {
 KINDS = ("AllGather", "ReduceScatter")
 # Of each kind in a block, after one more that brings the ranks together.
 PER_BLOCK = 8
-# Of one copy.
-PIECE_BYTES = 64 << 20
 
 # So much of a collective's time may pass between one copy, or product, and the next.
 _GAPS = 0.05

@@ -14,13 +14,13 @@ from benchmarks.cli import app
 from benchmarks.collectives.blocks import (
     KINDS,
     PER_BLOCK,
-    PIECE_BYTES,
     Block,
     Round,
     split_blocks,
     summarize_rounds,
 )
 from benchmarks.collectives.measure import layer_elements
+from benchmarks.idle_copies import PIECE_BYTES
 from benchmarks.launch import run_variant
 from benchmarks.published_columns import COLUMNS, Measured
 from benchmarks.quartiles import summarize

@@ -224,10 +224,11 @@ def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
     ]
     events = [SimpleNamespace(name=n, time_range=SimpleNamespace(start=a, end=b)) for n, a, b in names]
     assert summarize_collectives([events]) == {
-        "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75), [1.0, 2.0]),
-        "ReduceScatter": Collective(1, 3.0, 3.0, 3.0, [3.0]),
+        "AllGather": Collective(2, 3.0, 2.5, pytest.approx(0.75), [1.0, 2.0], beside_copies=1.0),
+        "ReduceScatter": Collective(1, 3.0, 3.0, 3.0, [3.0], beside_copies=1.0),
     }
-    assert summarize_collectives([events], 2)["AllGather"] == Collective(1, 1.5, 1.25, pytest.approx(0.75), [1.0, 2.0])
+    halved = Collective(1, 1.5, 1.25, pytest.approx(0.75), [1.0, 2.0], beside_copies=1.0)
+    assert summarize_collectives([events], 2)["AllGather"] == halved
     even = [SimpleNamespace(name=names[0][0], time_range=SimpleNamespace(start=0, end=1000 * k)) for k in (1, 2, 3, 9)]
     assert summarize_collectives([even])["AllGather"].lower_quartile_ms == pytest.approx(1.25)
 
@@ -288,7 +289,7 @@ def test_where_references_differ_the_claim_is_open(other: float, held: bool | No
     assert found["figures"]["references differ by"] == pytest.approx({"AllGather": other / 100 - 1})
 
 
-def test_collectives_are_traced_with_and_without_copies_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_of_taking_steps_are_traced_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, state = "ncclDevKernel_AllGather_RING_LL", {"copies": True}
 
     @contextlib.contextmanager
@@ -305,10 +306,54 @@ def test_collectives_are_traced_with_and_without_copies_in_turn(monkeypatch: pyt
         return [SimpleNamespace(name=kernel, time_range=SimpleNamespace(start=0, end=end))] * 3
 
     monkeypatch.setattr(collective_trace, "trace_collectives", traced)
-    beside, alone = collective_trace.trace_with_and_without(None, without)  # type: ignore[arg-type]
+    ways = {"plan": contextlib.nullcontext, "none": without}
+    found = collective_trace.trace_in_turn(None, ways)  # type: ignore[arg-type]
     assert order == [True, False] * collective_trace.ROUNDS
-    assert (beside["AllGather"].kernel_ms, alone["AllGather"].kernel_ms) == (3.0, 1.0)
-    assert collective_trace.trace_with_and_without(None, None)[1] == {}  # type: ignore[arg-type]
+    assert [found[way]["AllGather"].kernel_ms for way in ways] == [3.0, 1.0]
+
+
+def test_how_much_of_collectives_is_beside_copies() -> None:
+    def event(name: str, start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    kernel, copy = "ncclDevKernel_AllGather_RING_LL", "Memcpy DtoH (Device -> Pinned)"
+    first = [event(kernel, 0, 1000), event(copy, 500, 900), event(copy, 800, 5000), event("Memcpy DtoD", 0, 1000)]
+    second = [event(kernel, 0, 1000), event(copy, 1000, 2000)]  # a trace with a clock of its own
+    assert summarize_collectives([first])["AllGather"].beside_copies == pytest.approx(0.5)
+    assert summarize_collectives([first, second])["AllGather"].beside_copies == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("took", "beside", "held"), [(102.0, 0.95, True), (104.0, 0.95, False), (102.0, 0.5, None), (None, 0.95, None)]
+)
+def test_idle_copies_are_not_to_make_collectives_take_longer(
+    took: float | None, beside: float, held: bool | None
+) -> None:
+    row = _record(Variant("auto", "auto"), 1.0, 1.0)
+    row.result.collectives = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=120.0)}
+    row.result.collectives_without = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=100.0)}
+    of_way = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=took, beside_copies=beside)}
+    row.result.collectives_idle = {"down": of_way}
+    report = Report("fsdp", {}, Protocol(), None, [row], derive([row], None))
+    (found,) = [c for c in check_claims(report) if "nothing waits" in c["claim"]]
+    assert found["held"] is held
+    if took is not None:
+        assert found["figures"]["ratios"] == {"AllGather beside copies down of auto": pytest.approx(took / 100)}
+
+
+def test_steps_can_begin_with_something_else() -> None:
+    order: list[str] = []
+    job = SimpleNamespace(zero_gradients=lambda: order.append("zero"), inputs=())
+
+    def module() -> torch.Tensor:
+        order.append("module")
+        return torch.ones((), requires_grad=True)
+
+    stepper = Stepper(job, module, torch.device("cpu"))  # type: ignore[arg-type]
+    with stepper.beginning_with(lambda: order.append("begin")):
+        stepper.step()
+    stepper.step()
+    assert order == ["zero", "begin", "module", "zero", "module"]
 
 
 def test_collectives_are_compared_with_inductors() -> None:

@@ -192,9 +192,11 @@ def test_copies_into_inputs_allocate_nothing_and_stay_behind_their_readers() -> 
     assert estimate(gm) == 8 * KB
 
 
-def flash_backward(kv_heads: int, sequence: int = 1024) -> fx.Node:
+def flash_backward(kv_heads: int, sequence: int = 1024, *, batch: int = 1, rows_first: bool = True) -> fx.Node:
     def value(heads: int) -> Tensor:
-        return torch.empty(1, heads, sequence, 128, dtype=torch.bfloat16, device="meta")
+        if not rows_first:
+            return torch.empty(batch, heads, sequence, 128, dtype=torch.bfloat16, device="meta")
+        return torch.empty(batch, sequence, heads, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
 
     graph = fx.Graph()
     nodes = []
@@ -211,9 +213,54 @@ def test_flash_attention_backward_sums_dq_in_float32_and_expands_heads() -> None
     assert hidden_bytes(flash_backward(32)) == accumulated
     assert hidden_bytes(flash_backward(8)) == accumulated + 2 * 2 * 32 * 1024 * 128
     assert hidden_bytes(flash_backward(32, 1000)) == 4 * 32 * 1024 * (128 + 1)  # rows are rounded up to 128
+    copied = 2 * 2 * 32 * 1024 * 128  # dO and O
+    assert hidden_bytes(flash_backward(32, rows_first=False)) == accumulated + copied
     node = flash_backward(8)
     results = sum(t.numel() * 2 for t in node.meta["val"])
     assert estimate_temp_bytes([node], [node]) == hidden_bytes(node) + results
+
+
+def test_deterministic_flash_attention_backward_has_a_sum_of_dq_for_each_split() -> None:
+    """Of 132 multiprocessors, as an H100 has."""
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert hidden_bytes(flash_backward(32)) == 4 * 32 * 1024 * (5 * 128 + 1)
+        assert hidden_bytes(flash_backward(32, batch=2)) == 2 * 4 * 32 * 1024 * (3 * 128 + 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert hidden_bytes(flash_backward(32)) == 4 * 32 * 1024 * (128 + 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_varlen_flash_attention_backward_has_128_rows_more_for_each_sequence() -> None:
+    graph = fx.Graph()
+
+    def value(*shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+        node = graph.placeholder("x")
+        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        return node
+
+    out, key, ends = value(1000, 16, 64), value(1200, 4, 64), value(4, dtype=torch.int32)
+    args = (out, out, key, key, out, value(16, 1000, dtype=torch.float32), ends, ends)
+    node = graph.call_function(aten._flash_attention_backward.default, args)
+    expanded = 2 * 2 * 16 * 1200 * 64
+    assert hidden_bytes(node) == 4 * 16 * (1000 + 3 * 128) * (64 + 1) + expanded
+
+
+def test_scatters_sort_under_deterministic_algorithms() -> None:
+    graph = fx.Graph()
+    into, index, source = (graph.placeholder(name) for name in ("into", "index", "source"))
+    into.meta["val"] = torch.empty(8, 16, device="meta")
+    index.meta["val"] = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    source.meta["val"] = torch.empty(8, 16, device="meta")
+    scatter = graph.call_function(aten.scatter_add.default, (into, 1, index, source))
+    put = graph.call_function(aten.index_put.default, (into, [index], source, True))
+    assert (hidden_bytes(scatter), hidden_bytes(put)) == (0, 0)
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert (hidden_bytes(scatter), hidden_bytes(put)) == (48 * 128, 48 * 128)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_symbolic_sizes_take_what_their_hints_do_and_no_guard_is_added() -> None:
