@@ -136,7 +136,8 @@ class Measurement:
         self.result.num_graphs_at_end = count_graphs()
 
     def trace_collectives(self) -> None:
-        """With the plan's copies; of fxoffload also without any, and with copies that nothing waits for."""
+        """With the plan's copies; of fxoffload also without any, and with copies to the host that nothing waits for. So
+        many queued up would hold the step: FSDP's own small copies up come behind them."""
         result = self.result
         if result.step_ms is None or not uses_fxoffload(self.request.variant):
             result.collectives = trace_in_turn(self.stepper, {"plan": contextlib.nullcontext})["plan"]
@@ -145,19 +146,12 @@ class Measurement:
         ms = IDLE_COPIES * result.step_ms.median
 
         @contextlib.contextmanager
-        def beside(down: bool) -> Iterator[None]:
-            with without_copies(), self.stepper.beginning_with(lambda: idle.queue(down, not down, ms)):
+        def copies_down() -> Iterator[None]:
+            with without_copies(), self.stepper.beginning_with(lambda: idle.queue(down=True, up=False, ms=ms)):
                 yield
 
-        found = trace_in_turn(
-            self.stepper,
-            {
-                "plan": contextlib.nullcontext,
-                "none": without_copies,
-                "down": lambda: beside(down=True),
-                "up": lambda: beside(down=False),
-            },
-        )
+        ways = {"plan": contextlib.nullcontext, "none": without_copies, "down": copies_down}
+        found = trace_in_turn(self.stepper, ways)
         result.collectives, result.collectives_without = found.pop("plan"), found.pop("none")
         result.collectives_idle = found
 

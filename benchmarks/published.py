@@ -533,6 +533,11 @@ TABLES = (
                 BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
                 of="`-2xh100-fsdp-verl` (two H100s)",
             ),
+            Rows(
+                "2026-11-25-2xh100-fsdp-idle-copies.json",
+                DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
+                of="`-idle-copies` (two H100s, 746e470)",
+            ),
         ),
         of="run",
     ),

@@ -396,7 +396,7 @@ class Result:
     collectives: dict[str, Collective] = field(default_factory=dict)
     # fxoffload's: of steps of the same process that keep everything
     collectives_without: dict[str, Collective] = field(default_factory=dict)
-    # the same steps, while copies that nothing waits for go "down" to the host or "up" from it all the while
+    # the same steps, while copies that nothing waits for go "down" to the host all the while
     collectives_idle: dict[str, dict[str, Collective]] = field(default_factory=dict)
     collectives_beside: list[CollectiveBeside] = field(default_factory=list)
     host: Host | None = None

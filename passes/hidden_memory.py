@@ -124,8 +124,12 @@ def _flex_backward(node: fx.Node, args: Sequence[Any]) -> int:
 
 
 def _sort(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/cuda/Sort.cpp and cub: a second buffer of keys, and two more of int64 places."""
-    return math.prod(_shape(args[0])) * (_element(args[0]) + 16)
+    """aten/native/cuda/Sort.cpp and cub: a second buffer of keys, and two more of int64 places; where there are several
+    rows to sort, places also have their row."""
+    shape, dim = _shape(args[0]), args[1] if len(args) > 1 else node.kwargs.get("dim", -1)
+    count = math.prod(shape)
+    has_rows = bool(shape) and isinstance(dim, int) and count > shape[dim]
+    return count * (_element(args[0]) + (28 if has_rows else 16))
 
 
 def _index_put(node: fx.Node, args: Sequence[Any]) -> int:

@@ -337,8 +337,11 @@ def test_idle_copies_are_not_to_make_collectives_take_longer(
     report = Report("fsdp", {}, Protocol(), None, [row], derive([row], None))
     (found,) = [c for c in check_claims(report) if "nothing waits" in c["claim"]]
     assert found["held"] is held
-    if took is not None:
-        assert found["figures"]["ratios"] == {"AllGather beside copies down of auto": pytest.approx(took / 100)}
+    what = "AllGather beside copies down of auto"
+    if took is not None and beside > 0.9:
+        assert found["figures"]["ratios"] == {what: pytest.approx(took / 100)}
+    elif took is not None:
+        assert found["figures"]["does not count, beside copies for this part of the time"] == {what: beside}
 
 
 def test_steps_can_begin_with_something_else() -> None:

@@ -263,6 +263,19 @@ def test_scatters_sort_under_deterministic_algorithms() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_sort_of_rows_takes_more_than_one_of_a_vector() -> None:
+    def sort(*shape: int, dim: int) -> fx.Node:
+        graph = fx.Graph()
+        source = graph.placeholder("x")
+        source.meta["val"] = torch.empty(*shape, device="meta")
+        return graph.call_function(aten.sort.stable, (source,), {"stable": True, "dim": dim})
+
+    assert hidden_bytes(sort(4096, dim=-1)) == 4096 * (4 + 16)
+    assert hidden_bytes(sort(1, 4096, dim=1)) == 4096 * (4 + 16)
+    assert hidden_bytes(sort(2, 2048, dim=-1)) == 4096 * (4 + 28)
+    assert hidden_bytes(sort(4096, 1, dim=0)) == 4096 * (4 + 16)
+
+
 def test_symbolic_sizes_take_what_their_hints_do_and_no_guard_is_added() -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
         return F.softmax(F.silu(x @ w) @ w.t(), -1)
