@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.copy_trace import Interval, busy_ms
+from benchmarks.copy_trace import Interval, busy_ms, way_of_copy
 from benchmarks.schema import Collective
 from benchmarks.steps import Stepper
 
@@ -43,11 +43,7 @@ def trace_collectives(stepper: Stepper) -> list[Event]:
         for _ in range(STEPS):
             stepper.step()
         torch.cuda.synchronize()
-    return [event for event in profiler.events() or () if KERNEL.match(event.name) or is_copy(event)]
-
-
-def is_copy(event: Event) -> bool:
-    return event.name.startswith("Memcpy") and ("DtoH" in event.name or "HtoD" in event.name)
+    return [e for e in profiler.events() or () if KERNEL.match(e.name) or way_of_copy(e.name)]
 
 
 Steps = Callable[[], contextlib.AbstractContextManager[None]]
@@ -103,7 +99,7 @@ def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> 
     copies: list[list[Interval]] = [[] for _ in traces]
     for i, trace in enumerate(traces):
         for event in trace:
-            if is_copy(event):
+            if way_of_copy(event.name):
                 copies[i].append(Interval(event.time_range.start, event.time_range.end))
             elif named := KERNEL.match(event.name):
                 kernels = found.setdefault(named[1], [[] for _ in traces])[i]

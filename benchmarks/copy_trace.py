@@ -21,6 +21,13 @@ class Interval:
     end_us: float
 
 
+def way_of_copy(name: str) -> str | None:
+    """Of a profiler's record: "down" to the host, "up" from it; None: it is neither."""
+    if not name.startswith("Memcpy"):
+        return None
+    return "down" if "DtoH" in name else "up" if "HtoD" in name else None
+
+
 def trace_copies(stepper: Stepper, variant: Variant) -> Copies:
     """One extra step. Bytes are fxoffload's count for it, of a peer those of all memcpy records; times are CUPTI's."""
     stepper.step()
@@ -33,12 +40,9 @@ def trace_copies(stepper: Stepper, variant: Variant) -> Copies:
     down: list[Interval] = []
     up: list[Interval] = []
     for event in profiler.events() or ():
-        if event.name.startswith("Memcpy"):
-            interval = Interval(event.time_range.start, event.time_range.end)
-            if "DtoH" in event.name:
-                down.append(interval)
-            elif "HtoD" in event.name:
-                up.append(interval)
+        if (way := way_of_copy(event.name)) is not None:
+            copies = down if way == "down" else up
+            copies.append(Interval(event.time_range.start, event.time_range.end))
     # A peer that only checkpoints copies its loss down and nothing up.
     if counted and counted["bytes_offloaded"] and not (down and up):
         raise RuntimeError(f"the profiler recorded {len(down)} copies down and {len(up)} up, but bytes were offloaded")

@@ -142,7 +142,7 @@ class Measurement:
         if result.step_ms is None or not uses_fxoffload(self.request.variant):
             result.collectives = trace_in_turn(self.stepper, {"plan": contextlib.nullcontext})["plan"]
             return
-        idle = IdleCopies(self.device)
+        idle = IdleCopies(self.device, down=True, up=False)
         ms = IDLE_COPIES * result.step_ms.median
 
         @contextlib.contextmanager

@@ -204,9 +204,9 @@ class Collective:
     ran; ``lower_quartile_ms``: of one kernel, a fourth of them are no longer; ``each_ms``: all of them, in the order in
     which they began; ``each_all_there_ms``: likewise, each of the rank where it was shortest, which came last and
     waited for nobody (empty: not known); ``all_there_ms``: of these, summed up over a step, the median over all steps
-    of each; ``beside_copies``: the part of ``busy_ms`` in which copies from or to the host ran too. Files from
-    2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there, and mixed up the steps of two
-    traces, so that ranks were compared at different collectives."""
+    of each; ``beside_copies``: the part of ``busy_ms`` in which copies from or to the host ran too, on this rank. Files
+    from 2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there, and mixed up the steps of
+    two traces, so that ranks were compared at different collectives."""
 
     count: float
     kernel_ms: float

@@ -25,7 +25,7 @@ def hidden_bytes(node: fx.Node) -> int:
             return _HIDDEN[name](node, args)
         if fused_form(node) == "reduction":
             return _split_reduction(node)
-    except _UnknownSizeError:
+    except (_UnknownSizeError, IndexError):  # IndexError: arguments by name, where they are given by place as a rule
         pass
     return 0
 
@@ -57,24 +57,37 @@ def _flash_backward(node: fx.Node, args: Sequence[Any], head_axis: int = 1) -> i
     attention_backward.cu copies dO and O where their rows do not lie one after the other.
     """
     query, key = _shape(args[1]), _shape(args[2])
-    element, depth = _element(args[2]), query[-1]
     if len(query) == 3:  # of several lengths: (rows of all, head, depth)
-        batch, heads, kv_heads = _shape(args[6])[0] - 1, query[1], key[1]
-        rows, kv_rows, order = query[0] + 128 * batch, key[0], (0, 1, 2)
+        batch, heads = _shape(args[6])[0] - 1, query[1]
+        rows, order = query[0] + 128 * batch, (0, 1, 2)
+        kv_heads, kv_rows = key[1], key[0]
     else:
-        batch, heads, kv_heads = query[0], query[head_axis], key[head_axis]
-        rows, kv_rows = batch * _round_up(query[3 - head_axis], 128), batch * key[3 - head_axis]
-        order = (0, 3 - head_axis, head_axis, 3)
-    sums = -(-_multiprocessors(args[1]) // max(batch * heads, 1)) if _is_deterministic() else 1
-    accumulated = 4 * heads * rows * (sums * _round_up(depth, 32 if depth <= 128 else 64) + 1)
-    expanded = 0 if kv_heads == heads else 2 * element * heads * kv_rows * depth
-    return accumulated + expanded + sum(_bytes_to_lay_out(a, order) for a in (args[0], args[4]))
+        batch, heads = query[0], query[head_axis]
+        rows, order = batch * _round_up(query[3 - head_axis], 128), (0, 3 - head_axis, head_axis, 3)
+        kv_heads, kv_rows = key[head_axis], batch * key[3 - head_axis]
+    splits = -(-_multiprocessors(args[1]) // max(batch * heads, 1)) if _is_deterministic() else 1
+    summed = _sums_of_dq(rows, heads, query[-1], splits)
+    expanded = 0 if kv_heads == heads else 2 * _element(args[2]) * heads * kv_rows * query[-1]
+    return summed + expanded + sum(_bytes_to_lay_out(a, order) for a in (args[0], args[4]))
+
+
+def _sums_of_dq(rows: int, heads: int, depth: int, splits: int = 1) -> int:
+    """With the row sums of dO * O, in float32."""
+    return 4 * heads * rows * (splits * _round_up(depth, 32 if depth <= 128 else 64) + 1)
+
+
+def _cudnn_backward(node: fx.Node, args: Sequence[Any]) -> int:
+    """cuDNN does not say what its workspace holds. Its Hopper backward was seen to take what flash attention's does for
+    sums of dq and for dk and dv per query head (H100, torch 2.11). Deterministic it is not chosen."""
+    (batch, heads, rows, depth), key = _shape(args[1]), _shape(args[2])
+    expanded = 0 if key[1] == heads else 2 * _element(args[2]) * batch * heads * key[2] * depth
+    return _sums_of_dq(batch * _round_up(rows, 128), heads, depth) + expanded
 
 
 def _bytes_to_lay_out(value: fx.Node, order: Sequence[int]) -> int:
     """What a contiguous copy of it takes, its dimensions in this order; none where it lies so already."""
-    tensor, shape = tensors_of(value)[0], _shape(value)
-    expected = 1
+    shape = _shape(value)
+    tensor, expected = tensors_of(value)[0], 1
     for dim in reversed(order):
         if shape[dim] != 1 and hint(tensor.stride(dim)) != expected:
             return math.prod(shape) * tensor.element_size()
@@ -123,30 +136,60 @@ def _flex_backward(node: fx.Node, args: Sequence[Any]) -> int:
     return 4 * math.prod(_shape(args[0])[:-1])
 
 
+# aten/native/cuda/Sort.h: rows of so many are sorted where they are. SortStable.cu: longer ones each on its own from so
+# many on; and otherwise all at once, from so many rows on by cub's sort of segments.
+_MOST_IN_PLACE, _ROW_FILLS_DEVICE, _SEGMENTS = 4096, 1_000_000, 128
+
+
 def _sort(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/cuda/Sort.cpp and cub: a second buffer of keys, and two more of int64 places; where there are several
-    rows to sort, places also have their row."""
+    """aten/native/cuda/SortStable.cu and cub: a second buffer of keys, and two of int64 places. To sort several rows at
+    once, two buffers of places with their rows, and sorted keys that nobody reads besides."""
     shape, dim = _shape(args[0]), args[1] if len(args) > 1 else node.kwargs.get("dim", -1)
-    count = math.prod(shape)
-    has_rows = bool(shape) and isinstance(dim, int) and count > shape[dim]
-    return count * (_element(args[0]) + (28 if has_rows else 16))
+    if not shape or not isinstance(dim, int) or shape[dim] <= _MOST_IN_PLACE:
+        return 0
+    element, row, count = _element(args[0]), shape[dim], math.prod(shape)
+    rows = count // row
+    if rows == 1 or row >= _ROW_FILLS_DEVICE:
+        return row * (element + 16)
+    return count * (2 * element + 24 if rows < _SEGMENTS else element + 16)
+
+
+# aten/native/cuda/Indexing.cu, index_put_with_sort_kernel: linear, sorted and original places, int64, with cub's
+# buffers as much again.
+_SORTED_PLACE = 6 * 8
 
 
 def _index_put(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/cuda/Indexing.cu, index_put_with_sort_kernel: linear, sorted and original places, int64, with cub's
-    buffers as much again. Only where Inductor falls back to it: accumulation in a type without fast atomics, and
-    everything under deterministic algorithms."""
-    accumulate = len(args) > 3 and args[3]
-    is_fast = not accumulate or tensors_of(args[0])[0].dtype != torch.bfloat16
-    if is_fast and not torch.are_deterministic_algorithms_enabled():
+    """Only where Inductor falls back to the sort: accumulation in a type without fast atomics, and everything under
+    deterministic algorithms but one value where a mask says so."""
+    indices = [i for i in args[1] if isinstance(i, fx.Node)]
+    is_mask = [tensors_of(i)[0].dtype in (torch.bool, torch.uint8) for i in indices]
+    if is_mask == [True] and math.prod(_shape(args[2])) == 1:
         return 0
-    places = [_shape(i) for i in args[1] if isinstance(i, fx.Node)]
-    return 6 * 8 * max((math.prod(s) for s in places), default=0)
+    return _put(args[0], len(args) > 3 and args[3], [_shape(i) for i in indices])
 
 
-def _scatter_add(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/TensorAdvancedIndexing.cpp, _scatter_via_index_put: under deterministic algorithms, an index_put."""
-    return 6 * 8 * math.prod(_shape(args[2])) if torch.are_deterministic_algorithms_enabled() else 0
+def _masked_index_put(node: fx.Node, args: Sequence[Any]) -> int:
+    """It accumulates. Inductor makes an index_put of it."""
+    return _put(args[0], True, [_shape(i) for i in args[2] if isinstance(i, fx.Node)])
+
+
+def _put(into: fx.Node, accumulate: bool, places: Sequence[tuple[int, ...]]) -> int:
+    is_fast = not accumulate or tensors_of(into)[0].dtype != torch.bfloat16
+    if not places or (is_fast and not torch.are_deterministic_algorithms_enabled()):
+        return 0
+    return _SORTED_PLACE * math.prod(torch.broadcast_shapes(*places))
+
+
+def _scatter(node: fx.Node, args: Sequence[Any]) -> int:
+    """aten/native/TensorAdvancedIndexing.cpp, _scatter_via_index_put: under deterministic algorithms a tensor is put by
+    a sort of its places. One that is expanded along all other dimensions has as many as along this one."""
+    if not torch.are_deterministic_algorithms_enabled() or not isinstance(args[3], fx.Node):
+        return 0
+    shape, index = _shape(args[2]), tensors_of(args[2])[0]
+    dim = args[1] % max(len(shape), 1)
+    is_expanded = all(hint(index.stride(d)) == 0 for d in range(len(shape)) if d != dim)
+    return _SORTED_PLACE * (shape[dim] if shape and is_expanded else math.prod(shape))
 
 
 def _embedding_backward(node: fx.Node, args: Sequence[Any]) -> int:
@@ -181,9 +224,7 @@ _HIDDEN: dict[str, Callable[[fx.Node, Sequence[Any]], int]] = {
     "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten._flash_attention_backward": _flash_rows_first,
     "torch_attn._varlen_attn_backward": _flash_rows_first,
-    # cuDNN does not say what its workspace holds; its Hopper backward sums dq up in float32 too.
-    "aten._scaled_dot_product_cudnn_attention_backward": _flash_backward,
-    "aten._cudnn_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten._efficient_attention_backward": _efficient_backward,
     "flex_attention_backward": _flex_backward,
@@ -191,7 +232,11 @@ _HIDDEN: dict[str, Callable[[fx.Node, Sequence[Any]], int]] = {
     "aten.argsort": _sort,
     "aten.index_put": _index_put,
     "aten.index_put_": _index_put,
-    "aten.scatter_add": _scatter_add,
-    "aten.scatter_add_": _scatter_add,
+    "aten._unsafe_index_put": _index_put,
+    "aten._unsafe_masked_index_put_accumulate": _masked_index_put,
+    "aten.scatter": _scatter,
+    "aten.scatter_": _scatter,
+    "aten.scatter_add": _scatter,
+    "aten.scatter_add_": _scatter,
     "aten.embedding_dense_backward": _embedding_backward,
 }

@@ -20,14 +20,14 @@ class Beside:
     def __init__(self, device: torch.device, *, products: bool) -> None:
         self.products = products
         self.collectives_ms = 40.0
-        self._copies = IdleCopies(device)
+        self._copies = IdleCopies(device, down=True, up=True)
         shape = (MATMUL_SIZE, MATMUL_SIZE)
         self._left, self._right, self._out = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
         self._product_ms = self._time_product()
 
     def queue_copies(self, down: bool, up: bool) -> None:
         """They begin when the compute stream has come to where it is now."""
-        self._copies.queue(down, up, LONGER * self.collectives_ms)
+        self._copies.queue(down=down, up=up, ms=LONGER * self.collectives_ms)
 
     def queue_products(self) -> None:
         if self.products:

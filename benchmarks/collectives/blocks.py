@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.collective_trace import KERNEL, Event
-from benchmarks.copy_trace import Interval, busy_ms, span_ms
+from benchmarks.copy_trace import Interval, busy_ms, span_ms, way_of_copy
 from benchmarks.idle_copies import PIECE_BYTES
 from benchmarks.quartiles import summarize
 from benchmarks.schema import CollectiveBeside
@@ -27,7 +27,6 @@ PER_BLOCK = 8
 _GAPS = 0.05
 # A block begins with a kernel that holds the device up.
 _HOLDS_UP = "spin_kernel"
-_COPIES = {"Memcpy DtoH": "down", "Memcpy HtoD": "up"}
 _PRODUCTS = ("gemm", "nvjet")
 
 
@@ -51,7 +50,7 @@ class Traced:
     """A block's records. ``products`` is None where there are to be none."""
 
     collectives: dict[str, list[Interval]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    copies: dict[str, list[Interval]] = field(default_factory=lambda: {way: [] for way in _COPIES.values()})
+    copies: dict[str, list[Interval]] = field(default_factory=lambda: {"down": [], "up": []})
     products: list[Interval] | None = None
 
     @property
@@ -116,7 +115,7 @@ def _take(block: Traced, name: str, interval: Interval) -> None:
     named = KERNEL.match(name)
     if named and named[1] in KINDS:
         block.collectives[named[1]].append(interval)
-    elif way := next((way for begins, way in _COPIES.items() if name.startswith(begins)), None):
+    elif way := way_of_copy(name):
         block.copies[way].append(interval)
     elif block.products is not None and any(word in name for word in _PRODUCTS):
         block.products.append(interval)

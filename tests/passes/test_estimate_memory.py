@@ -222,58 +222,115 @@ def test_flash_attention_backward_sums_dq_in_float32_and_expands_heads() -> None
 
 def test_deterministic_flash_attention_backward_has_a_sum_of_dq_for_each_split() -> None:
     """Of 132 multiprocessors, as an H100 has."""
-    try:
-        torch.use_deterministic_algorithms(True)
+    with deterministic():
         assert hidden_bytes(flash_backward(32)) == 4 * 32 * 1024 * (5 * 128 + 1)
         assert hidden_bytes(flash_backward(32, batch=2)) == 2 * 4 * 32 * 1024 * (3 * 128 + 1)
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert hidden_bytes(flash_backward(32)) == 4 * 32 * 1024 * (128 + 1)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_varlen_flash_attention_backward_has_128_rows_more_for_each_sequence() -> None:
-    graph = fx.Graph()
-
-    def value(*shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
-        node = graph.placeholder("x")
-        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
-        return node
-
-    out, key, ends = value(1000, 16, 64), value(1200, 4, 64), value(4, dtype=torch.int32)
-    args = (out, out, key, key, out, value(16, 1000, dtype=torch.float32), ends, ends)
-    node = graph.call_function(aten._flash_attention_backward.default, args)
+    out, key = (meta(n, h, 64, dtype=torch.bfloat16) for n, h in ((1000, 16), (1200, 4)))
+    ends = meta(4, dtype=torch.int32)
+    node = call(aten._flash_attention_backward.default, out, out, key, key, out, meta(16, 1000), ends, ends)
     expanded = 2 * 2 * 16 * 1200 * 64
     assert hidden_bytes(node) == 4 * 16 * (1000 + 3 * 128) * (64 + 1) + expanded
 
 
-def test_scatters_sort_under_deterministic_algorithms() -> None:
+def call(target: Callable[..., object], *args: object, **kwargs: object) -> fx.Node:
+    """A node whose tensors are placeholders."""
     graph = fx.Graph()
-    into, index, source = (graph.placeholder(name) for name in ("into", "index", "source"))
-    into.meta["val"] = torch.empty(8, 16, device="meta")
-    index.meta["val"] = torch.empty(8, 16, dtype=torch.int64, device="meta")
-    source.meta["val"] = torch.empty(8, 16, device="meta")
-    scatter = graph.call_function(aten.scatter_add.default, (into, 1, index, source))
-    put = graph.call_function(aten.index_put.default, (into, [index], source, True))
-    assert (hidden_bytes(scatter), hidden_bytes(put)) == (0, 0)
+
+    def known(value: object) -> Any:
+        if isinstance(value, list):
+            return [known(v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    return graph.call_function(target, tuple(map(known, args)), {k: known(v) for k, v in kwargs.items()})
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
     try:
-        torch.use_deterministic_algorithms(True)
-        assert (hidden_bytes(scatter), hidden_bytes(put)) == (48 * 128, 48 * 128)
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_sort_of_rows_takes_more_than_one_of_a_vector() -> None:
-    def sort(*shape: int, dim: int) -> fx.Node:
-        graph = fx.Graph()
-        source = graph.placeholder("x")
-        source.meta["val"] = torch.empty(*shape, device="meta")
-        return graph.call_function(aten.sort.stable, (source,), {"stable": True, "dim": dim})
+PLACES = meta(8, 16, dtype=torch.int64)
+EXPANDED = meta(8, 1, dtype=torch.int64).expand(8, 16)
+MASK = meta(8, 16, dtype=torch.bool)
 
-    assert hidden_bytes(sort(4096, dim=-1)) == 4096 * (4 + 16)
-    assert hidden_bytes(sort(1, 4096, dim=1)) == 4096 * (4 + 16)
-    assert hidden_bytes(sort(2, 2048, dim=-1)) == 4096 * (4 + 28)
-    assert hidden_bytes(sort(4096, 1, dim=0)) == 4096 * (4 + 16)
+
+@pytest.mark.parametrize(
+    ("node", "fast", "sorted_places"),
+    [
+        (call(aten.index_put.default, meta(99), [PLACES], meta(8, 16), True), 0, 128),
+        (call(aten.index_put.default, meta(99), [PLACES], meta(8, 16)), 0, 128),
+        (call(aten.index_put.default, meta(99, dtype=torch.bfloat16), [PLACES], meta(8, 16), True), 128, 128),
+        (call(aten.index_put.default, meta(9, 9), [PLACES[:, :1], None, PLACES[:1]], meta(8, 16), True), 0, 128),
+        (call(aten.index_put_.default, meta(8, 16), [MASK], meta()), 0, 0),  # Inductor fills what is masked
+        (call(aten.index_put_.default, meta(8, 16), [MASK], meta(128)), 0, 128),
+        (call(aten._unsafe_index_put.default, meta(99), [PLACES], meta(8, 16), True), 0, 128),
+        (call(aten._unsafe_masked_index_put_accumulate.default, meta(99), MASK, [PLACES], meta(8, 16)), 0, 128),
+        (call(aten.scatter_add.default, meta(8, 16), 1, PLACES, meta(8, 16)), 0, 128),
+        (call(aten.scatter_add.default, meta(8, 16), -2, EXPANDED, meta(8, 16)), 0, 8),
+        (call(aten.scatter_add.default, meta(8, 16), 1, EXPANDED, meta(8, 16)), 0, 128),
+        (call(aten.scatter.src, meta(8, 16), 1, PLACES, meta(8, 16)), 0, 128),
+        (call(aten.scatter.value, meta(8, 16), 1, PLACES, 0.0), 0, 0),
+    ],
+)
+def test_scatters_sort_their_places_under_deterministic_algorithms(
+    node: fx.Node, fast: int, sorted_places: int
+) -> None:
+    assert hidden_bytes(node) == 48 * fast
+    with deterministic():
+        assert hidden_bytes(node) == 48 * sorted_places
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "nbytes"),
+    [
+        ((8192,), -1, 8192 * 20),
+        ((1, 8192), 1, 8192 * 20),
+        ((4096, 64), 0, 0),  # sorted where they are
+        ((4, 1 << 20), 1, (1 << 20) * 20),  # one row at a time
+        ((4, 8192), 1, 4 * 8192 * 32),
+        ((128, 8192), -1, 128 * 8192 * 20),
+        ((), -1, 0),
+    ],
+)
+def test_a_sort_has_buffers_of_keys_and_places(shape: tuple[int, ...], dim: int, nbytes: int) -> None:
+    assert hidden_bytes(call(aten.sort.stable, meta(*shape), stable=True, dim=dim)) == nbytes
+
+
+def test_cudnn_attention_backward_takes_what_flash_attention_does_rows_first() -> None:
+    def value(heads: int) -> Tensor:
+        return meta(2, heads, 1000, 64, dtype=torch.bfloat16)
+
+    target = aten._scaled_dot_product_cudnn_attention_backward.default
+    summed, expanded = 4 * 2 * 32 * 1024 * (64 + 1), 2 * 2 * 2 * 32 * 1000 * 64
+    assert hidden_bytes(call(target, *(value(32) for _ in range(5)))) == summed
+    fewer = call(target, value(32), value(32), value(8), value(8), value(32))
+    assert hidden_bytes(fewer) == summed + expanded
+    with deterministic():
+        assert hidden_bytes(fewer) == summed + expanded
+
+
+def test_what_is_not_known_of_a_call_hides_nothing() -> None:
+    q = meta(1, 4, 256, 64, dtype=torch.bfloat16)
+    target = aten._scaled_dot_product_flash_attention_backward.default
+    assert hidden_bytes(call(target, None, q, q, q, None)) == 0
+    assert hidden_bytes(call(target, grad_out=q, query=q, key=q, value=q, out=q)) == 0
 
 
 def test_symbolic_sizes_take_what_their_hints_do_and_no_guard_is_added() -> None:
