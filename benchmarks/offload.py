@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -109,28 +108,8 @@ def reset_stats(variant: Variant) -> None:
         fxoffload.reset_stats()
 
 
-@contextlib.contextmanager
-def without_copies() -> Iterator[None]:
-    """Forwards keep everything meanwhile, and nothing is compiled. Calls that follow a plan over several graphs compute
-    as much again as they do with copies; nothing paces them."""
-    from fxoffload.graphs import CompiledGraph
-    from fxoffload.runtime.steps.calls import Site
-    from fxoffload.runtime.windows import Choice
+def without_copies() -> contextlib.AbstractContextManager[None]:
+    """Steps keep everything meanwhile, and compute as much again as with copies."""
+    from fxoffload import override_policy
 
-    begins, choose = Site.forward_begins, CompiledGraph.choose
-
-    def kept(choice: Choice) -> Choice:
-        return dataclasses.replace(choice, offload=(False,) * len(choice.offload), paced=False)
-
-    def forward_begins(site: Site, args: Sequence[Any]) -> None:
-        begins(site, args)
-        site.followed = None if site.followed is None else kept(site.followed)
-
-    def choose_to_keep(graph: CompiledGraph, instead: Choice | None = None) -> Choice:
-        return kept(choose(graph, instead))
-
-    with (
-        mock.patch.object(Site, "forward_begins", forward_begins),
-        mock.patch.object(CompiledGraph, "choose", choose_to_keep),
-    ):
-        yield
+    return override_policy("keep_all")

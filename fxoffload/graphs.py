@@ -77,6 +77,16 @@ class CompiledGraph:
         """Whether the forward call that begins now does what a plan says, and nothing else."""
         return not self.keeps_everything and not self.decisions and (_override.policy or self.policy) == "auto"
 
+    def may_keep(self) -> bool:
+        """Whether it computes what a plan over several graphs says, and offloads nothing: it would follow the plan, but
+        for ``override_policy("keep_all")``."""
+        return (
+            not self.keeps_everything
+            and not self.decisions
+            and self.policy == "auto"
+            and _override.policy == "keep_all"
+        )
+
     def choose(self, instead: Choice | None = None) -> Choice:
         """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``instead``: what
         takes the place of ``planned``: for a call of another size, or by this call's place in a plan for the step."""
@@ -124,6 +134,9 @@ def graphs() -> list[CompiledGraph]:
 @contextlib.contextmanager
 def override_policy(policy: str) -> Iterator[None]:
     """Run the forwards of this thread under another policy: "auto", "offload_all" or "keep_all". Nothing recompiles.
+
+    Under "keep_all" what a plan computes again is still computed again: a step has the very bits that it has with
+    offloading. (Under "offload_all" calls of a plan over several graphs run them as they were compiled.)
 
     Raises:
         ValueError: unknown policy.

@@ -304,7 +304,8 @@ class CompileSession:
 
             def join() -> None:
                 site.part, site.edges = found
-                site.planner, site.may_follow = plan_tape, forward.graph.may_follow
+                site.planner = plan_tape
+                site.may_follow, site.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
                     site.gives_up = partial(_warn_of_irregular_steps, budget)
 
@@ -416,7 +417,7 @@ class CompileSession:
         def decide(args: list[Any]) -> Choice:
             instead = site.followed
             if instead is not None and instead.variant:
-                if graph.may_follow():
+                if graph.may_follow() or graph.may_keep():
                     return variants.in_order(instead)
                 instead = None
             if by_size is not None and graph.may_follow():

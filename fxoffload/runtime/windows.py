@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +40,7 @@ class Choice:
     variant: int = 0
     watches: bool = False
     paced: bool = False
+
+    def kept(self) -> Choice:
+        """The same with nothing offloaded."""
+        return replace(self, offload=(False,) * len(self.offload), paced=False)

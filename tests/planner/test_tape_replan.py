@@ -738,7 +738,33 @@ def _another_policy(on: Run) -> None:
         on.step()
 
 
-ODD = (_hooked, _raises_in_forward, _raises_in_backward, _twice, _two_forwards, _no_backward, _another_policy)
+def _everything_kept(on: Run) -> None:
+    with fxoffload.override_policy("keep_all"):
+        on.step()
+
+
+def _the_last_layers_kept(on: Run) -> None:
+    """The policy changes in the middle of a step."""
+    policy = fxoffload.override_policy("keep_all")
+    hook = on.model.layers[1].register_forward_pre_hook(lambda *_: policy.__enter__())  # type: ignore[index,union-attr]
+    try:
+        on.step()
+    finally:
+        hook.remove()
+        policy.__exit__(None, None, None)
+
+
+ODD = (
+    _hooked,
+    _raises_in_forward,
+    _raises_in_backward,
+    _twice,
+    _two_forwards,
+    _no_backward,
+    _another_policy,
+    _everything_kept,
+    _the_last_layers_kept,
+)
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -111,6 +111,23 @@ def hungry(run: Run) -> None:
         waiting.pop().backward()
 
 
+def test_steps_that_keep_what_the_plan_offloads_do_not_count(engine: CopyEngine) -> None:
+    """They need no host memory, and the plan does."""
+    run = recorded(MODELS["stack"], activation_budget=in_between())
+    before = reserved()
+    run.steps(UNTIL_TRIM - 1)
+    with fxoffload.override_policy("keep_all"):
+        run.steps(3 * UNTIL_TRIM)
+    assert (trimmed(), reserved()) == (0, before)
+    run.steps(UNTIL_TRIM)
+    assert (trimmed(), reserved()) == (0, before)
+    run.step()
+    assert 0 < trimmed() == before - reserved()
+    engine.arena.mark()
+    run.step()
+    assert reserved() - PAGE < engine.arena.highest_bytes <= reserved()
+
+
 def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEngine) -> None:
     """Steps are counted anew behind it."""
     run = recorded(MODELS["stack"], activation_budget=in_between())

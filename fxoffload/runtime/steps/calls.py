@@ -72,6 +72,7 @@ class Site:
         edges: of the graph.
         planner: plans a chain that begins here.
         may_follow: whether the graph does what a plan says, at the moment.
+        may_keep: whether it computes what a plan says, but keeps everything.
         followed: what the forward that begins now is to do; None: what it does without a plan.
         written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
         at_first: what a forward does until its chain is planned, in the first steps, and in those in which a size is
@@ -89,6 +90,7 @@ class Site:
     edges: Edges | None = None
     planner: Planner | None = None
     may_follow: Callable[[], bool] = lambda: False
+    may_keep: Callable[[], bool] = lambda: False
     followed: Choice | None = None
     at_first: Choice | None = None
     written: set[str] = field(default_factory=set)
@@ -236,7 +238,8 @@ class StepCalls:
             if step.plan is not None and not step.plan.serves(place, sizes):
                 step.spoil(missed=True)
                 step.is_outgrown = step.awaits_plan = True
-            if step.plan is not None and not site.may_follow():
+            keeps = site.may_keep()
+            if step.plan is not None and not keeps and not site.may_follow():
                 step.spoil()
             if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
@@ -244,6 +247,9 @@ class StepCalls:
             self._plan_together(step, site)
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
+                if keeps:
+                    site.followed = site.followed.kept()
+                    step.keep()
             elif step.awaits_plan:
                 site.followed = site.at_first
             if step.recording is not None:
@@ -540,7 +546,7 @@ class StepCalls:
         if trim is None:
             return
         plan = None if step.followed is None else step.followed()
-        if plan is not None and step.regular and step.is_complete and plan.is_settled:
+        if plan is not None and step.regular and step.is_complete and plan.is_settled and not step.keeps:
             trim.followed(plan, lambda: all(site.may_trim for site in self._sites), self._bytes_of_others)
         elif step.was_planned or step.awaits_plan:
             trim.interrupted()

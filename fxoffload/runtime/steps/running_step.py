@@ -74,6 +74,7 @@ class RunningStep:
     has_several: bool = False  # it was recorded, and several forwards waited when the first backward began
     is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
+    keeps: bool = False  # a call computes what the plan says, and moves nothing
     record: Record | None = None  # of a step that is complete
     live_bytes: LiveBytes = field(default_factory=LiveBytes)
     edges: EdgeWatch = field(default_factory=EdgeWatch)
@@ -95,6 +96,13 @@ class RunningStep:
         self.records = False
         self.edges.clear()
         self.end_recording()
+
+    def keep(self) -> None:
+        """A call keeps what it would offload: what such a step takes says nothing of the plan."""
+        self.keeps = True
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.drop()
 
     def end_recording(self) -> None:
         """What was measured counts if the step was what was planned, to its end."""
