@@ -422,7 +422,7 @@ class CompileSession:
                 instead = None
             if by_size is not None and graph.may_follow():
                 instead = by_size.choice(args)
-            chosen = graph.choose(instead)
+            chosen = instead if instead is not None and graph.may_keep() else graph.choose(instead)
             return replace(chosen, offload=[chosen.offload[i] for i in built.order])
 
         def clock(args: list[Any]) -> SegmentClock | None:

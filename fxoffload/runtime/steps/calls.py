@@ -224,7 +224,7 @@ class StepCalls:
                     step.spoil()
                 return
             if step is None or self._is_over(step, site):
-                overlaps = step is not None and any(c.waits() for c in step.pending)
+                overlaps = step is not None and not step.keeps and any(c.waits() for c in step.pending)
                 self._finish()
                 step = self._step = self._begin(site, args)
                 if overlaps:
@@ -250,7 +250,7 @@ class StepCalls:
                 if keeps:
                     site.followed = site.followed.kept()
                     step.keep()
-            elif step.awaits_plan:
+            elif step.awaits_plan and not keeps:
                 site.followed = site.at_first
             if step.recording is not None:
                 site.measure = partial(step.recording.begin, "forward", place)
@@ -326,14 +326,14 @@ class StepCalls:
             return False
         # A forward that goes through the same graphs again, when nothing waits for its backward any more.
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
-        return again and not any(c.waits() for c in step.pending)
+        return again and (step.keeps or not any(c.waits() for c in step.pending))
 
     def _begin(self, site: Site, args: Sequence[Any]) -> RunningStep:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
         step = RunningStep(chain.sizes, live_bytes=LiveBytes(self._others))
         follower = None if chain.ready is None else chain.ready.follower
-        if follower is not None:
+        if follower is not None and not site.may_keep():
             step.recording = follower.step_begins()
         is_unknown = self._memory is not None and site.at_first is not None and chains.may_measure(chain)
         if is_unknown and site.may_follow():
@@ -530,8 +530,8 @@ class StepCalls:
             self._plan_if_seen_twice(first, step)
             if step.began_recording and step.has_several and first.chains.gives_up:
                 first.gives_up()
-        elif chain is None:
-            return  # forgotten meanwhile
+        elif chain is None or (step.keeps and not step.regular):
+            return  # forgotten meanwhile; or somebody looked at something, which says nothing of the steps to come
         elif step.regular and step.is_complete:
             chain.num_misses = 0
             self._plan_as_measured(first, chain, step)
