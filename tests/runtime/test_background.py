@@ -15,10 +15,13 @@ from fxoffload.runtime import background
 # Each thread says so in one write: print() writes the end of its line behind it, and another thread may come between.
 # What still runs when the interpreter ends is ended by it, in the middle of torch's own code.
 ENDS = """
-import os, sys, time, torch
+import os, sys, threading, time, torch
 from fxoffload.runtime import background
 
+begun = threading.Event()
+
 def work(name):
+    begun.set()
     while not background.is_ending():
         torch.ones(64).add_(1)
     end = time.monotonic() + 0.5
@@ -28,6 +31,7 @@ def work(name):
 
 for name in ("first", "second"):
     background.{start}(work, name, name=name)
+begun.wait()
 print("main", flush=True)
 {end}
 """
