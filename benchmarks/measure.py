@@ -136,8 +136,8 @@ class Measurement:
         self.result.num_graphs_at_end = count_graphs()
 
     def trace_collectives(self) -> None:
-        """With the plan's copies; of fxoffload also without any, and with copies to the host that nothing waits for. So
-        many queued up would hold the step: FSDP's own small copies up come behind them."""
+        """With the plan's copies; of fxoffload also without any, and with copies to the host that nothing waits for.
+        (As many from the host would hold the step: FSDP's own small copies come behind them.)"""
         result = self.result
         if result.step_ms is None or not uses_fxoffload(self.request.variant):
             result.collectives = trace_in_turn(self.stepper, {"plan": contextlib.nullcontext})["plan"]

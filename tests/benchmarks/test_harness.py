@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import collective_trace
+from benchmarks import collective_trace, measure
 from benchmarks.allocator_trace import Arrival, _mark_arrivals, replay
 from benchmarks.arguments import (
     SHARED_OPTIONS,
@@ -46,6 +46,7 @@ from benchmarks.schema import (
 from benchmarks.steps import Stepper
 from benchmarks.tables import render
 from benchmarks.workloads import build_job
+from fxoffload.graphs import _override
 
 CPU = torch.device("cpu")
 TINY = Case(
@@ -342,6 +343,43 @@ def test_idle_copies_are_not_to_make_collectives_take_longer(
         assert found["figures"]["ratios"] == {what: pytest.approx(took / 100)}
     elif took is not None:
         assert found["figures"]["does not count, beside copies for this part of the time"] == {what: beside}
+
+
+def test_collectives_are_traced_beside_the_plan_s_copies_none_and_idle_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    class Idle:
+        def __init__(self, device: torch.device, **ways: bool) -> None:
+            told.append(ways)
+
+        def queue(self, **how: object) -> None:
+            told.append(how)
+
+    def begins_with(_: Stepper) -> str:
+        before = len(told)
+        if stepper._begin is not None:
+            stepper._begin()
+        return f"{_override.policy} {len(told) - before}"
+
+    def traced(_: Stepper, ways: dict[str, collective_trace.Steps]) -> dict[str, dict[str, str]]:
+        found = {}
+        for way, context in ways.items():
+            with context():
+                found[way] = {"AllGather": begins_with(stepper)}
+        return found
+
+    monkeypatch.setattr(measure, "IdleCopies", Idle)
+    monkeypatch.setattr(measure, "trace_in_turn", traced)
+    stepper = Stepper(None, lambda: torch.ones(()), torch.device("cpu"))  # type: ignore[arg-type]
+    for kind, without, idle in (("auto", "keep_all 0", {"down": {"AllGather": "keep_all 1"}}), ("inductor", None, {})):
+        request = Request("fsdp", TINY, Variant(kind, kind), Protocol(ranks=2))
+        one = measure.Measurement(request, Result(step_ms=summarize([100.0])), torch.device("cpu"), lambda: stepper)
+        one._stepper = stepper
+        one.trace_collectives()
+        assert one.result.collectives == {"AllGather": "None 0"}
+        assert one.result.collectives_without.get("AllGather") == without
+        assert one.result.collectives_idle == idle
+    assert told == [{"down": True, "up": False}, {"down": True, "up": False, "ms": pytest.approx(110.0)}]
 
 
 def test_steps_can_begin_with_something_else() -> None:
