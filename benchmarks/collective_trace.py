@@ -46,10 +46,10 @@ def trace_collectives(stepper: Stepper) -> list[Event]:
     return [e for e in profiler.events() or () if KERNEL.match(e.name) or way_of_copy(e.name)]
 
 
-Steps = Callable[[], contextlib.AbstractContextManager[None]]
+StepsContext = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def trace_in_turn(stepper: Stepper, ways: Mapping[str, Steps]) -> dict[str, dict[str, Collective]]:
+def trace_in_turn(stepper: Stepper, ways: Mapping[str, StepsContext]) -> dict[str, dict[str, Collective]]:
     """The collectives of several ways of taking the same steps: by way, and by kind.
 
     Args:

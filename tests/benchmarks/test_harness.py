@@ -361,7 +361,7 @@ def test_collectives_are_traced_beside_the_plan_s_copies_none_and_idle_ones(monk
             stepper._begin()
         return f"{_override.policy} {len(told) - before}"
 
-    def traced(_: Stepper, ways: dict[str, collective_trace.Steps]) -> dict[str, dict[str, str]]:
+    def traced(_: Stepper, ways: dict[str, collective_trace.StepsContext]) -> dict[str, dict[str, str]]:
         found = {}
         for way, context in ways.items():
             with context():

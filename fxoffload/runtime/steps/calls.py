@@ -324,7 +324,8 @@ class StepCalls:
         goes_on = step.plan is not None and step.plan.has(len(step.calls), site)
         if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
             return False
-        # A forward that goes through the same graphs again, when nothing waits for its backward any more.
+        # A forward that goes through the same graphs again, when nothing waits for its backward any more; or what does
+        # was kept, to be looked at beside the steps of the plan.
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
         return again and (step.keeps or not any(c.waits() for c in step.pending))
 

@@ -100,9 +100,7 @@ class RunningStep:
     def keep(self) -> None:
         """A call keeps what it would offload: what such a step takes says nothing of the plan."""
         self.keeps = True
-        recording, self.recording = self.recording, None
-        if recording is not None:
-            recording.drop()
+        self.end_recording()
 
     def end_recording(self) -> None:
         """What was measured counts if the step was what was planned, to its end."""
