@@ -67,31 +67,6 @@ def _lower_quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def once_all_there(by_rank: Sequence[Mapping[str, Collective]]) -> dict[str, list[float]]:
-    """What each collective took once all ranks had come to it, by kind: on the rank that came last and waited for
-    nobody, where it was shortest. All ranks make the same ones; kinds of which a rank saw another number are left
-    out."""
-    found = {}
-    for kind, mine in by_rank[0].items():
-        peers = [ours[kind] for ours in by_rank if kind in ours]
-        if mine.count and len(peers) == len(by_rank) and len({len(peer.each_ms) for peer in peers}) == 1:
-            found[kind] = list(map(min, zip(*(peer.each_ms for peer in peers), strict=True)))
-    return found
-
-
-def usual_sum(each_ms: Sequence[float], count: float) -> float | None:
-    """Of the collectives of a step: each place in the step counts with its median over the steps. None: the steps did
-    not have the same number of them.
-
-    Args:
-        each_ms: of all steps, one after the other.
-        count: in a step.
-    """
-    if count != int(count) or not count or len(each_ms) % int(count):
-        return None
-    return sum(statistics.median(each_ms[place :: int(count)]) for place in range(int(count)))
-
-
 def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> dict[str, Collective]:
     """Of traces of so many steps each; what is in one has times from its own beginning. A kernel runs from the moment
     its own rank starts it: what it waits for its peers is in its time."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collective_trace import once_all_there, usual_sum
+from benchmarks.collective_times import once_all_there, usual_sum
 from benchmarks.schema import Collective, Request, Result
 
 

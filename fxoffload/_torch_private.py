@@ -8,7 +8,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,45 @@ def optimized_modules_of(module: nn.Module) -> list[nn.Module]:
 def in_backward() -> bool:
     """Whether this thread is running a node of an autograd backward (reentrant checkpoint's second forward)."""
     return torch._C._current_graph_task_id() != -1
+
+
+# -- what the caching allocator records --------------------------------------------------------------------------------
+
+
+class AllocatorEvent(NamedTuple):
+    """One allocation, or one free that was asked for. ``nbytes``: as asked for, not as rounded. ``has_frames``: it was
+    recorded with a traceback."""
+
+    is_allocation: bool
+    nbytes: int
+    has_frames: bool
+
+
+def records_allocator_events() -> bool:
+    """Whether somebody has the caching allocator record its events. True where that cannot be known."""
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return is_enabled is None or bool(is_enabled())
+
+
+def record_allocator_events(most: int) -> None:
+    """Have the caching allocator record its events on all devices, the last ``most`` of each, without tracebacks."""
+    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=most, clear_history=True)
+
+
+def stop_recording_allocator_events() -> None:
+    """Likewise record nothing. What was recorded is gone."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def allocator_events(index: int) -> list[AllocatorEvent]:
+    """What was recorded of one device, in its order. Takes tens of milliseconds."""
+    traces = torch.cuda.memory._snapshot().get("device_traces", [])
+    kinds = {"alloc": True, "free_requested": False}
+    return [
+        AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames")))
+        for e in (traces[index] if index < len(traces) else ())
+        if e["action"] in kinds
+    ]
 
 
 # -- phases: what FSDP holds, reads and is in the middle of ------------------------------------------------------------

@@ -16,7 +16,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,7 +42,7 @@ from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.steps.chains import Following, Seen
-from fxoffload.runtime.steps.held import CallAt, Held
+from fxoffload.runtime.steps.held import Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
@@ -125,7 +125,7 @@ class TapePlanning:
             ran = self.compiled
             if seen.sizes != self.sizes:
                 ran = self._ways(parts_at(parts, seen.sizes), seen.held, written).as_compiled()
-            self.ways.beside = self._beside(ran, seen.live_bytes)
+            self.ways.beside = self._beside(ran, seen)
             self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
@@ -178,7 +178,7 @@ class TapePlanning:
             prefetch_budget=self.budgets.prefetch,
         )
 
-    def _beside(self, compiled: TapeOption, live_bytes: Mapping[CallAt, int]) -> Beside:
+    def _beside(self, compiled: TapeOption, seen: Seen) -> Beside:
         """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``). Where sizes
         vary they are those of the first step of this size, or nearly: it may have been shorter than what is planned
         for, by less than a step of the grid. Where no such step could be measured, it is an estimate from steps of
@@ -193,7 +193,7 @@ class TapePlanning:
             goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
         step = chain.step
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
-        return beside_when_calls_begin(chain, ran, live_bytes)
+        return beside_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
     def run(self) -> Schedule:
         """What to do."""

@@ -9,32 +9,51 @@ stands there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
 from fxoffload.planner.simulate import Boundary, Simulation
-from fxoffload.runtime.clocks.chain_clock import TURN, lies_between
+from fxoffload.runtime.clocks.chain_clock import TURN, entry_of, lies_between
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings
 from fxoffload.runtime.steps.held import CallAt
 
 
-def beside_when_calls_begin(chain: Chain, graphs: Simulation, live_bytes: Mapping[CallAt, int]) -> Beside:
-    """By what was on the device when each call began.
+def beside_when_calls_begin(
+    chain: Chain,
+    graphs: Simulation,
+    live_bytes: Mapping[CallAt, int],
+    gap_bytes: Mapping[CallAt, int] = MappingProxyType({}),
+) -> Beside:
+    """By what was on the device when each call began, and at most between the one before and it.
 
     Args:
         chain: that ran, with nothing beside it.
         graphs: what it takes as it ran.
         live_bytes: as of ``fxoffload.runtime.steps.calls``; nothing is known where it is empty.
+        gap_bytes: likewise.
     """
     if not live_bytes:
         return BESIDE_NOTHING
     known: dict[CallAt, int] = {}
-    first = len(chain.step.forward)
+    first, last = len(chain.step.forward), len(chain.sizes) - 1
     for call, (down, up) in enumerate(zip(chain.forward, chain.backward, strict=True)):
         # Behind the entry, or what stands in its place: what the caller made for the call is there, no reload is.
         known["forward", call] = graphs.boundaries[down].after_bytes
         known["backward", call] = graphs.boundaries[first + up - 1].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
-    return Beside(tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES))
+    gaps = []
+    for (phase, call), nbytes in gap_bytes.items():
+        # What was beside the call before is there still.
+        if phase == "forward":
+            gaps.append((entry_of(phase, call), nbytes + found.get((phase, call - 1), 0)))
+        elif call < last:
+            gaps.append((entry_of(phase, call), nbytes + found.get((phase, call + 1), 0)))
+        else:
+            # No segment stands there: the next one begins when what nobody needs any more is gone.
+            gone = max(graphs.boundaries[first - 1].after_bytes - graphs.boundaries[first].live_bytes, 0)
+            gaps.append((TURN, nbytes + gone + found.get(("forward", last), 0)))
+    calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
+    return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
 
 
 def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Beside:

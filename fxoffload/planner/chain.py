@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.clocks.chain_clock import entry_of, segment_of
+from fxoffload.runtime.clocks.chain_clock import TURN, entry_of, segment_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
 from fxoffload.runtime.steps.held import Held, Moment
 from fxoffload.runtime.windows import Windows
@@ -29,7 +29,7 @@ class Beside:
     Attributes:
         calls: per phase, per call: while it runs. Empty: nothing.
         gaps: between two calls, by the empty segment that stands there: what is allocated, and freed again or not,
-            above what the chain has there.
+            above what the chain has there. Where no segment stands at the turn, the first one behind it has as much.
     """
 
     calls: tuple[tuple[int, ...], ...] = ()
@@ -50,6 +50,7 @@ class Chain:
         candidates: per call, its candidates' names in ``step``; None for what stays whatever is decided.
         sizes: per call, its segments forward and backward.
         beside: what the working sets of ``step`` hold of others (``fxoffload.planner.beside``).
+        turn_bytes: likewise that of the first backward segment, for the turn alone.
     """
 
     step: TrainingStep
@@ -58,6 +59,7 @@ class Chain:
     candidates: tuple[tuple[str | None, ...], ...]
     sizes: tuple[tuple[int, int], ...]
     beside: Beside = BESIDE_NOTHING
+    turn_bytes: int = 0
 
     def offload_of(self, call: int, offload: Sequence[bool]) -> tuple[bool, ...]:
         """The part of one call of decisions for ``step``: one bool per candidate of the call."""
@@ -88,9 +90,15 @@ class Chain:
         if beside == self.beside:
             return self
         more, less = self._by_segment(beside), self._by_segment(self.beside)
+        first = self.step.backward[0]
+        at_turn = 0 if any(s.name == TURN for s in self.step.forward) else dict(beside.gaps).get(TURN, 0)
+        own = first.temp_bytes - self.turn_bytes - less.get(("backward", first.name), 0)
+        turn_bytes = max(at_turn - own - more.get(("backward", first.name), 0), 0)
 
         def changed(phase: Phase, segments: Iterable[SegmentStep]) -> tuple[SegmentStep, ...]:
             by = {s.name: more.get((phase, s.name), 0) - less.get((phase, s.name), 0) for s in segments}
+            if phase == "backward":
+                by[first.name] += turn_bytes - self.turn_bytes
             return tuple(replace(s, temp_bytes=s.temp_bytes + by[s.name]) for s in segments)
 
         step = replace(
@@ -98,7 +106,7 @@ class Chain:
             forward=changed("forward", self.step.forward),
             backward=changed("backward", self.step.backward),
         )
-        return replace(self, step=step, beside=beside)
+        return replace(self, step=step, beside=beside, turn_bytes=turn_bytes)
 
     def _by_segment(self, beside: Beside) -> dict[tuple[Phase, str], int]:
         found: dict[tuple[Phase, str], int] = {}

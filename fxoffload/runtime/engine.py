@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import ModifiedInputError
+from fxoffload.runtime.clocks.allocator_history import cuda_history
 from fxoffload.runtime.clocks.allocator_trace import cuda_memory
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.host_memory.arena import (
@@ -93,9 +94,14 @@ class CopyEngine:
         self.arena = arena
         self.tape = Tape()
         on_gpu = device.type == "cuda"
-        memory = cuda_memory(device) if on_gpu else None
-        others = others_watch(device) if on_gpu else None
-        self.calls = StepCalls(self._sources, in_background=on_gpu, memory=memory, others=others, trim=HostTrim(self))
+        self.calls = StepCalls(
+            self._sources,
+            in_background=on_gpu,
+            memory=cuda_memory(device) if on_gpu else None,
+            history=cuda_history(device) if on_gpu else None,
+            others=others_watch(device) if on_gpu else None,
+            trim=HostTrim(self),
+        )
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = threading.RLock()
         self._in_flight: deque[_InFlight] = deque()

@@ -22,7 +22,8 @@ from benchmarks.arguments import (
 )
 from benchmarks.claims import check_claims
 from benchmarks.cli import app
-from benchmarks.collective_trace import once_all_there, summarize_collectives, usual_sum
+from benchmarks.collective_times import once_all_there, usual_sum
+from benchmarks.collective_trace import summarize_collectives
 from benchmarks.copy_trace import Interval, summarize_copies
 from benchmarks.derived import derive
 from benchmarks.gradients import digest_gradients
@@ -267,7 +268,10 @@ def test_copies_are_not_to_make_collectives_take_longer(took: float | None, held
     rows = [_record(Variant(k, k), 1.0, 1.0) for k in ("inductor", "offload_all", "keep_all")]
     for row, all_there in zip(rows, (90.0, took, 150.0), strict=True):
         row.result.collectives = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=all_there)}
-        row.result.collectives_without = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=100.0)}
+        each = [50.0, 50.0] * 2
+        row.result.collectives_without = {
+            "AllGather": Collective(2, 200.0, 200.0, all_there_ms=100.0, each_all_there_ms=each)
+        }
     rows[1].result.stats_per_step = {"bytes_offloaded": 1, "bytes_reloaded": 1, "host_bytes_reserved": 1}
     link = {"d2h_gb_per_s": 50.0, "h2d_gb_per_s": 50.0}
     report = Report("fsdp", {}, Protocol(), link, rows, derive(rows, link))
@@ -275,19 +279,35 @@ def test_copies_are_not_to_make_collectives_take_longer(took: float | None, held
     assert [c["held"] for c in found] == [held]
 
 
-@pytest.mark.parametrize(("other", "held"), [(102.0, False), (104.0, None)])
-def test_where_references_differ_the_claim_is_open(other: float, held: bool | None) -> None:
-    """Two processes whose steps without copies took 100 ms and ``other``."""
+@pytest.mark.parametrize(
+    ("took", "each", "held"),
+    [
+        (102.0, [40.0, 60.0, 41.0, 61.0], True),
+        (102.0, [40.0, 60.0, 42.0, 62.0], None),
+        (102.0, [], None),
+        (106.0, [40.0, 60.0, 41.0, 61.0], False),
+        (106.0, [40.0, 60.0, 42.0, 62.0], None),
+        (106.0, [], False),
+    ],
+)
+def test_where_the_steps_without_copies_differ_the_claim_is_open(
+    took: float, each: list[float], held: bool | None
+) -> None:
+    """Two steps without copies, of two collectives each. Other processes compute something else: they say nothing."""
     rows = [_record(Variant(f"auto@n={n}", "auto", {"n": n}), 1.0, 1.0) for n in range(2)]
-    for row, alone in zip(rows, (100.0, other), strict=True):
-        row.result.collectives = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=106.0)}
-        row.result.collectives_without = {"AllGather": Collective(16, 200.0, 200.0, all_there_ms=alone)}
+    for row, alone in zip(rows, (100.0, 200.0), strict=True):
+        known = [ms * alone / 100 for ms in each]
+        row.result.collectives = {"AllGather": Collective(2, 200.0, 200.0, all_there_ms=took * alone / 100)}
+        row.result.collectives_without = {
+            "AllGather": Collective(2, 200.0, 200.0, all_there_ms=alone, each_all_there_ms=known)
+        }
         row.result.stats_per_step = {"bytes_offloaded": 1, "bytes_reloaded": 1, "host_bytes_reserved": 1}
     link = {"d2h_gb_per_s": 50.0, "h2d_gb_per_s": 50.0}
     report = Report("fsdp", {}, Protocol(), link, rows, derive(rows, link))
     (found,) = [c for c in check_claims(report) if "collectives" in c["claim"]]
     assert found["held"] is held
-    assert found["figures"]["references differ by"] == pytest.approx({"AllGather": other / 100 - 1})
+    differ = {f"AllGather of auto@n={n}": pytest.approx(sum(each[2:]) / 100 - 1) for n in range(2)} if each else {}
+    assert found["figures"]["halves of the steps without differ by"] == differ
 
 
 def test_ways_of_taking_steps_are_traced_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,10 @@ from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.clocks.allocator_trace import Block, Memory
+from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Readings, Sample
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.steps.held import CallAt, Held, Moment
 from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
 from tests.planner.chains import training_steps
 
@@ -60,6 +62,32 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
     assert larger.peak_bytes <= ran.peak_bytes + max(map(max, calls))
     again = chain.with_beside(beside).with_beside(BESIDE_NOTHING).step
     assert (again.forward, again.backward) == (chain.step.forward, chain.step.backward)
+
+
+def test_what_is_seen_between_calls_when_they_ran() -> None:
+    """With what was beside the call before; at the turn also what the chain has no longer when its backward begins."""
+    chain = concatenate([_step() for _ in range(3)], [Held(((2, "y"),), Moment("forward", 2))])
+    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    first = len(chain.step.forward)
+    live: dict[CallAt, int] = {
+        ("forward", 0): 0,
+        ("forward", 2): ran.boundaries[chain.forward[2]].after_bytes + 100,
+        ("backward", 1): ran.boundaries[first + chain.backward[1] - 1].after_bytes + 1000,
+    }
+    gaps: dict[CallAt, int] = {
+        ("forward", 1): 7,
+        ("forward", 2): 0,
+        ("backward", 2): 11,
+        ("backward", 1): 13,
+        ("backward", 0): 17,
+    }
+    gone = ran.boundaries[first - 1].after_bytes - ran.boundaries[first].live_bytes
+    assert gone == 50, "the last output"
+    found = beside_when_calls_begin(chain, ran, live, gaps)
+    behind, two_behind = entry_of("backward", 1), entry_of("backward", 0)
+    assert dict(found.gaps) == {entry_of("forward", 1): 7, TURN: gone + 111, behind: 13, two_behind: 1017}
+    assert found.calls == ((0, 0, 100), (0, 1000, 0))
+    assert beside_when_calls_begin(chain, ran, {}, gaps) == BESIDE_NOTHING
 
 
 def test_less_than_the_graphs_take_is_nothing() -> None:
@@ -168,7 +196,7 @@ def allocator() -> Iterator[None]:
     torch.compiler.reset()
     with mock.patch.object(engine_for(CPU).calls, "_memory", memory):
         yield
-    assert reads[0] == 2 * 8, "only the steps that are recorded are read"
+    assert reads[0] == 2 * 16, "only the steps that are recorded are read"
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 import fxoffload
 from fxoffload.compiler import tape_plan
+from fxoffload.compiler.measured_chain import with_turn
 from fxoffload.planner.beside import beside_segments
 from fxoffload.planner.chain import Beside, Chain, concatenate
 from fxoffload.planner.link import ConstantRates
@@ -20,6 +22,8 @@ from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, entry_of
 from fxoffload.runtime.clocks.segment_readings import Readings, Sample
 from fxoffload.runtime.clocks.stream_events import host_events
+from fxoffload.runtime.engine import engine_for
+from tests.allocator import Allocator
 from tests.planner import test_tape_plan as chains
 from tests.planner.rehearsal import Watch
 from tests.planner.test_tape_plan import Run, alone, recorded
@@ -28,6 +32,7 @@ from tests.support import Stack, assert_equal
 
 __all__ = ["alone"]  # the fixture
 
+CPU = torch.device("cpu")
 RATES = ConstantRates(50.0, 50.0)
 LAYERS = 5
 
@@ -251,6 +256,52 @@ def test_without_an_allocator_skipped_steps_are_not_recorded() -> None:
     assert clock.begin_step() is None
 
 
+def test_a_gap_is_known_from_a_record_where_the_process_has_had_more() -> None:
+    """The record is of the first step alone, and ends with its last backward."""
+    allocator = Allocator()
+    events = host_events()
+    clock = ChainClock(2, skip=1, count=1, events=events, memory=allocator.read, history=allocator.history)
+    base = allocator.allocated
+    step = clock.begin_step()
+    assert step is not None and allocator.events is not None
+    order: list[tuple[Any, int]] = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+    for (phase, number), gap in zip(order, (512, 1024 * 512, 2048 * 512, 0), strict=True):
+        recorder = step.begin(phase, number)
+        assert recorder is not None and allocator.events is not None
+        allocator.pass_by(10**6)  # in the call
+        allocator.allocate(1024)
+        recorder.end()
+        allocator.pass_by(gap)
+    assert allocator.events is None and allocator.stops == 1
+    allocator.allocated -= 4 * 1024
+    step.end()
+    assert allocator.allocated == base
+    second = clock.begin_step()
+    assert second is not None and allocator.events is None, "once is enough"
+    for phase, number in order:
+        recorder = second.begin(phase, number)
+        assert recorder is not None
+        recorder.end()
+    second.end()
+    assert clock.ready()
+    assert clock.readings().gap_peaks() == {
+        entry_of("forward", 1): 1024 + 512,
+        TURN: 2048 + 1024 * 512,
+        entry_of("backward", 0): 3072 + 2048 * 512,
+    }
+
+
+def test_a_record_of_a_step_that_is_no_chain_ends_with_it() -> None:
+    allocator = Allocator()
+    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=allocator.read, history=allocator.history)
+    step = clock.begin_step()
+    assert step is not None and allocator.events is not None
+    assert step.begin("backward", 0) is None
+    assert allocator.events is None and allocator.stops == 1
+    step.end()
+    assert allocator.stops == 1
+
+
 # -- from the step to the plan -----------------------------------------------------------------------------------------
 
 
@@ -321,3 +372,87 @@ def test_a_budget_holds_what_is_allocated_between_calls() -> None:
         assert found.peak_of(run) == plan.calibrated.peak_bytes <= budget
     assert plan.predicted.bytes_offloaded == 0 < plan.calibrated.bytes_offloaded
     assert plan.calibrated.peak_bytes > 0.9 * budget
+
+
+class Recorded(Rehearsed):
+    """As there, but the process has had far more before: only a record of the allocator's events tells.
+
+    Args:
+        nbytes: that are allocated and freed.
+        at_turn: whether this happens before the last layer's backward, and not before the others'.
+    """
+
+    def __init__(self, nbytes: int, *, at_turn: bool) -> None:
+        super().__init__(nbytes)
+        self.at_turn = at_turn
+        self.levels: list[int] = []  # behind each event
+        self.begun = self.ended = 0
+
+    def model(self) -> Stack:
+        def between(i: int, x: Tensor) -> Tensor:
+            if (i == LAYERS - 1) is self.at_turn:
+                x.register_hook(self.pass_by)
+            return x
+
+        return Stack(LAYERS, between=between)
+
+    def pass_by(self, gradient: Tensor) -> None:
+        super().pass_by(gradient)
+        self.levels.append(self.now_live() + self.nbytes)
+
+    def read(self) -> Memory:
+        self.levels.append(super().read().allocated)
+        return Memory(self.levels[-1], 1 << 50, len(self.levels))
+
+    def history(self) -> Any:
+        self.begun += 1
+        return self
+
+    def end(self, *, read: bool = True) -> None:
+        self.ended += read
+
+    def peak_between(self, first: Memory, last: Memory) -> int:
+        return max(self.levels[first.num_allocations - 1 : last.num_allocations])
+
+
+@pytest.mark.parametrize("at_turn", [False, True])
+def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool) -> None:
+    """From the record of the step before it."""
+    least, most = chains.range_of_peaks("stack")
+    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
+    budget, calls = most, engine_for(CPU).calls
+    found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
+    run = recorded(found.model, steps=1, activation_budget=budget, disable=("tape_recompute",))
+    found.watch = run.watch
+    with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
+        run.step()
+        assert (found.begun, found.ended) == (1, 1)
+        peak = found.peak_of(run)
+        plan = the_plan()
+        assert_equal(run.step(), plain)
+    assert (found.begun, found.ended) == (1, 1), "of the second step that is recorded, and no other"
+    assert 0.9 * budget < peak <= plan.predicted.peak_bytes <= budget
+    assert plan.predicted.bytes_offloaded > 0
+    assert plan.baseline.peak_bytes > budget
+
+
+def test_without_a_segment_for_the_turn_the_first_backward_has_room_for_it() -> None:
+    """As far as it does not take as much itself; whatever runs, and without a trace where it is taken away again."""
+    chain = _chain()
+    first = chain.step.backward[0]
+    assert first.temp_bytes == 30
+    for calls, turn, expected in (
+        ((), 20, 30),
+        ((), 100, 100),
+        (((7,) * 3,) * 2, 20, 37),
+        (((90,) * 3,) * 2, 100, 120),
+    ):
+        changed = chain.with_beside(Beside(calls, ((TURN, turn),)))
+        assert changed.step.backward[0].temp_bytes == expected
+        assert changed.with_beside(Beside(calls, ((TURN, turn + 500),))).step.backward[0].temp_bytes == turn + 500
+        back = changed.with_beside(Beside()).step
+        assert (back.forward, back.backward) == (chain.step.forward, chain.step.backward)
+    with_segment = chain.with_step(with_turn(chain.step)).with_beside(Beside((), ((TURN, 100),))).step
+    assert with_segment.backward == chain.step.backward
+    assert with_segment.forward[-1].temp_bytes == 100

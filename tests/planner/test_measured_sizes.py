@@ -16,6 +16,7 @@ from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.steps import chains
+from fxoffload.runtime.steps.step_memory import LiveBytes
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import Run, new_plans
@@ -30,6 +31,8 @@ EACH = 1 << 14
 # What is there whether steps run or not.
 ALWAYS = 1 << 30
 
+_READ = LiveBytes.read
+
 
 def model() -> nn.Module:
     return Stack(DEPTH)
@@ -40,15 +43,19 @@ class Allocator:
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self.read: list[int] = []  # lengths of the batches
+        self.read: list[int] = []  # lengths of the batches, when a call begins
 
     def __call__(self) -> Memory:
         step = engine_for(CPU).calls._step
         assert step is not None and self.run is not None
-        length = self.run.x.shape[1]
-        self.read.append(length)
-        nbytes = ALWAYS + (EACH * length if len(step.live_bytes) else 0)
+        nbytes = ALWAYS + (EACH * self.run.x.shape[1] if len(step.live_bytes) else 0)
         return Memory(nbytes, nbytes)
+
+    def begins(self, live: LiveBytes, *args: Any) -> None:
+        """A call does, and is read."""
+        assert self.run is not None
+        self.read.append(self.run.x.shape[1])
+        _READ(live, *args)
 
     def measured(self, run: Run, lengths: Sequence[int]) -> list[int]:
         """Those of these steps in which every call was read."""
@@ -65,7 +72,8 @@ class Allocator:
 @pytest.fixture
 def allocator() -> Iterator[Allocator]:
     found = Allocator()
-    with mock.patch.object(engine_for(CPU).calls, "_memory", found):
+    read = mock.patch.object(LiveBytes, "read", lambda live, *args: found.begins(live, *args))
+    with mock.patch.object(engine_for(CPU).calls, "_memory", found), read:
         yield found
 
 

@@ -13,13 +13,16 @@ def test_the_allocator_is_read_by_its_nested_statistics(monkeypatch: pytest.Monk
 
     def statistics(device: object) -> dict[str, dict[str, dict[str, int]]]:
         asked.append(device)
-        return {"allocated_bytes": {"all": {"current": 3, "peak": 7, "allocated": 9, "freed": 6}}}
+        return {
+            "allocated_bytes": {"all": {"current": 3, "peak": 7, "allocated": 9, "freed": 6}},
+            "allocation": {"all": {"current": 1, "peak": 2, "allocated": 5, "freed": 4}},
+        }
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     read = cuda_memory(torch.device("cuda", 1))
     assert read is not None
-    assert read() == Memory(allocated=3, peak=7)
+    assert read() == Memory(allocated=3, peak=7, num_allocations=5, num_frees=4)
     assert asked == [1]
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert cuda_memory(torch.device("cuda", 1)) is None

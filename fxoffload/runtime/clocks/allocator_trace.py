@@ -6,7 +6,8 @@ backward whose forward is not known (see ``SegmentClock.begin``) has none. The a
 process and device, which belongs to the user and is never reset here. If it rose between two reads, its new value is
 exactly the peak between them; if it equals what is allocated at one of the reads, likewise; otherwise the peak is not
 known, only that it is no higher. So a process that has been higher before (another phase, autotuning in the first call)
-shows no peaks at all until the user resets the counter. What other threads allocate at the same time counts as well.
+shows no peaks at all until the user resets the counter; a record of its events does (``allocator_history``). What other
+threads allocate at the same time counts as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,10 +24,12 @@ _ALLOCATORS = ("native", "cudaMallocAsync")
 
 
 class Memory(NamedTuple):
-    """What the allocator says. Bytes."""
+    """What the allocator says: bytes, and how many allocations and frees there have been."""
 
     allocated: int
     peak: int
+    num_allocations: int = 0
+    num_frees: int = 0
 
 
 def cuda_memory(device: torch.device) -> Callable[[], Memory] | None:
@@ -37,8 +40,9 @@ def cuda_memory(device: torch.device) -> Callable[[], Memory] | None:
 
     def read() -> Memory:
         # ``memory_allocated()`` and its like flatten and sort all statistics on every call.
-        found = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
-        return Memory(found["current"], found["peak"])
+        found = torch.cuda.memory_stats_as_nested_dict(index)
+        nbytes, events = found["allocated_bytes"]["all"], found["allocation"]["all"]
+        return Memory(nbytes["current"], nbytes["peak"], events["allocated"], events["freed"])
 
     return read
 
@@ -76,6 +80,14 @@ def _blocks_of(segment: Mapping[str, Any]) -> Iterable[Block]:
         address += block["size"]
 
 
+class PeakBetween(Protocol):
+    """A record of the allocator's events; see ``allocator_history``."""
+
+    def peak_between(self, first: Memory, last: Memory) -> int | None:
+        """Most bytes allocated between two reads; None where that is not known."""
+        ...
+
+
 @dataclass(slots=True)
 class AllocatorTrace:
     """Reads of the allocator between two points.
@@ -105,11 +117,12 @@ class AllocatorTrace:
         self.last = memory
         self.highest = max(self.highest, memory.allocated)
 
-    def exact_peak(self) -> int | None:
-        """The peak where it is known (see [Note: What the bytes mean]). Absolute bytes, as the counter's."""
-        if self.was_reset:
-            return None
-        return self.last.peak if self.last.peak > self.first.peak or self.highest == self.last.peak else None
+    def exact_peak(self, history: PeakBetween | None = None) -> int | None:
+        """The peak where it is known (see [Note: What the bytes mean]), by a record of the events where the counter
+        does not say. Absolute bytes, as the counter's."""
+        if not self.was_reset and (self.last.peak > self.first.peak or self.highest == self.last.peak):
+            return self.last.peak
+        return None if history is None else history.peak_between(self.first, self.last)
 
     def bounds(self) -> tuple[int, int] | None:
         """At least and at most, both the exact peak where it is known; None where there is no upper bound."""

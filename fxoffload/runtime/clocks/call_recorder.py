@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, Memory
 from fxoffload.runtime.clocks.segment_readings import Phase, Sample
 from fxoffload.runtime.clocks.stream_events import Event, EventSource
@@ -20,11 +21,13 @@ class Sources:
         events: of the compute stream.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
+        history: begins a record of the allocator's events; None, or none of it, where there is none.
     """
 
     events: EventSource
     memory: Callable[[], Memory] | None
     epoch: Callable[[], object]
+    history: Callable[[], AllocatorHistory | None] | None = None
 
 
 class _Bracket(NamedTuple):
@@ -145,10 +148,10 @@ class Recorder:
         assert self._end is not None
         return first._begin.elapsed_ms(self._end)
 
-    def gap_peak(self) -> int | None:
+    def gap_peak(self, history: AllocatorHistory | None = None) -> int | None:
         """Most bytes between the end of the earlier call and the beginning of this one, above those at the beginning of
-        the first; None where that is not known. Needs no device to have passed anything."""
-        peak = None if self._gap is None else self._gap.exact_peak()
+        the first; None where that is not known. Needs no device to have passed anything. ``history``: of the step."""
+        peak = None if self._gap is None else self._gap.exact_peak(history)
         return None if peak is None or self._trace is None else peak - self._trace.first.allocated
 
     def sample(self) -> Sample:

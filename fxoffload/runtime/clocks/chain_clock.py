@@ -12,10 +12,11 @@ is read once the device has passed all of it. Once enough steps have been read n
   (the loss, and a head that is not compiled) is the ``TURN``.
 - The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
   where the first backward begins. What stands before and behind (an embedding, the optimizer) is in neither.
-- [Note: Gaps] What is allocated and freed between two calls (FSDP's reduction of gradients, an eager head) is seen only
-  where the allocator's peak rises there, which belongs to the process: mostly in the first step that follows a plan.
-  No kernel of the chain is tuned there, so that step tells as much of it as any other; a gap in which something else
-  is compiled tells nothing.
+- [Note: Gaps] What is allocated and freed between two calls (FSDP's reduction of gradients, an eager head) is known
+  from the first step that follows a plan, in which the allocator's events are recorded. No kernel of the chain is tuned
+  between calls, so that step tells as much of it as any other; a gap in which something else is compiled tells nothing.
+  Without a record (somebody else has it, or the allocator keeps none) it is seen only where the allocator's peak rises
+  there, which belongs to the process.
 - What is left of a step is inside calls and outside segments: waits for copies, and the executor's own host time where
   the device notices it.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.clocks.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.clocks.call_recorder import Recorder, Sources
 from fxoffload.runtime.clocks.segment_clock import compilations
@@ -69,6 +71,7 @@ class StepRecording:
         failed: called with what kept a call from being measured.
         only_gaps: whether nothing counts but ``gap_peaks``: something may be compiled in its calls.
         left_bytes: of what is there when it begins, so much is its all the same, beside what it is ``given``.
+        history: of the allocator's events, begun with the step. Ended with its last call.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class StepRecording:
         *,
         only_gaps: bool = False,
         left_bytes: int = 0,
+        history: AllocatorHistory | None = None,
     ) -> None:
         self.only_gaps = only_gaps
+        self._history = history
         self._sources = sources
         self._num_calls = num_calls
         self._ended = ended
@@ -122,6 +127,8 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
+        if self._history is not None and self._num_ended == 2 * self._num_calls:
+            self._history.end()
         if not counts and not self.only_gaps:
             self.drop()
 
@@ -135,6 +142,8 @@ class StepRecording:
     def drop(self) -> None:
         """It does not count."""
         self._dropped = True
+        if self._history is not None:
+            self._history.end(read=False)
         for recorder in self._recorders[: self._num_ended]:
             recorder.release()
         self._recorders, self._num_ended = [], 0
@@ -169,7 +178,7 @@ class StepRecording:
         turn, found = self._num_calls, {}
         for at, recorder in enumerate(self._recorders[1:], 1):
             call = at if at < turn else 2 * turn - 1 - at
-            peak = recorder.gap_peak()
+            peak = recorder.gap_peak(self._history)
             name = TURN if at == turn else entry_of(recorder.phase, call)
             found[name] = None if peak is None else peak + self._left_bytes
         return found
@@ -203,6 +212,7 @@ class ChainClock:
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
         left_bytes: of each step; see ``StepRecording``.
+        history: begins a record of the allocator's events; None, or none of it, where there is none.
 
     Attributes:
         measuring: whether ``begin_step`` may still return a recording.
@@ -218,6 +228,7 @@ class ChainClock:
         memory: Callable[[], Memory] | None = None,
         epoch: Callable[[], object] = lambda: None,
         left_bytes: int = 0,
+        history: Callable[[], AllocatorHistory | None] | None = None,
     ) -> None:
         if num_calls < 1 or skip < 0 or count < 1:
             raise ValueError(
@@ -225,7 +236,7 @@ class ChainClock:
             )
         self.measuring = True
         self._num_calls, self._skip, self._count = num_calls, skip, count
-        self._sources = Sources(events, memory, epoch)
+        self._sources = Sources(events, memory, epoch, history)
         self._left_bytes = left_bytes
         self._lock = threading.Lock()
         self._seen = self._recorded = self._counted = 0
@@ -253,6 +264,7 @@ class ChainClock:
             return self._recording(only_gaps=False)
 
     def _recording(self, *, only_gaps: bool) -> StepRecording:
+        begin = self._sources.history if only_gaps else None
         return StepRecording(
             self._sources,
             self._num_calls,
@@ -260,6 +272,7 @@ class ChainClock:
             self.fail,
             only_gaps=only_gaps,
             left_bytes=self._left_bytes,
+            history=None if begin is None else begin(),
         )
 
     def _ended(self, step: StepRecording) -> None:
@@ -322,6 +335,6 @@ class ChainClock:
 def chain_clock_for(device: torch.device, num_calls: int, *, left_bytes: int = 0) -> ChainClock:
     """A clock for a chain whose graphs run on ``device``. ``left_bytes``: see ``StepRecording``."""
     if device.type == "cuda" and torch.cuda.is_available():
-        events, memory = cuda_events(device), cuda_memory(device)
-        return ChainClock(num_calls, events=events, memory=memory, epoch=compilations, left_bytes=left_bytes)
+        found: dict[str, Any] = {"memory": cuda_memory(device), "history": cuda_history(device)}
+        return ChainClock(num_calls, events=cuda_events(device), epoch=compilations, left_bytes=left_bytes, **found)
     return ChainClock(num_calls, events=host_events(), epoch=compilations)

@@ -32,6 +32,7 @@ from fxoffload._torch_compat import (
     version_of,
 )
 from fxoffload.runtime import background
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.clocks.segment_readings import Phase
@@ -154,6 +155,7 @@ class StepCalls:
         in_flight: storage -> how many sources the copy engine holds of it.
         in_background: whether plans are made on a thread of their own.
         memory: reads the allocator; None where there is nothing to read.
+        history: begins a record of the allocator's events; None, or none of it, where there is none.
         others: begins to watch what other streams have, from the arguments of a step's first call on; None likewise.
         trim: of the host's memory; None: it stays as it is.
     """
@@ -164,12 +166,14 @@ class StepCalls:
         *,
         in_background: bool,
         memory: Callable[[], Memory] | None = None,
+        history: Callable[[], AllocatorHistory | None] | None = None,
         others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
         trim: HostTrim | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._in_background = in_background
         self._memory = memory
+        self._history = history
         self._others = others
         self._trim = trim
         self._plain = PlainCalls()
@@ -332,7 +336,7 @@ class StepCalls:
     def _begin(self, site: Site, args: Sequence[Any]) -> RunningStep:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
-        step = RunningStep(chain.sizes, live_bytes=LiveBytes(self._others))
+        step = RunningStep(chain.sizes)
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None and not site.may_keep():
             step.recording = follower.step_begins()
@@ -353,6 +357,11 @@ class StepCalls:
             step.awaits_plan = site.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
             step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
             step.began_recording = step.records
+        # Of the steps that are recorded the second one counts: nothing is compiled in it.
+        has_budget = site.at_first is not None or site.alone is not None
+        begins = has_budget and (step.measures is not None or (step.records and chains.before is not None))
+        history = self._history() if begins and self._history is not None else None
+        step.live_bytes = LiveBytes(self._others, history)
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
@@ -379,6 +388,7 @@ class StepCalls:
             if step.records and site.edges is not None:
                 self._look(step)
                 self._watch(step, "forward", call.place, site.edges.outputs, results)
+            self._read_end(step)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -426,6 +436,7 @@ class StepCalls:
             if step.records and site.edges is not None:
                 self._look(step)
                 self._watch(step, "backward", call.place, site.edges.gradients, results)
+            self._read_end(step)
             step.is_complete = not step.pending
             if step.is_complete:
                 step.plan = None  # it is not kept alive any longer
@@ -442,8 +453,17 @@ class StepCalls:
 
     def _read(self, step: RunningStep, at: CallAt, args: Sequence[Any]) -> None:
         """What is on the device when a call begins, if anybody is to know."""
-        if self._memory is not None and (step.records or (step.measures is not None and step.regular)):
-            step.live_bytes.read(at, args, self._memory().allocated)
+        if (memory := self._memory_of(step)) is not None:
+            step.live_bytes.read(at, args, memory)
+
+    def _read_end(self, step: RunningStep) -> None:
+        """Likewise when it ends."""
+        if (memory := self._memory_of(step)) is not None:
+            step.live_bytes.call_ended(memory)
+
+    def _memory_of(self, step: RunningStep) -> Memory | None:
+        is_read = step.records or (step.measures is not None and step.regular)
+        return self._memory() if self._memory is not None and is_read else None
 
     @staticmethod
     def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
@@ -520,6 +540,7 @@ class StepCalls:
         step, self._step = self._step, None
         if step is not None:
             step.end_recording()
+            step.live_bytes.drop()
         if step is None or not step.calls or step.phase == "forward":
             return
         first = step.calls[0].site()

@@ -113,12 +113,20 @@ class Seen:
             known.
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
+        gap_bytes: most bytes between the call before and each call, above those when the one before ended; where that
+            is known.
     """
 
     held: tuple[Held, ...]
     live_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     sizes: tuple[Sizes, ...] = ()
     others_bytes: int = 0
+    gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
+        """With what was read in a step of these sizes."""
+        return Seen(held, live.above_start(), sizes, live.others_bytes, live.gap_bytes())
 
 
 # Plans calls of graphs, seen so, for so large sizes: per call, or none at all where no sizes vary.
@@ -149,7 +157,7 @@ class Record:
             return None
         held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
         last = self if _volume(self.sizes) > _volume(other.sizes) else other
-        return Seen(held, last.live.above_start(), last.sizes, last.live.others_bytes)
+        return Seen.of(held, last.live, last.sizes)
 
 
 @dataclass
@@ -186,7 +194,7 @@ class Known:
     def measured(self, first: Sizes, live: LiveBytes, sizes: tuple[Sizes, ...]) -> None:
         """A step of this chain had this on the device, and calls of these sizes. ``first``: what those of its first
         call are planned as."""
-        self.seen_first[first] = Seen(self.seen.held, live.above_start(), sizes, live.others_bytes)
+        self.seen_first[first] = Seen.of(self.seen.held, live, sizes)
         planned = self.sizes_at(first)
         if planned and not all(map(_fits, sizes, planned)):
             self.learns(self.sites, sizes)

@@ -95,6 +95,7 @@ class RunningStep:
         self.plan = None
         self.records = False
         self.edges.clear()
+        self.live_bytes.drop()
         self.end_recording()
 
     def keep(self) -> None:

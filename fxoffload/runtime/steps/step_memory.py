@@ -1,4 +1,5 @@
-"""Memory of a step as its calls go by: how much is on the device when each begins, and what passes between them.
+"""Memory of a step as its calls go by: how much is on the device when each begins, what the peak was between two of
+them, and what passes between them.
 
 Neither is thread-safe: ``fxoffload.runtime.steps.calls`` has a lock.
 """
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
+from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, Memory
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.steps.held import CallAt, Held, Moment
 from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
@@ -22,19 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class LiveBytes:
-    """What is on the device when each call of a step begins, as the allocator says.
+    """What is on the device when each call of a step begins, and at most between two of them, as the allocator says.
 
     Args:
         others: watches what other streams have, from the arguments of the step's first call on; None: nobody knows.
+        history: of the allocator's events, begun with the step; None: there is none.
 
     Attributes:
         others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``); once it has
             ended.
     """
 
-    def __init__(self, others: Callable[[Sequence[Any]], OnOtherStreams] | None = None) -> None:
+    def __init__(
+        self,
+        others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
+        history: AllocatorHistory | None = None,
+    ) -> None:
         self.others_bytes = 0
         self._read: dict[CallAt, int] = {}
+        self._ended: Memory | None = None  # the call before
+        self._gaps: dict[CallAt, AllocatorTrace] = {}
+        self._history = history
         self._lent: Lent | None = None
         self._left_bytes = 0
         self._watch = others
@@ -43,22 +54,38 @@ class LiveBytes:
     def __len__(self) -> int:
         return len(self._read)
 
-    def read(self, at: CallAt, args: Sequence[Any], allocated: int) -> None:
+    def read(self, at: CallAt, args: Sequence[Any], memory: Memory) -> None:
         """A call with these arguments begins."""
         if not self._read:
             self._lent = Lent(args)
             self._others = self._begin_to_watch(args)
         elif self._lent is not None:
             self._left_bytes, self._lent = self._lent.left_bytes(), None
-        self._read[at] = allocated
+        if self._ended is not None:
+            self._gaps[at] = AllocatorTrace.begin(self._ended)
+            self._gaps[at].add(memory)
+            self._ended = None
+        self._read[at] = memory.allocated
+
+    def call_ended(self, memory: Memory) -> None:
+        """The call that began last has ended."""
+        self._ended = memory
 
     def end(self) -> None:
         """The step's last call has run."""
         others, self._others = self._others, None
+        if self._history is not None:
+            self._history.end()
         try:
             self.others_bytes = 0 if others is None else others.gone_bytes()
         except RuntimeError as error:
             log.info("what other streams have is not known: %s", error)
+
+    def drop(self) -> None:
+        """The step is not what it was to be: nothing that was not ended is looked at any more."""
+        self._others = None
+        if self._history is not None:
+            self._history.end(read=False)
 
     def _begin_to_watch(self, args: Sequence[Any]) -> OnOtherStreams | None:
         try:
@@ -68,9 +95,15 @@ class LiveBytes:
             return None
 
     def above_start(self) -> dict[CallAt, int]:
-        """Above what is there whether the step runs or not."""
+        """When each call began, above what is there whether the step runs or not."""
         base = next(iter(self._read.values()), 0) - self._left_bytes - self.others_bytes
         return {at: nbytes - base for at, nbytes in self._read.items()}
+
+    def gap_bytes(self) -> dict[CallAt, int]:
+        """Between the call before and each call at most, above what was there when the one before ended; where that is
+        known."""
+        peaks = {at: (gap.first.allocated, gap.exact_peak(self._history)) for at, gap in self._gaps.items()}
+        return {at: peak - ended for at, (ended, peak) in peaks.items() if peak is not None}
 
 
 @dataclass(eq=False)

@@ -1,0 +1,46 @@
+"""A caching allocator to measure without a GPU."""
+
+from __future__ import annotations
+
+from fxoffload._torch_private import AllocatorEvent
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
+from fxoffload.runtime.clocks.allocator_trace import Memory
+
+
+class Allocator:
+    """Counts as the caching allocator does, and records when it is asked to."""
+
+    def __init__(self) -> None:
+        self.allocated, self.peak = 5000, 10**9
+        self.counts = [70, 60]
+        self.events: list[AllocatorEvent] | None = None
+        self.stops = 0
+
+    def read(self) -> Memory:
+        return Memory(self.allocated, self.peak, *self.counts)
+
+    def allocate(self, nbytes: int, larger: int = 0) -> None:
+        self._note(True, nbytes, -(-nbytes // 512) * 512 + larger)
+
+    def free(self, nbytes: int, larger: int = 0) -> None:
+        self._note(False, nbytes, -(-nbytes // 512) * 512 + larger)
+
+    def _note(self, is_allocation: bool, nbytes: int, size: int) -> None:
+        self.allocated += size if is_allocation else -size
+        self.peak = max(self.peak, self.allocated)
+        self.counts[not is_allocation] += 1
+        if self.events is not None:
+            self.events.append(AllocatorEvent(is_allocation, nbytes, False))
+
+    def history(self) -> AllocatorHistory:
+        self.events = []
+        return AllocatorHistory(self.read, lambda: list(self.events or ()), self.stop)
+
+    def pass_by(self, nbytes: int) -> None:
+        """Allocated and freed."""
+        self.allocate(nbytes)
+        self.free(nbytes)
+
+    def stop(self) -> None:
+        self.events = None
+        self.stops += 1

@@ -1,0 +1,180 @@
+"""A record of the allocator's events, with an allocator of our own in the place of CUDA's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fxoffload._torch_private import AllocatorEvent
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
+from fxoffload.runtime.clocks.allocator_trace import Memory
+from tests.allocator import Allocator
+
+DEVICE = torch.device("cuda", 1)
+
+
+def test_the_peak_between_any_two_reads() -> None:
+    """Below what the process has been before."""
+    allocator = Allocator()
+    history = allocator.history()
+    reads = [allocator.read()]
+    for sizes in ([1000, 3000], [700], [], [512 * 40]):
+        for nbytes in sizes:
+            allocator.allocate(nbytes)
+        for nbytes in sizes:
+            allocator.free(nbytes)
+        reads.append(allocator.read())
+    allocator.allocate(100)
+    reads.append(allocator.read())
+    assert history.peak_between(reads[0], reads[1]) is None, "nothing is known before it has ended"
+    history.end()
+    history.end()
+    assert allocator.stops == 1
+    found = [history.peak_between(a, b) for a, b in itertools.pairwise(reads)]
+    assert found == [5000 + n for n in (1024 + 3072, 1024, 0, 512 * 40, 512)]
+    assert history.peak_between(reads[1], reads[4]) == 5000 + 512 * 40
+    assert history.peak_between(reads[4], reads[1]) is None
+    assert history.peak_between(reads[5], reads[5]) == reads[5].allocated
+
+
+def test_what_was_there_before_may_be_freed() -> None:
+    allocator = Allocator()
+    history = allocator.history()
+    first = allocator.read()
+    allocator.free(2048)
+    middle = allocator.read()
+    allocator.allocate(1024)
+    last = allocator.read()
+    history.end()
+    assert history.peak_between(first, last) == 5000
+    assert history.peak_between(middle, last) == 5000 - 1024
+
+
+def test_blocks_that_are_larger_than_what_was_asked_for() -> None:
+    """The record does not say how large they are: what is still there does."""
+    allocator = Allocator()
+    history = allocator.history()
+    first = allocator.read()
+    allocator.allocate(4096, larger=300_000)
+    allocator.allocate(8192)
+    allocator.free(8192)
+    last = allocator.read()
+    history.end()
+    assert history.peak_between(first, last) == 5000 + 4096 + 300_000 + 8192
+
+
+def test_a_record_that_does_not_hold_what_was_counted_says_nothing() -> None:
+    """It was too short, or another thread allocated while it began."""
+    allocator = Allocator()
+    history = allocator.history()
+    first = allocator.read()
+    allocator.allocate(512)
+    last = allocator.read()
+    assert allocator.events is not None
+    allocator.events.pop()
+    history.end()
+    assert allocator.stops == 1 and history.peak_between(first, last) is None
+
+
+def test_counters_that_somebody_reset_say_nothing() -> None:
+    allocator = Allocator()
+    history = allocator.history()
+    first = allocator.read()
+    allocator.allocate(512)
+    allocator.counts = [0, 0]
+    last = allocator.read()
+    history.end()
+    assert history.peak_between(first, last) is None
+    allocator = Allocator()
+    history = allocator.history()
+    allocator.allocate(512)
+    stranger = Memory(5000, 5000, 70, 61)  # a free that is not in the record
+    history.end()
+    assert history.peak_between(stranger, allocator.read()) is None
+
+
+def test_it_ends_whatever_happens() -> None:
+    allocator = Allocator()
+    history = allocator.history()
+    history.end(read=False)
+    assert allocator.stops == 1 and history.peak_between(allocator.read(), allocator.read()) is None
+
+    def broken() -> list[AllocatorEvent]:
+        raise RuntimeError("no snapshot")
+
+    history = AllocatorHistory(allocator.read, broken, allocator.stop)
+    history.end()
+    assert allocator.stops == 2 and history.peak_between(allocator.read(), allocator.read()) is None
+
+
+# -- torch's -----------------------------------------------------------------------------------------------------------
+
+
+class Torch:
+    """What torch has of it: one record for all devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_recording = False
+        self.calls: list[Any] = []
+        self.traces: list[list[dict[str, Any]]] = [[], []]
+        self.counts = {"allocated": 7, "freed": 3}
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": self.traces})
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
+
+    def record(self, enabled: Any = "all", **options: Any) -> None:
+        self.is_recording = enabled is not None
+        self.calls.append((enabled, options))
+
+    def stats(self, index: int) -> Any:
+        assert index == 1
+        return {"allocated_bytes": {"all": {"current": 100, "peak": 900}}, "allocation": {"all": dict(self.counts)}}
+
+
+def test_torch_records_without_tracebacks_and_only_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Torch(monkeypatch)
+    begin = cuda_history(DEVICE)
+    assert begin is not None
+    history = begin()
+    assert history is not None and found.is_recording
+    ((enabled, options),) = found.calls
+    assert enabled == "all" and options["context"] is None and options["clear_history"]
+    first = Memory(100, 900, 7, 3)
+    found.traces[0] = [{"action": "alloc", "size": 999999}]
+    found.traces[1] = [
+        {"action": "segment_alloc", "size": 1 << 21},
+        {"action": "alloc", "size": 1024, "frames": []},
+        {"action": "free_requested", "size": 1024},
+        {"action": "free_completed", "size": 1024},
+    ]
+    found.counts = {"allocated": 8, "freed": 4}
+    history.end()
+    assert not found.is_recording and len(found.calls) == 2
+    assert history.peak_between(first, Memory(100, 900, 8, 4)) == 100 + 1024
+
+
+def test_a_record_that_somebody_keeps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Torch(monkeypatch)
+    found.is_recording = True
+    begin = cuda_history(DEVICE)
+    assert begin is not None and begin() is None and found.calls == []
+    found.is_recording = False
+    history = begin()
+    assert history is not None
+    found.traces[1] = [{"action": "alloc", "size": 1024, "frames": [{"name": "train"}]}]  # they began meanwhile
+    found.counts = {"allocated": 8, "freed": 3}
+    history.end()
+    assert found.is_recording
+    monkeypatch.delattr(torch._C, "_cuda_isHistoryEnabled")
+    assert begin() is None, "nobody knows"
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_allocators_that_record_nothing(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    assert cuda_history(DEVICE) is None
