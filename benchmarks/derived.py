@@ -51,6 +51,10 @@ def _row(record: Record, peers: dict[str, Record], link: dict[str, float] | None
             idle = kinds.get(name)
             if idle is not None and idle.all_there_ms and alone.all_there_ms:
                 row[f"{name}_idle_copies_{way}_vs_without_copies"] = idle.all_there_ms / alone.all_there_ms
+    if machines := record.result.machine_by_rank:
+        row["slowest_rank_all_gather_gb_per_s"] = min(m.all_gather_gb_per_s for m in machines)
+        rates = [m.matmul_bf16_tflop_per_s for m in machines if m.matmul_bf16_tflop_per_s is not None]
+        row["slowest_rank_matmul_tflop_per_s"] = min(rates, default=None)
     if inductor is not None and record.result.stats_per_step is not None:
         row.update(_bounds(record, inductor, link))
     return row

@@ -36,7 +36,7 @@ def measure_link(device: torch.device, protocol: Protocol) -> dict[str, float]:
     duplex = _median_rate(total, [(down, streams[0]), (up, streams[1])], protocol)
     rates["duplex_d2h_gb_per_s"], rates["duplex_h2d_gb_per_s"] = duplex
     rates["duplex_gb_per_s"] = sum(duplex)
-    rates["matmul_bf16_tflop_per_s"] = _matmul_rate(device)
+    rates["matmul_bf16_tflop_per_s"] = matmul_rate(device)
     return rates
 
 
@@ -63,7 +63,8 @@ def _copy_ms(work: list[tuple[Callable[[], None], torch.cuda.Stream]], copies: i
     return [start.elapsed_time(end) for start, end in marks]
 
 
-def _matmul_rate(device: torch.device) -> float:
+def matmul_rate(device: torch.device) -> float:
+    """TFLOP/s of a large bf16 matrix product on a GPU."""
     shape = (MATMUL_SIZE, MATMUL_SIZE)
     left, right, product = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
     for _ in range(3):

@@ -538,6 +538,16 @@ TABLES = (
                 DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
                 of="`-idle-copies` (two H100s, 746e470)",
             ),
+            Rows(
+                "2026-11-25-2xh100-fsdp-kept-variants.json",
+                DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
+                of="`-kept-variants` (two H100s, b523031)",
+            ),
+            Rows(
+                "2026-11-25-2xh100-fsdp-recorded.json",
+                {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
+                of="`-recorded` (two H100s, 27c2f44)",
+            ),
         ),
         of="run",
     ),

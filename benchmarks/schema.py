@@ -219,6 +219,17 @@ class Collective:
 
 
 @dataclass
+class RankMachine:
+    """What one rank of several had before anything was built: a slow peer, or a slow way to it, slows all of them.
+
+    ``all_gather_gb_per_s``: of what was gathered over all ranks, once they were there; ``matmul_bf16_tflop_per_s``: of
+    its GPU (None on a CPU)."""
+
+    all_gather_gb_per_s: float
+    matmul_bf16_tflop_per_s: float | None = None
+
+
+@dataclass
 class CollectiveBeside:
     """Collectives of one kind beside copies of one way, back to back (see ``collectives/``).
 
@@ -408,6 +419,7 @@ class Result:
     gradient_repeat_differences: dict[str, float] = field(default_factory=dict)
     step_ms_by_rank: list[float] = field(default_factory=list)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
+    machine_by_rank: list[RankMachine] = field(default_factory=list)
     link: dict[str, float] | None = None
     budget_bytes: int | None = None
     first_step_memory: Memory | None = None

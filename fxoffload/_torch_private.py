@@ -64,7 +64,10 @@ def records_allocator_events() -> bool:
 
 def record_allocator_events(most: int) -> None:
     """Have the caching allocator record its events on all devices, the last ``most`` of each, without tracebacks."""
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=most, clear_history=True)
+    # What marks regions in it is a callback: a global one, since it may end on another thread (autograd's).
+    torch.cuda.memory._record_memory_history(
+        "all", context=None, stacks="python", max_entries=most, clear_history=True, global_record_annotations=True
+    )
 
 
 def stop_recording_allocator_events() -> None:

@@ -31,6 +31,10 @@ def test_two_ranks_share_each_layer() -> None:
     for record in (eager, ours):
         assert record.status == "ok", record.log_tail
         assert len(record.result.step_ms_by_rank) == 2
+        assert len(record.result.machine_by_rank) == 2
+        assert all(
+            m.all_gather_gb_per_s > 0 and m.matmul_bf16_tflop_per_s is None for m in record.result.machine_by_rank
+        )
     assert ours.result.stats_per_step is not None and ours.result.stats_per_step["bytes_offloaded"] > 0
     assert set(ours.result.gradients) == set(eager.result.gradients)
     for name, found in ours.result.gradients.items():
@@ -46,6 +50,7 @@ def test_one_process_stands_for_two_ranks() -> None:
     record = run_variant(request_of("offload_all", protocol=alone, **OFFLOAD_ALL), 200.0)
     assert record.status == "ok", record.log_tail
     assert len(record.result.step_ms_by_rank) == 1
+    assert record.result.machine_by_rank == []
     assert record.result.stats_per_step is not None and record.result.stats_per_step["bytes_offloaded"] > 0
     assert record.result.gradients == {}, "gradients of ranks that are not there were compared"
 

@@ -144,6 +144,7 @@ def test_torch_records_without_tracebacks_and_only_meanwhile(monkeypatch: pytest
     assert history is not None and found.is_recording
     ((enabled, options),) = found.calls
     assert enabled == "all" and options["context"] is None and options["clear_history"]
+    assert options["global_record_annotations"], "it ends on autograd's thread"
     first = Memory(100, 900, 7, 3)
     found.traces[0] = [{"action": "alloc", "size": 999999}]
     found.traces[1] = [
