@@ -43,15 +43,8 @@ def beside_when_calls_begin(
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
     gaps = []
     for (phase, call), nbytes in gap_bytes.items():
-        # What was beside the call before is there still.
-        if phase == "forward":
-            gaps.append((entry_of(phase, call), nbytes + found.get((phase, call - 1), 0)))
-        elif call < last:
-            gaps.append((entry_of(phase, call), nbytes + found.get((phase, call + 1), 0)))
-        else:
-            # No segment stands there: the next one begins when what nobody needs any more is gone.
-            gone = max(graphs.boundaries[first - 1].after_bytes - graphs.boundaries[first].live_bytes, 0)
-            gaps.append((TURN, nbytes + gone + found.get(("forward", last), 0)))
+        name = TURN if (phase, call) == ("backward", last) else entry_of(phase, call)
+        gaps.append((name, nbytes + found.get((phase, call), 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
     return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
 

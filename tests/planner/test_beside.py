@@ -23,7 +23,7 @@ from fxoffload.runtime.clocks.allocator_trace import Block, Memory
 from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Readings, Sample
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.held import CallAt, Held, Moment
+from fxoffload.runtime.steps.held import CallAt
 from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
 from tests.planner.chains import training_steps
 
@@ -65,13 +65,14 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
 
 
 def test_what_is_seen_between_calls_when_they_ran() -> None:
-    """With what was beside the call before; at the turn also what the chain has no longer when its backward begins."""
-    chain = concatenate([_step() for _ in range(3)], [Held(((2, "y"),), Moment("forward", 2))])
+    """Above what is there when the next one begins, with what is beside that."""
+    chain = concatenate([_step() for _ in range(3)])
     ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
     first = len(chain.step.forward)
     live: dict[CallAt, int] = {
         ("forward", 0): 0,
         ("forward", 2): ran.boundaries[chain.forward[2]].after_bytes + 100,
+        ("backward", 2): ran.boundaries[first - 1].after_bytes + 200,
         ("backward", 1): ran.boundaries[first + chain.backward[1] - 1].after_bytes + 1000,
     }
     gaps: dict[CallAt, int] = {
@@ -81,12 +82,11 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
         ("backward", 1): 13,
         ("backward", 0): 17,
     }
-    gone = ran.boundaries[first - 1].after_bytes - ran.boundaries[first].live_bytes
-    assert gone == 50, "the last output"
     found = beside_when_calls_begin(chain, ran, live, gaps)
     behind, two_behind = entry_of("backward", 1), entry_of("backward", 0)
-    assert dict(found.gaps) == {entry_of("forward", 1): 7, TURN: gone + 111, behind: 13, two_behind: 1017}
-    assert found.calls == ((0, 0, 100), (0, 1000, 0))
+    entries = {entry_of("forward", 1): 7, entry_of("forward", 2): 100}
+    assert dict(found.gaps) == {**entries, TURN: 211, behind: 1013, two_behind: 17}
+    assert found.calls == ((0, 0, 100), (0, 1000, 200))
     assert beside_when_calls_begin(chain, ran, {}, gaps) == BESIDE_NOTHING
 
 

@@ -113,8 +113,7 @@ class Seen:
             known.
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
-        gap_bytes: most bytes between the call before and each call, above those when the one before ended; where that
-            is known.
+        gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
     """
 
     held: tuple[Held, ...]

@@ -100,10 +100,9 @@ class LiveBytes:
         return {at: nbytes - base for at, nbytes in self._read.items()}
 
     def gap_bytes(self) -> dict[CallAt, int]:
-        """Between the call before and each call at most, above what was there when the one before ended; where that is
-        known."""
-        peaks = {at: (gap.first.allocated, gap.exact_peak(self._history)) for at, gap in self._gaps.items()}
-        return {at: peak - ended for at, (ended, peak) in peaks.items() if peak is not None}
+        """Between the call before and each call at most, above what is there when it begins; where that is known."""
+        peaks = {at: (gap.last.allocated, gap.exact_peak(self._history)) for at, gap in self._gaps.items()}
+        return {at: peak - begun for at, (begun, peak) in peaks.items() if peak is not None}
 
 
 @dataclass(eq=False)
