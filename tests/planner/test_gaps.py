@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import tape_plan
@@ -387,9 +389,13 @@ class Recorded(Rehearsed):
         self.at_turn = at_turn
         self.levels: list[int] = []  # behind each event
         self.begun = self.ended = 0
+        self.is_open = False
+        self.fails = False
 
     def model(self) -> Stack:
         def between(i: int, x: Tensor) -> Tensor:
+            if self.fails and i == 2:
+                raise RuntimeError("in the middle of a forward")
             if (i == LAYERS - 1) is self.at_turn:
                 x.register_hook(self.pass_by)
             return x
@@ -405,11 +411,14 @@ class Recorded(Rehearsed):
         return Memory(self.levels[-1], 1 << 50, len(self.levels))
 
     def history(self) -> Any:
+        assert not self.is_open
         self.begun += 1
+        self.is_open = True
         return self
 
     def end(self, *, read: bool = True) -> None:
-        self.ended += read
+        self.ended += read and self.is_open
+        self.is_open = False
 
     def peak_between(self, first: Memory, last: Memory) -> int:
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
@@ -435,6 +444,51 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool) -> 
     assert 0.9 * budget < peak <= plan.predicted.peak_bytes <= budget
     assert plan.predicted.bytes_offloaded > 0
     assert plan.baseline.peak_bytes > budget
+
+
+@contextlib.contextmanager
+def recording(found: Recorded) -> Iterator[None]:
+    """The engine reads the allocator there."""
+    calls = engine_for(CPU).calls
+    with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
+        yield
+
+
+@pytest.mark.parametrize(("how", "next_ones"), [("hooks", (1, 2, 2)), ("fails", (2, 2, 2))])
+def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequence[int]) -> None:
+    """At once, or when the next one begins. Behind a step with a backward that was no chain, two are recorded anew."""
+    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    found = Recorded(1000, at_turn=True)
+    with recording(found):
+        run = recorded(found.model, steps=1, activation_budget="1GiB", disable=("tape_recompute",))
+        assert found.begun == 0, "of the first step nothing is to be known"
+        if how == "hooks":
+            layers = run.model.layers
+            assert isinstance(layers, nn.ModuleList)
+            x = layers[0](run.x)
+            assert found.is_open
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                x = layers[1](x)
+            assert not found.is_open
+            x.sum().backward()
+        else:
+            found.fails = True
+            with pytest.raises(RuntimeError, match="in the middle"):
+                run.step()
+            assert found.is_open
+            found.fails = False
+        for begun in next_ones:
+            run.step()
+            assert (found.begun, found.is_open) == (begun, False)
+    assert found.ended == 1 and the_plan().calibrated is None
+
+
+def test_without_a_budget_there_is_no_record() -> None:
+    """Nothing that it could say is asked for."""
+    found = Recorded(1000, at_turn=True)
+    with recording(found):
+        recorded(found.model, steps=4, max_slowdown=0.5)
+    assert found.begun == 0
 
 
 def test_without_a_segment_for_the_turn_the_first_backward_has_room_for_it() -> None:
