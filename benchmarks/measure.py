@@ -17,6 +17,7 @@ from benchmarks.idle_copies import IdleCopies
 from benchmarks.offload import budget_bytes, read_stats, reset_stats, uses_fxoffload, without_copies
 from benchmarks.phases import Phases, host_after, host_before
 from benchmarks.plans import PlanWatch, join_planning
+from benchmarks.rank_machine import measure_ranks
 from benchmarks.schema import Request, Result
 from benchmarks.steps import (
     Stepper,
@@ -54,6 +55,8 @@ class Measurement:
         on_gpu = self.device.type == "cuda"
         phases.required("build", self.build)
         phases.required("first step", self.first_step)
+        if protocol.num_processes > 1:
+            phases.optional("ranks alone", self.measure_ranks)
         phases.optional("compile times", lambda: read_compile_times(self.result))
         phases.required("warm-up", lambda: measure_warmup(self.stepper, self.result, protocol))
         if protocol.calibration_steps and uses_fxoffload(self.request.variant):
@@ -91,6 +94,9 @@ class Measurement:
         finally:
             self.result.first_step_memory = end_memory_window(self.device, before)
         self.result.stats_first_step = read_stats(self.request.variant)
+
+    def measure_ranks(self) -> None:
+        self.result.machine_by_rank = measure_ranks(self.request, self.device)
 
     def await_plan(self) -> None:
         """Exactly ``calibration_steps`` more: all ranks must take as many, and a rank cannot see another's plan."""

@@ -1,4 +1,4 @@
-"""What each rank's device and the way between the ranks give before anything is built: a slow peer slows all ranks."""
+"""What each rank's device and the way between the ranks give without a model: a slow peer slows all ranks."""
 
 import statistics
 import time
@@ -22,8 +22,6 @@ def measure_ranks(request: Request, device: torch.device) -> list[RankMachine]:
     mine = RankMachine(_all_gather_rate(request, device), matmul_rate(device) if device.type == "cuda" else None)
     found: list[RankMachine] = [mine] * request.protocol.num_processes
     dist.all_gather_object(found, mine)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return found
 
 

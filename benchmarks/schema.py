@@ -220,7 +220,7 @@ class Collective:
 
 @dataclass
 class RankMachine:
-    """What one rank of several had before anything was built: a slow peer, or a slow way to it, slows all of them.
+    """What one rank of several has without a model: a slow peer, or a slow way to it, slows all of them.
 
     ``all_gather_gb_per_s``: of what was gathered over all ranks, once they were there; ``matmul_bf16_tflop_per_s``: of
     its GPU (None on a CPU)."""

@@ -58,13 +58,8 @@ def _measure_single(request: Request, device: torch.device, result: Result, phas
 def _measure_sharded(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
     from benchmarks import ranks, sharded
     from benchmarks.measure import Measurement
-    from benchmarks.rank_machine import measure_ranks
-
-    def ranks_alone() -> None:
-        result.machine_by_rank = measure_ranks(request, device)
 
     phases.required("process group", lambda: ranks.join(request, device))
-    phases.required("ranks alone", ranks_alone)
     Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
     phases.required("ranks", lambda: ranks.gather_ranks(request, result))
     phases.required("leave", ranks.leave)

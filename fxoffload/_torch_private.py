@@ -75,14 +75,12 @@ def stop_recording_allocator_events() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
-def allocator_events(index: int) -> list[AllocatorEvent]:
-    """What was recorded of one device, in its order. Takes tens of milliseconds."""
-    traces = torch.cuda.memory._snapshot().get("device_traces", [])
+def allocator_events() -> list[list[AllocatorEvent]]:
+    """What was recorded of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
     kinds = {"alloc": True, "free_requested": False}
     return [
-        AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames")))
-        for e in (traces[index] if index < len(traces) else ())
-        if e["action"] in kinds
+        [AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames"))) for e in trace if e["action"] in kinds]
+        for trace in torch.cuda.memory._snapshot().get("device_traces", [])
     ]
 
 

@@ -34,7 +34,7 @@ class Allocator:
 
     def history(self) -> AllocatorHistory:
         self.events = []
-        return AllocatorHistory(self.read, lambda: list(self.events or ()), self.stop)
+        return AllocatorHistory(self.read, lambda: list(self.events or ()), self.stop, self.read())
 
     def pass_by(self, nbytes: int) -> None:
         """Allocated and freed."""

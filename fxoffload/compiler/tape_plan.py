@@ -29,7 +29,7 @@ from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, Tap
 from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.beside import beside_when_calls_begin
-from fxoffload.planner.chain import Beside, Chain
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
@@ -96,6 +96,8 @@ class TapePlanning:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes: as of ``Seen``.
+        beside: what is known to be on the device beside the graphs: from the steps before the plan, then from those
+            that were measured.
         forward_ms: of each call: an estimate, until steps were measured.
         paced: per call, whether its forward is, by the latest ``choices``.
     """
@@ -121,11 +123,12 @@ class TapePlanning:
         self.host_bytes = engine_for(goal.device).host_budget_bytes(goal.budgets)
         self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
+        self.beside = BESIDE_NOTHING
         if self.goal.budget_bytes is not None and seen.live_bytes:
             ran = self.compiled
             if seen.sizes != self.sizes:
                 ran = self._ways(parts_at(parts, seen.sizes), seen.held, written).as_compiled()
-            self.ways.beside = self._beside(ran, seen)
+            self.ways.beside = self.beside = self._beside(ran, seen)
             self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()

@@ -165,7 +165,7 @@ class TapeCalibration(PlanAgain):
         compiled = compiled.with_step(measured_step(with_turn(compiled.step), times))
         rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows
         graphs = simulate(ran.step, offload, copies=rates, windows=windows)
-        beside = beside_segments(ran, graphs, readings)
+        beside = self._planning.beside = beside_segments(ran, graphs, readings, self._planning.beside)
         self._found = MeasuredChain(ms, sizes, beside)
         self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
 from fxoffload.planner.simulate import Boundary, Simulation
-from fxoffload.runtime.clocks.chain_clock import TURN, entry_of, lies_between
+from fxoffload.runtime.clocks.chain_clock import TURN, lies_between
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings
 from fxoffload.runtime.steps.held import CallAt
 
@@ -40,22 +40,30 @@ def beside_when_calls_begin(
         # Behind the entry, or what stands in its place: what the caller made for the call is there, no reload is.
         known["forward", call] = graphs.boundaries[down].after_bytes
         known["backward", call] = graphs.boundaries[first + up - 1].after_bytes
+    # The last output is gone by then where nobody holds it.
+    known["backward", last] = min(known["backward", last], graphs.boundaries[first].live_bytes)
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
     gaps = []
     for (phase, call), nbytes in gap_bytes.items():
-        name = TURN if (phase, call) == ("backward", last) else entry_of(phase, call)
-        gaps.append((name, nbytes + found.get((phase, call), 0)))
+        more = nbytes + found.get((phase, call), 0)
+        if (phase, call) == ("backward", last):
+            gaps.append((TURN, more))
+        else:
+            # What is made there for the call is not there yet when the segment of the entry begins.
+            entry = graphs.boundaries[chain.forward[call] if phase == "forward" else first + chain.backward[call] - 1]
+            gaps.append((entry.segment, more + max(entry.after_bytes - entry.live_bytes, 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
     return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
 
 
-def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Beside:
+def beside_segments(chain: Chain, graphs: Simulation, readings: Readings, before: Beside = BESIDE_NOTHING) -> Beside:
     """By what was measured before each segment and between the calls, and by the peak of the step.
 
     Args:
         chain: that ran, with nothing beside it.
         graphs: what it takes as it ran, by what was measured of its segments.
         readings: of the steps.
+        before: what was known before of what is between calls: it counts where it was not measured now.
     """
     boundaries = {(b.phase, b.segment): b for b in graphs.boundaries}
     seen, known = readings.live_before(), 0
@@ -66,7 +74,7 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Bes
             most = max((seen.get(phase, {}).get(b.segment, 0) - b.live_bytes for b in own), default=0)
             found[phase].append(max(most, 0))
             known = max(known, *(b.peak_bytes + found[phase][-1] for b in own))
-    gaps = _gaps(graphs.boundaries, readings)
+    gaps = _gaps(graphs.boundaries, readings, dict(before.gaps))
     # Gaps that were measured explain the peak; those that are taken to be like them do not. Where it is somewhere else,
     # nobody knows where.
     known = max([known, *readings.gap_peaks().values()])
@@ -75,8 +83,8 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings) -> Bes
     return Beside(calls, tuple((name, nbytes) for (_, name), nbytes in gaps.items() if nbytes))
 
 
-def _gaps(boundaries: Sequence[Boundary], readings: Readings) -> dict[tuple[str, str], int]:
-    """What is allocated between calls above what the chain has there, by what was measured.
+def _gaps(boundaries: Sequence[Boundary], readings: Readings, before: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """What is allocated between calls above what the chain has there, by what was measured, now or ``before``.
 
     Calls are mostly alike: where the peak of the process hid what is between two of them, it is as much as between
     others of the phase, if that is not above what the whole step may have had.
@@ -90,5 +98,5 @@ def _gaps(boundaries: Sequence[Boundary], readings: Readings) -> dict[tuple[str,
         for b in empty:
             most = usual if bounds is None else min(usual, max(bounds[1] - b.live_bytes, 0))
             hidden = 0 if b.segment == TURN else most
-            found[phase, b.segment] = known.get(b.segment, hidden)
+            found[phase, b.segment] = known.get(b.segment, before.get(b.segment, hidden))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from fxoffload.runtime.clocks.allocator_trace import Block, Memory
 from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Readings, Sample
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.held import CallAt
+from fxoffload.runtime.steps.held import CallAt, Held, Moment
 from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
 from tests.planner.chains import training_steps
 
@@ -53,7 +54,10 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
     seen = {}
     for k in range(len(steps)):
         seen["forward", k] = ran.boundaries[chain.forward[k]].after_bytes + calls[0][k]
-        seen["backward", k] = ran.boundaries[first + chain.backward[k] - 1].after_bytes + calls[1][k]
+        there = ran.boundaries[first + chain.backward[k] - 1].after_bytes
+        # The last output is gone when the backward begins, if nobody holds it.
+        there = there if chain.backward[k] else min(there, ran.boundaries[first].live_bytes)
+        seen["backward", k] = there + calls[1][k]
     assert beside_when_calls_begin(chain, ran, seen) == beside
     larger = simulate(chain.with_beside(beside).step, decisions, copies=RATES, windows=no_windows(chain.step))
     for before, now in zip(ran.boundaries, larger.boundaries, strict=True):
@@ -65,14 +69,17 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
 
 
 def test_what_is_seen_between_calls_when_they_ran() -> None:
-    """Above what is there when the next one begins, with what is beside that."""
-    chain = concatenate([_step() for _ in range(3)])
+    """Above what is there when the next one begins, with what is beside that; an entry also has what is made there."""
+    step = _step()
+    made = (StorageInfo("x", 60, is_input=True), StorageInfo("t", 70, is_tangent=True))
+    held = [Held(((k, "x"),), Moment("forward", k)) for k in range(3)] + [Held(((2, "y"),), Moment("forward", 2))]
+    chain = concatenate([replace(step, storages=(*step.storages, *made)) for _ in range(3)], held)
     ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
     first = len(chain.step.forward)
     live: dict[CallAt, int] = {
         ("forward", 0): 0,
         ("forward", 2): ran.boundaries[chain.forward[2]].after_bytes + 100,
-        ("backward", 2): ran.boundaries[first - 1].after_bytes + 200,
+        ("backward", 2): ran.boundaries[first].live_bytes + 200,
         ("backward", 1): ran.boundaries[first + chain.backward[1] - 1].after_bytes + 1000,
     }
     gaps: dict[CallAt, int] = {
@@ -84,8 +91,8 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
     }
     found = beside_when_calls_begin(chain, ran, live, gaps)
     behind, two_behind = entry_of("backward", 1), entry_of("backward", 0)
-    entries = {entry_of("forward", 1): 7, entry_of("forward", 2): 100}
-    assert dict(found.gaps) == {**entries, TURN: 211, behind: 1013, two_behind: 17}
+    entries = {entry_of("forward", 1): 7 + 60, entry_of("forward", 2): 100 + 60}
+    assert dict(found.gaps) == {**entries, TURN: 211, behind: 1013 + 70, two_behind: 17 + 70}
     assert found.calls == ((0, 0, 100), (0, 1000, 200))
     assert beside_when_calls_begin(chain, ran, {}, gaps) == BESIDE_NOTHING
 

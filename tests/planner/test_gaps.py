@@ -446,6 +446,25 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool) -> 
     assert plan.baseline.peak_bytes > budget
 
 
+@pytest.mark.parametrize("at_turn", [False, True])
+def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: bool) -> None:
+    """As where somebody has the record meanwhile."""
+    least, most = chains.range_of_peaks("stack")
+    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
+    with recording(found), mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+        run = recorded(found.model, steps=1, activation_budget=most, disable=("tape_recompute",))
+        found.watch = run.watch
+        run.step()
+        first = found.peak_of(run)
+        run.steps(6)
+        plan = the_plan()
+        assert plan.calibrated is not None
+        assert all(not clock.readings().gap_peaks() for clock in found.clocks)
+        assert 0.9 * most < first <= most
+        assert 0.9 * most < found.peak_of(run) <= plan.calibrated.peak_bytes <= most
+
+
 @contextlib.contextmanager
 def recording(found: Recorded) -> Iterator[None]:
     """The engine reads the allocator there."""

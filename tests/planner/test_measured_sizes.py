@@ -172,6 +172,24 @@ def test_where_nothing_is_to_be_known_no_step_is_lost(allocator: Allocator, with
     assert planned_lengths() == ["2, 48", "2, 15"]
 
 
+@pytest.mark.parametrize(("first", "expected"), [(LONG, {}), (SHORT, {("backward", 0): 400})])
+def test_what_the_first_of_two_steps_had_between_its_calls_does_not_count(first: int, expected: object) -> None:
+    """Where it was the longer one, all else does: but something may have been tuned there."""
+
+    def record(length: int) -> chains.Record:
+        live = LiveBytes()
+        live.read(("forward", 0), [], Memory(length, length))
+        live.call_ended(Memory(length, length))
+        live.read(("backward", 0), [], Memory(length + 100, length + 500))
+        live.end()
+        return chains.Record((), (), live, ((length,),))
+
+    seen = record(first).merged(record(MIDDLE))
+    assert seen is not None and seen.sizes == ((max(first, MIDDLE),),)
+    assert seen.live_bytes == {("forward", 0): 0, ("backward", 0): 100}
+    assert seen.gap_bytes == expected
+
+
 def hooked(run: Run, length: int) -> None:
     """A step in which somebody else takes what the last layers save."""
     at(run, length)

@@ -105,7 +105,7 @@ def test_it_ends_whatever_happens() -> None:
     def broken() -> list[AllocatorEvent]:
         raise RuntimeError("no snapshot")
 
-    history = AllocatorHistory(allocator.read, broken, allocator.stop)
+    history = AllocatorHistory(allocator.read, broken, allocator.stop, allocator.read())
     history.end()
     assert allocator.stops == 2 and history.peak_between(allocator.read(), allocator.read()) is None
 
@@ -171,8 +171,31 @@ def test_a_record_that_somebody_keeps_is_left_alone(monkeypatch: pytest.MonkeyPa
     found.counts = {"allocated": 8, "freed": 3}
     history.end()
     assert found.is_recording
+    found.traces[1].clear()
+    for read in (False, True):
+        found.is_recording = False
+        history = begin()
+        assert history is not None
+        found.traces[0] = [{"action": "free_requested", "size": 1024, "frames": [{"name": "train"}]}]  # elsewhere
+        history.end(read=read)
+        assert found.is_recording, "also of a step that is dropped"
+        assert history.peak_between(Memory(0, 0, 7, 3), Memory(0, 0, 7, 3)) is None
+    found.is_recording = False
     monkeypatch.delattr(torch._C, "_cuda_isHistoryEnabled")
     assert begin() is None, "nobody knows"
+
+
+@pytest.mark.parametrize("broken", ["memory_stats_as_nested_dict", "memory._record_memory_history"])
+def test_what_cannot_be_begun_is_none(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    found = Torch(monkeypatch)
+    begin = cuda_history(DEVICE)
+    assert begin is not None
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not in this torch")
+
+    monkeypatch.setattr(f"torch.cuda.{broken}", fail)
+    assert begin() is None and not found.is_recording
 
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])

@@ -3,14 +3,16 @@
 The allocator's one peak belongs to the process, and hides whatever came to less than it has been before (kernels that
 were tuned, a rollout in the same process). A record of the events says what the peak was between any two reads.
 
-[Note: One record] A process has one record for all devices. Where somebody keeps it already (to look for what takes
-memory), it is theirs: nothing is recorded here. If somebody begins to while it is ours, their events have frames, and
-it is left to them.
+[Note: One record] A process has one record for all devices. Where somebody has it already (to look for what takes
+memory; another device's step), it is theirs: nothing is recorded here. If somebody begins one while it is ours, their
+events have frames, and it is left to them; one without tracebacks cannot be told from ours, and ends with it. A step
+that is abandoned keeps the record on until the next call of a compiled graph.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -33,13 +35,19 @@ _MOST_EVENTS = 200_000
 _GRAIN_BYTES = 512
 
 
+class SomebodyElsesRecord(RuntimeError):
+    """What is recorded now was asked for by somebody else."""
+
+
 class AllocatorHistory:
     """What is allocated and freed on one device from now on, until ``end``.
 
     Args:
         memory: reads the allocator.
-        events: allocations and frees of the device since the record began, in their order.
+        events: allocations and frees of the device since the record began, in their order. Raises
+            ``SomebodyElsesRecord`` where it is no longer ours.
         stop: ends the record.
+        first: what the allocator said right before it began.
     """
 
     def __init__(
@@ -47,32 +55,38 @@ class AllocatorHistory:
         memory: Callable[[], Memory],
         events: Callable[[], list[AllocatorEvent]],
         stop: Callable[[], None],
+        first: Memory,
     ) -> None:
         self._memory = memory
         self._events = events
         self._stop = stop
         self._is_open = True
-        self._first = memory()
+        self._lock = threading.Lock()  # a step may be dropped on one thread while it ends on another
+        self._first = first
         self._live: list[int] = []  # behind each event, above what there was at first
         self._num_allocations: list[int] = []  # likewise
 
     def end(self, *, read: bool = True) -> None:
-        """Record nothing more. ``read``: what was recorded is to be asked for; this takes tens of milliseconds. Never
-        raises."""
-        if not self._is_open:
+        """Record nothing more. ``read``: what was recorded is to be asked for. Never raises."""
+        with self._lock:
+            is_open, self._is_open = self._is_open, False
+        if not is_open:
             return
-        self._is_open = False
         try:
+            last, events = self._memory(), self._events()
             if read:
-                self._read()
+                self._take(last, events)
+        except SomebodyElsesRecord:
+            return
         except Exception as error:
             log.info("the record of the allocator could not be read: %s", error)
-        finally:
+        try:
             self._stop()
+        except Exception as error:
+            log.warning("the record of the allocator could not be ended: %s", error)
 
-    def _read(self) -> None:
-        last, first = self._memory(), self._first
-        events = self._events()
+    def _take(self, last: Memory, events: list[AllocatorEvent]) -> None:
+        first = self._first
         signs = [1 if e.is_allocation else -1 for e in events]
         allocations = [0, *accumulate(s == 1 for s in signs)]
         found = (first.num_allocations + allocations[-1], first.num_frees + len(events) - allocations[-1])
@@ -84,8 +98,8 @@ class AllocatorHistory:
         self._num_allocations = allocations
 
     def peak_between(self, first: Memory, last: Memory) -> int | None:
-        """Most bytes allocated between two reads, as ``Memory.allocated``; None where that is not known. Blocks that
-        are larger than what was asked for, by a MiB at most, count where they were still there at ``last``."""
+        """Most bytes allocated between two reads, as ``Memory.allocated``; None where that is not known. What blocks
+        have beyond what was asked for (mostly less than a MiB) counts where they were still there at ``last``."""
         begin, end = self._place_of(first), self._place_of(last)
         if begin is None or end is None or begin > end:
             return None
@@ -103,33 +117,28 @@ class AllocatorHistory:
 
 
 def cuda_history(device: torch.device) -> Callable[[], AllocatorHistory | None] | None:
-    """Begins a record of a device's allocator, if nobody has one (see [Note: One record]); None for an allocator that
-    keeps none."""
+    """Begins a record of a device's allocator, if nobody has one (see [Note: One record]) and it can be begun, and
+    never raises; None for an allocator that keeps none."""
     memory = cuda_memory(device)
     if memory is None or torch.cuda.get_allocator_backend() != "native":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
 
+    def read() -> list[AllocatorEvent]:
+        everywhere = allocator_events()
+        if any(e.has_frames for events in everywhere for e in events):
+            raise SomebodyElsesRecord("somebody else has begun a record")
+        return everywhere[index] if index < len(everywhere) else []
+
     def begin() -> AllocatorHistory | None:
-        if records_allocator_events():
-            return None
-        is_theirs = False
-
-        def events() -> list[AllocatorEvent]:
-            nonlocal is_theirs
-            found = allocator_events(index)
-            is_theirs = any(e.has_frames for e in found)
-            return found
-
-        def stop() -> None:
-            if not is_theirs:
-                stop_recording_allocator_events()
-
-        record_allocator_events(_MOST_EVENTS)
         try:
-            return AllocatorHistory(memory, events, stop)
-        except BaseException:
-            stop()
-            raise
+            first = memory()
+            if records_allocator_events():
+                return None
+            record_allocator_events(_MOST_EVENTS)
+            return AllocatorHistory(memory, read, stop_recording_allocator_events, first)
+        except Exception as error:
+            log.info("the allocator's events are not recorded: %s", error)
+            return None
 
     return begin

@@ -155,8 +155,10 @@ class Record:
         if mine.keys() != others.keys():
             return None
         held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
-        last = self if _volume(self.sizes) > _volume(other.sizes) else other
-        return Seen.of(held, last.live, last.sizes)
+        if _volume(self.sizes) > _volume(other.sizes):
+            # What was tuned in it may have been between its calls.
+            return replace(Seen.of(held, self.live, self.sizes), gap_bytes={})
+        return Seen.of(held, other.live, other.sizes)
 
 
 @dataclass
