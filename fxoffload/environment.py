@@ -27,6 +27,7 @@ PIECES = (
     "tape_plan",  # off: a step of several graphs without plans of their own is not planned as a whole
     "tape_recompute",  # off: a plan for such a step keeps and offloads, and changes nothing of what is computed again
     "pacing",  # off: the host runs ahead of the device as far as it gets, also where copies are slower for it
+    "allocator_record",  # off: the allocator is not asked to record what is allocated between the graphs of such a step
     "host_trim",  # off: host memory that only the steps before such a plan needed is not given back
     "offload",  # off: every saved activation stays on the device
     "prefetch",  # off: an activation is reloaded when it is needed

@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 import fxoffload
 from fxoffload import backend
 from fxoffload._torch_compat import boxed_eager
-from fxoffload.compiler import segments, session
+from fxoffload.compiler import segments, session, tape_plan
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -371,6 +371,28 @@ class TestPieces:
         assert stats.host_bytes_reserved == (before if disabled else 0)
         assert stats.bytes_host_trimmed == (0 if disabled else before)
         assert before > 0
+
+    @pytest.mark.parametrize("disabled", [True, False])
+    def test_allocator_record(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every layer compiled on its own: in the second step that is watched, and in those that are measured."""
+        pieces = option_of("allocator_record", by, disabled, monkeypatch)
+        engine, begun, told = engine_for(torch.device("cpu")), [], []
+        engine.calls._step = None
+        monkeypatch.setattr(engine.calls, "_history", lambda: begun.append("record"))
+
+        def replan_for_tape(planning: Any, *_: object) -> None:
+            told.append(planning.records)
+
+        monkeypatch.setattr(tape_plan, "replan_for_tape", replan_for_tape)
+        model = make_model(3)
+        for layer in model.layers:  # type: ignore[union-attr]
+            options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}
+            layer.compile(backend="fxoffload", options=rehearsal_options(**options))
+        for _ in range(4):
+            assert_close(gradients(model, model), eager())
+            model.zero_grad()
+        assert len(begun) == (not disabled)
+        assert told == [not disabled]
 
     @pytest.mark.parametrize("disabled", [True, False])
     def test_pacing(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

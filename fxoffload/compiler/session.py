@@ -280,6 +280,7 @@ class CompileSession:
             self.device,
             calibrates="calibration" not in self.disabled,
             paces="pacing" not in self.disabled,
+            records="allocator_record" not in self.disabled,
         )
         recipe = None
         if source is not None:
@@ -410,6 +411,7 @@ class CompileSession:
         by_size = self._by_size(state)
         site = self._site = engine.calls.site()
         site.reserved_bytes = reserved
+        site.may_record = "allocator_record" not in self.disabled
         site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         variants, own = self._variants, self._plan_box
         is_told: list[bool] = []

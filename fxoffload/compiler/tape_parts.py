@@ -36,6 +36,7 @@ class TapeGoal:
         device: of the graphs.
         calibrates: whether the plan is made again with measured times.
         paces: whether forwards may be paced (``fxoffload.planner.pacing``).
+        records: whether the allocator may be asked to record its events.
     """
 
     goal: PlanGoal
@@ -44,6 +45,7 @@ class TapeGoal:
     device: torch.device
     calibrates: bool = True
     paces: bool = True
+    records: bool = True
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,11 @@ class TapePlanning:
         return self.parts[0].goal.calibrates and not self.sizes
 
     @property
+    def records(self) -> bool:
+        """Whether the allocator may be asked to record its events."""
+        return self.parts[0].goal.records
+
+    @property
     def _of_sizes(self) -> str:
         """The sizes, in words: of the first call that has any; those of the others follow from them."""
         first = next((s for s in self.sizes if s), ())

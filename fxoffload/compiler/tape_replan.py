@@ -284,6 +284,6 @@ def replan_for_tape(planning: TapePlanning, schedule: Schedule, sites: Sites, bo
     calibration = TapeCalibration(planning, schedule, sites[0], box)
 
     def make_clock() -> ChainClock:
-        return chain_clock_for(device, len(sites), left_bytes=planning.others_bytes)
+        return chain_clock_for(device, len(sites), left_bytes=planning.others_bytes, records=planning.records)
 
     return TapeReplan(calibration, box, sites, make_clock=make_clock)

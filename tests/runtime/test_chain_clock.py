@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from fxoffload.runtime.clocks import chain_clock
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, entry_of, segment_of
 from fxoffload.runtime.clocks.stream_events import host_events
@@ -237,6 +238,18 @@ def test_what_it_is_given() -> None:
     clock = chain_clock_for(torch.device("cpu"), 2)
     assert clock.begin_step() is None  # the first is skipped
     assert clock.begin_step() is not None
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_the_clock_of_a_gpu_records_unless_it_may_not(monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(chain_clock, "cuda_events", lambda device: host_events())
+    monkeypatch.setattr(chain_clock, "cuda_memory", lambda device: lambda: Memory(0, 0))
+    monkeypatch.setattr(chain_clock, "cuda_history", lambda device: lambda: begun.append("record"))
+    clock = chain_clock_for(torch.device("cuda"), 2, records=records)
+    assert clock.begin_step() is not None and clock.begin_step() is not None
+    assert len(begun) == records
 
 
 @pytest.mark.parametrize("others", [0, 1000])

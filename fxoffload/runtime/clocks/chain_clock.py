@@ -332,9 +332,11 @@ class ChainClock:
             return Readings(samples, tuple(self._gaps))
 
 
-def chain_clock_for(device: torch.device, num_calls: int, *, left_bytes: int = 0) -> ChainClock:
-    """A clock for a chain whose graphs run on ``device``. ``left_bytes``: see ``StepRecording``."""
+def chain_clock_for(device: torch.device, num_calls: int, *, left_bytes: int = 0, records: bool = True) -> ChainClock:
+    """A clock for a chain whose graphs run on ``device``. ``left_bytes``: see ``StepRecording``. ``records``: whether
+    the allocator may be asked to record its events."""
     if device.type == "cuda" and torch.cuda.is_available():
-        found: dict[str, Any] = {"memory": cuda_memory(device), "history": cuda_history(device)}
+        history = cuda_history(device) if records else None
+        found: dict[str, Any] = {"memory": cuda_memory(device), "history": history}
         return ChainClock(num_calls, events=cuda_events(device), epoch=compilations, left_bytes=left_bytes, **found)
     return ChainClock(num_calls, events=host_events(), epoch=compilations)

@@ -81,6 +81,7 @@ class Site:
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
         reserved_bytes: of host memory, pinned for one call of it when it was compiled.
+        may_record: whether the allocator may be asked to record its events in steps that begin here.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
         alone: of a graph with a plan of its own.
         gives_up: tells that no chain which begins here will be planned.
@@ -99,9 +100,15 @@ class Site:
     sizes: CallSizes | None = None
     chains: Chains = field(default_factory=Chains)
     reserved_bytes: int = 0
+    may_record: bool = True
     may_trim: bool = True
     alone: PlannedAlone | None = None
     gives_up: Callable[[], None] = lambda: None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its steps have one, as far as they are planned."""
+        return self.at_first is not None or self.alone is not None
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Of the call with these arguments; empty where they do not vary."""
@@ -358,10 +365,9 @@ class StepCalls:
             step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
             step.began_recording = step.records
         # Of the steps that are recorded the second one counts: nothing is compiled in it.
-        has_budget = site.at_first is not None or site.alone is not None
-        begins = has_budget and (step.measures is not None or (step.records and chains.before is not None))
-        history = self._history() if begins and self._history is not None else None
-        step.live_bytes = LiveBytes(self._others, history)
+        counts = step.measures is not None or (step.records and chains.before is not None)
+        begin = self._history if counts and site.may_record and site.has_budget else None
+        step.live_bytes = LiveBytes(self._others, None if begin is None else begin())
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
