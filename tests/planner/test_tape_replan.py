@@ -997,11 +997,13 @@ def test_a_graph_that_some_calls_ran_as_compiled_takes_what_these_took() -> None
     assert other["backward"]["call 3/b0"] == pytest.approx(90.0 * 2.0 / 5.0)
 
 
-def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None:
+@pytest.mark.parametrize("records", [True, False])
+def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: bool) -> None:
+    """And whether it may have the allocator record."""
     asked: list[Any] = []
 
-    def clock(device: torch.device, num_calls: int, *, left_bytes: int = 0) -> ChainClock:
-        asked.append((device, num_calls, left_bytes))
+    def clock(device: torch.device, num_calls: int, *, left_bytes: int, records: bool) -> ChainClock:
+        asked.append((device, num_calls, left_bytes, records))
         return ChainClock(num_calls, events=host_events())
 
     cuda = torch.device("cuda")
@@ -1012,6 +1014,7 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None
         goal=SimpleNamespace(budget_bytes=None),
         limit_bytes=None,
         others_bytes=77,
+        records=records,
     )
     sites = [engine_for(CPU).calls.site() for _ in range(3)]
     schedule: Any = None
@@ -1019,4 +1022,4 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call() -> None
     with mock.patch.object(tape_replan, "chain_clock_for", clock):
         follower = tape_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, sites)), box)
     assert follower is not None
-    assert asked == [(cuda, 3, 77)]
+    assert asked == [(cuda, 3, 77, records)]
