@@ -56,7 +56,7 @@ def budget() -> int:
 
 
 @pytest.fixture(autouse=True)
-def a_process_that_had_more() -> Iterator[None]:
+def nothing_stays() -> Iterator[None]:
     yield
     torch.cuda.memory._record_memory_history(None)
     torch.compiler.reset()
