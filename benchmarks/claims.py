@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.changing_lengths.claims import check_lengths_claims
 from benchmarks.claims_curve import NOISE, Point, below, monotone
 from benchmarks.collective_times import usual_sum
 from benchmarks.derived import case_label
 from benchmarks.gradients_agree import claim_gradients_agree
+from benchmarks.scenarios import FSDP, FSDP_LENGTHS
 from benchmarks.schema import Case, Record, Report
 from benchmarks.truth import plan_row
 
@@ -45,9 +47,9 @@ def check_claims(report: Report) -> list[Claim]:
             found = [*_Claims(case, rows).of_a_sweep(), claim_gradients_agree(derived)]
         elif report.scenario == "collectives":
             found = [_collectives_beside_copies(rows)]
-        elif report.scenario in ("activations", "fsdp"):
-            found = [claim_gradients_agree(derived)]
-            if report.scenario == "fsdp":
+        elif report.scenario in ("activations", FSDP, FSDP_LENGTHS):
+            found = check_lengths_claims(rows) if report.scenario == FSDP_LENGTHS else [claim_gradients_agree(derived)]
+            if report.scenario == FSDP:
                 found.append(_collectives_as_without(rows, derived))
                 if any(record.result.collectives_idle for record in rows):
                     found.append(_collectives_beside_idle_copies(rows, derived))

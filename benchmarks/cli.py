@@ -29,7 +29,7 @@ from benchmarks.rl.variants import KINDS as PHASE_KINDS
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.runner import run as run_all
-from benchmarks.scenarios import COLLECTIVES, SCENARIOS, find_scenario
+from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, SCENARIOS, find_scenario
 from benchmarks.tables import render
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -72,8 +72,8 @@ def run(
         )
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
-        if protocol.process_group and chosen.name != "fsdp":
-            raise ValueError(f"process_group is for scenario fsdp; found {chosen.name}")
+        if protocol.process_group and chosen.name not in (FSDP, FSDP_LENGTHS):
+            raise ValueError(f"process_group is for scenarios {FSDP} and {FSDP_LENGTHS}; found {chosen.name}")
         if chosen.name == COLLECTIVES and protocol.ranks < 2:
             raise ValueError(f"collectives needs at least 2 ranks, found ranks={protocol.ranks}")
         if chosen.name == "max-seq" and not (protocol.lengths or all(v.lengths for v in asked)):

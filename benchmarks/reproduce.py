@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import moe_convert
 from benchmarks.activations.kinds import CHECKOUTS
 from benchmarks.machine import RECORDED_VARIABLES
-from benchmarks.scenarios import COLLECTIVES, current_name, find_scenario
+from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, current_name, find_scenario
 from benchmarks.schema import Protocol, Report
 
 # What a command says of the place and the time it had, not of what it measured.
@@ -23,7 +23,8 @@ CYCLES = ("steps", "cycles_s", "logprob_s")
 OF_SCENARIO: dict[str, tuple[str, ...]] = {
     "activations": STEPS,
     "compile-time": ("warmup", "steps", "warm"),
-    "fsdp": ("ranks", *STEPS),
+    FSDP: ("ranks", *STEPS),
+    FSDP_LENGTHS: ("ranks", "shortest", *STEPS),
     COLLECTIVES: ("ranks", "warmup", "steps"),
     "plan": (*STEPS, "long_steps", "memory_fraction"),
     "budget-sweep": STEPS,

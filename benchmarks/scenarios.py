@@ -57,6 +57,8 @@ TINY_LAYERS = {
     "head_dim": ["16"],
 }
 # What runs beside the collectives of the scenario that has no model.
+# Layers are sharded over ranks: one process each.
+FSDP, FSDP_LENGTHS = "fsdp", "fsdp-lengths"
 COLLECTIVES, COLLECTIVES_BESIDE = "collectives", ("idle", "matmul")
 # Names that reports of earlier versions carry.
 RENAMED = {"longest": "max-seq"}
@@ -78,10 +80,19 @@ SCENARIOS = {
             protocol_defaults={"warmup": 1, "steps": 5, "allocator_trace": False, "copy_trace": False, "warm": True},
         ),
         Scenario(
-            name="fsdp",
+            name=FSDP,
             answers="FSDP2 with layers compiled on their own: prefetch across graphs, on two devices",
             variants="inductor,checkpoint,keep_all,offload_all,offload_all@disable=cross_graph_prefetch",
             protocol_defaults={"ranks": 2, "allocator_trace": False, "calibration_steps": 14},
+        ),
+        Scenario(
+            name=FSDP_LENGTHS,
+            answers="the same on batches of random lengths, other ones on every rank: what grows, what compiles again",
+            variants="inductor,checkpoint,auto@activation_budget=1.1*checkpoint",
+            protocol_defaults={
+                **{"ranks": 2, "steps": 200, "warmup": 24, "calibration_steps": 14, "gradients": False},
+                **{"allocator_trace": False, "copy_trace": False},
+            },
         ),
         Scenario(
             name=COLLECTIVES,

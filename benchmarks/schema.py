@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from benchmarks.changing_lengths.records import LengthsRun
 from benchmarks.rl.records import RlResult
 
 Scalar = str | int | float | bool | None
@@ -72,7 +73,8 @@ class Protocol:
     of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each after the first. ``warm``: each variant once more in a
     second process with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each
-    layer; ``process_group``: how they meet (``PROCESS_GROUPS``).
+    layer; ``process_group``: how they meet (``PROCESS_GROUPS``). ``fsdp-lengths`` only: ``shortest`` batch in
+    tokens; the case's ``seq`` is the longest.
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
     (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
@@ -87,6 +89,7 @@ class Protocol:
     ranks: int = 1
     tensor_parallel: int = 1
     process_group: str = ""
+    shortest: int = 1024
     gradients: bool = True
     allocator_trace: bool = True
     copy_trace: bool = True
@@ -430,6 +433,7 @@ class Result:
     probes: list[Probe] = field(default_factory=list)
     warm: WarmStart | None = None
     overhead: Overhead | None = None
+    changing_lengths: LengthsRun | None = None
     rl: RlResult | None = None
 
     @property

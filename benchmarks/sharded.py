@@ -1,4 +1,5 @@
-"""One process per device: FSDP2 shards each layer, and each layer compiles on its own (scenario ``fsdp``).
+"""One process per device: FSDP2 shards each layer, and each layer compiles on its own (scenarios ``fsdp`` and
+``fsdp-lengths``).
 
 With ``tensor_parallel=2`` pairs of ranks share each layer's projections too: FSDP2 over the one dimension of the mesh,
 tensor parallelism over the other.
@@ -24,10 +25,13 @@ COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def build_stepper(request: Request, device: torch.device) -> Stepper:
+def build_stepper(request: Request, device: torch.device, *, dynamic: bool = False) -> Stepper:
     """Per layer: checkpoint (its variants only) inside, compile around it, FSDP's hooks outside both.
 
     With the checkpoint innermost it is part of the compiled graph, and FSDP's hooks do not run again in backward.
+
+    Args:
+        dynamic: layers are compiled with dynamic shapes.
 
     Raises:
         ValueError: a case or a variant that this scenario has no way to run, or ranks that cannot be paired.
@@ -51,7 +55,7 @@ def build_stepper(request: Request, device: torch.device) -> Stepper:
             block = checkpoint_wrapper(layer)
             layers[index] = block
         if arguments is not None:
-            block.compile(**arguments)
+            block.compile(**arguments, **({"dynamic": True} if dynamic else {}))
         fully_shard(block, mesh=mesh["fsdp"])
     fully_shard(job.module, mesh=mesh["fsdp"])
     return Stepper(job, job.module, device, around_step(variant, job, device))

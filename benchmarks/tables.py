@@ -4,11 +4,12 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.changing_lengths.table import render_lengths
 from benchmarks.collectives.table import render_collectives
 from benchmarks.derived import case_label
 from benchmarks.rl.tables import render_phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
-from benchmarks.scenarios import COLLECTIVES, current_name
+from benchmarks.scenarios import COLLECTIVES, FSDP_LENGTHS, current_name
 from benchmarks.schema import Record, Report, Summary
 from benchmarks.tables_plan import render_claim, render_longest, render_plan
 
@@ -23,10 +24,11 @@ def render(report: Report) -> str:
         return "\n\n".join([f"### {report.scenario}", _header(report), body])
     if report.scenario in PHASE_SCENARIOS:
         return "\n\n".join([f"### {report.scenario}", _header(report), render_phases(report)])
-    if report.scenario == COLLECTIVES:
+    if report.scenario in (COLLECTIVES, FSDP_LENGTHS):
         failures = "\n".join(_failure(record) for record in report.records if record.reason)
         claims = "\n".join(render_claim(claim) for claim in report.claims)
-        parts = [f"### {report.scenario}", _header(report), render_collectives(report), claims, failures]
+        table = render_collectives(report) if report.scenario == COLLECTIVES else render_lengths(report)
+        parts = [f"### {report.scenario}", _header(report), table, claims, failures]
         return "\n\n".join(part for part in parts if part)
     derived = {(row["case"], row["variant"]): row for row in report.derived}
     rows = [_row(record, derived.get((case_label(record.case), record.variant.label), {})) for record in report.records]
@@ -57,6 +59,8 @@ def _header(report: Report) -> str:
     words = [f"{environment.get('gpu_name') or 'no GPU'}", f"torch {environment.get('torch')}"]
     if report.scenario == COLLECTIVES:
         words.append(f"{report.protocol.steps} rounds of 8 collectives each, medians [quartiles]")
+    elif report.scenario == FSDP_LENGTHS:
+        words.append(f"{report.protocol.steps} timed steps behind {report.protocol.warmup} of other random lengths")
     elif current_name(report.scenario) not in ("max-seq", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
         more = report.protocol.calibration_steps

@@ -10,7 +10,7 @@ from benchmarks.link import measure_link
 from benchmarks.machine import describe_process
 from benchmarks.phases import Phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
-from benchmarks.scenarios import COLLECTIVES
+from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS
 from benchmarks.schema import Request, Result, from_json
 
 # The parent kills at the timeout; a dump shortly before it puts the hanging line into the record's log.
@@ -33,7 +33,7 @@ def serve(asked: Path, answer: Path) -> bool:
         _measure_phases(request, device, result, phases)
     elif request.scenario == COLLECTIVES:
         _measure_collectives(request, device, result, phases)
-    elif request.scenario == "fsdp":
+    elif request.scenario in (FSDP, FSDP_LENGTHS):
         _measure_sharded(request, device, result, phases)
     else:
         _measure_single(request, device, result, phases)
@@ -57,10 +57,13 @@ def _measure_single(request: Request, device: torch.device, result: Result, phas
 
 def _measure_sharded(request: Request, device: torch.device, result: Result, phases: Phases) -> None:
     from benchmarks import ranks, sharded
+    from benchmarks.changing_lengths.measure import ChangingLengths
     from benchmarks.measure import Measurement
 
+    changing = request.scenario == FSDP_LENGTHS
+    measurement = ChangingLengths if changing else Measurement
     phases.required("process group", lambda: ranks.join(request, device))
-    Measurement(request, result, device, lambda: sharded.build_stepper(request, device)).run(phases)
+    measurement(request, result, device, lambda: sharded.build_stepper(request, device, dynamic=changing)).run(phases)
     phases.required("ranks", lambda: ranks.gather_ranks(request, result))
     phases.required("leave", ranks.leave)
 

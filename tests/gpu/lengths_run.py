@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.process_memory import ProcessMemory
+
 from .gpu_support import Block
-from .process_memory import ProcessMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 240.0  # of one process

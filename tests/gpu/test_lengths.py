@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from benchmarks.process_memory import ProcessMemory, table
 from tests.gpu import lengths_run
 from tests.gpu.gpu_support import MIB, deterministic, differing, gradients
 from tests.gpu.lengths_run import Settings, Stack, measure_alone, wait_for_plans
-from tests.gpu.process_memory import ProcessMemory, table
 
 pytestmark = pytest.mark.gpu
 

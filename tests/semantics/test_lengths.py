@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 
 import fxoffload
+from benchmarks.process_memory import MIB, ProcessMemory, table
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group
 from tests.gpu import lengths_run
 from tests.gpu.lengths_run import Found, Settings, measure, measure_alone
-from tests.gpu.process_memory import MIB, ProcessMemory, table
 from tests.planner.rehearsal import CPU
 
 STEPS, DEPTH = 60, 3

@@ -9,10 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-import torch
 from tabulate import tabulate
-
-import fxoffload
 
 MIB = 1 << 20
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -58,7 +55,11 @@ class ProcessMemory:
 
     @staticmethod
     def read() -> ProcessMemory:
-        """Now, with what is unused given back to the system. Kinds that the system does not tell are 0."""
+        """Now, with what is unused given back to the system. Kinds that the system does not tell are 0; the arena is 0
+        where fxoffload was not imported."""
+        import torch
+
+        fxoffload = sys.modules.get("fxoffload")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         gc.collect()
@@ -75,7 +76,7 @@ class ProcessMemory:
             anonymous=kinds.get("Anonymous", 0),
             file=kinds.get("Pss_File", 0),
             shared=kinds.get("Pss_Shmem", 0),
-            arena=fxoffload.stats().host_bytes_reserved,
+            arena=fxoffload.stats().host_bytes_reserved if fxoffload is not None else 0,
             malloc_used=info.uordblks + info.hblkhd,
             malloc_free=info.fordblks,
             device_reserved=torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,

@@ -1,0 +1,1 @@
+"""The scenario ``fsdp-lengths``: sharded ranks train on batches whose length changes from step to step."""

@@ -1,0 +1,37 @@
+"""What the scenario ``fsdp-lengths`` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks.process_memory import ProcessMemory
+
+
+@dataclass
+class LengthsRun:
+    """Timed steps of changing lengths, behind a warm-up that had the longest and others.
+
+    ``lengths``: of each timed step on this rank; every rank has its own, but for one step in the middle, which is the
+    longest on all. ``offloaded_bytes``: of each step. ``device_reserved_bytes``, ``host_reserved_bytes``: behind each
+    step, by torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process. By rank, in
+    their order: ``grown_by_rank``, of each process, from the end of the warm-up to that of the timed steps, and
+    ``graphs_by_rank``, which Dynamo compiled in the whole process.
+    """
+
+    num_warmup: int
+    lengths: list[int]
+    offloaded_bytes: list[int]
+    device_reserved_bytes: list[int]
+    host_reserved_bytes: list[int]
+    after_warmup: ProcessMemory
+    grown_by_rank: list[ProcessMemory] = field(default_factory=list)
+    graphs_by_rank: list[int] = field(default_factory=list)
+
+    @property
+    def num_still_steps(self) -> int:
+        """Steps that moved nothing."""
+        return sum(nbytes == 0 for nbytes in self.offloaded_bytes)
+
+    def most_grown(self, kind: str) -> int:
+        """Bytes of that kind (a field of ``ProcessMemory``), of the rank where it grew most."""
+        return max(getattr(grown, kind) for grown in self.grown_by_rank)
