@@ -8,6 +8,7 @@ ranks have different batches in the same step, as in RL post-training.
 from __future__ import annotations
 
 import gc
+import math
 import random
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 # Steps of the longest length that every variant has behind the first: the second, and one more.
 LONGEST_STEPS = 2
+# So many timed steps at a time: what they found is written down before the next.
+STEPS_OF_A_PHASE = 25
 
 
 class ChangingLengths(Measurement):
@@ -41,7 +44,10 @@ class ChangingLengths(Measurement):
         phases.optional("compile times", lambda: read_compile_times(self.result))
         phases.required("plan", self.await_plan_of_the_longest)
         phases.required("warm-up", self.warm_up)
-        phases.required("timed steps", self.timed_steps)
+        phases.required("draw lengths", self.begin)
+        steps = self.request.protocol.steps
+        for first in range(0, steps, STEPS_OF_A_PHASE):
+            phases.required(f"timed steps to {min(first + STEPS_OF_A_PHASE, steps)}", self.some_timed_steps)
 
     def build(self) -> None:
         super().build()
@@ -63,29 +69,35 @@ class ChangingLengths(Measurement):
         self._read_memory()  # the first reading itself leaves something behind
         self._after_warmup = self._read_memory()
 
-    def timed_steps(self) -> None:
-        result, variant, protocol = self.result, self.request.variant, self.request.protocol
-        lengths = self._lengths(protocol.steps)
+    def begin(self) -> None:
+        """The longest batch is there as the window of memory begins, so no other adds to what was there before."""
+        lengths = self._lengths(self.request.protocol.steps)
         lengths[len(lengths) // 2] = self._longest.shape[1]
-        reset_stats(variant)
-        before = start_memory_window(self.device)
-        found = LengthsRun(protocol.warmup, lengths, [], [], [], self._after_warmup)
-        times: list[StepTime] = []
-        for length in lengths:
+        reset_stats(self.request.variant)
+        self._before = start_memory_window(self.device)
+        self._times: list[StepTime] = []
+        self._to_come = lengths
+        self._run = LengthsRun(self.request.protocol.warmup, [], [], [], [], self._after_warmup)
+
+    def some_timed_steps(self) -> None:
+        """The next few, and what all until now come to."""
+        result, times, found = self.result, self._times, self._run
+        now, self._to_come = self._to_come[:STEPS_OF_A_PHASE], self._to_come[STEPS_OF_A_PHASE:]
+        for length in now:
             times.append(self.step(length))
+            result.losses.append(times[-1].loss)
+            found.lengths.append(length)
             self._note(found)
-        result.memory = end_memory_window(self.device, before)
+        result.memory = end_memory_window(self.device, self._before)
         result.num_timed_steps = len(times)
         result.step_ms = summarize([t.step_ms for t in times])
         result.forward_ms = summarize([t.forward_ms for t in times])
         result.backward_ms = summarize([t.backward_ms for t in times])
         result.host_wall_ms = summarize([t.host_wall_ms for t in times])
-        result.losses += [t.loss for t in times]
-        result.stats_timed_steps = read_stats(variant)
-        grown = self._read_memory().since(self._after_warmup)
-        found.grown_by_rank = self._of_all_ranks(grown)
-        found.graphs_by_rank = self._of_all_ranks(count_graphs())
+        result.stats_timed_steps = read_stats(self.request.variant)
         result.num_graphs_at_end = count_graphs()
+        found.grown_by_rank = self._of_all_ranks(self._read_memory().since(self._after_warmup))
+        found.graphs_by_rank = self._of_all_ranks(count_graphs())
         result.changing_lengths = found
         if result.host is not None:
             host_after(result.host)
@@ -125,11 +137,13 @@ class ChangingLengths(Measurement):
 
 
 def draw_lengths(draw: random.Random, count: int, shortest: int, longest: int) -> list[int]:
-    """``count`` lengths, both ends included.
+    """``count`` lengths, both ends included, their logarithms evenly spread: many short ones and few long ones, as
+    answers have them.
 
     Raises:
         ValueError: the shortest is none that there can be.
     """
     if not 1 <= shortest <= longest:
         raise ValueError(f"expected shortest to be from 1 to seq={longest}, found {shortest}")
-    return [draw.randint(shortest, longest) for _ in range(count)]
+    low, high = math.log(shortest), math.log(longest)
+    return [round(math.exp(draw.uniform(low, high))) for _ in range(count)]
