@@ -103,10 +103,15 @@ class ChangingLengths(Measurement):
             host_after(result.host)
 
     def step(self, length: int) -> StepTime:
-        """One step on the first ``length`` tokens of the longest batch."""
+        """One step on the first ``length`` tokens of the longest batch.
+
+        Contiguous in all strides: ``clone`` alone keeps that of the batch's dimension, on which Dynamo guards.
+        """
         job = self.stepper.job
         whole = self._longest
-        batch = whole if length == whole.shape[1] else whole.detach()[:, :length].clone().requires_grad_()
+        batch = whole
+        if length < whole.shape[1]:
+            batch = whole.detach()[:, :length].clone(memory_format=torch.contiguous_format).requires_grad_()
         job.inputs = (batch,)
         job.allocate_gradients()
         return self.stepper.step()
