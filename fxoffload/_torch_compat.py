@@ -236,6 +236,8 @@ class Surroundings:
         Up to torch 2.11 a patched setting is another one in all threads. A draft, which may be made behind a running
         step, therefore patches only settings that the partitioner reads and that have changed since: mostly none.
 
+        Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
+
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
         would disturb a thread that draws meanwhile, so whoever compiles is on the only one that does.
         """
@@ -243,6 +245,8 @@ class Surroundings:
         from torch._dynamo.convert_frame import compile_lock
         from torch._dynamo.utils import preserve_rng_state
         from torch.utils._python_dispatch import _disable_current_modes
+
+        from fxoffload._torch_sizes import no_new_guards
 
         context = TracingContext(self.fake_mode)
         context.fw_metadata = copy.copy(self.metadata)
@@ -260,6 +264,7 @@ class Surroundings:
                     stack.enter_context(config.patch(changed))
             stack.enter_context(tracing(context))
             stack.enter_context(compile_context(self.compile_context))
+            stack.enter_context(no_new_guards(self.fake_mode.shape_env))
             yield
 
 

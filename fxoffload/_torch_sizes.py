@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 
@@ -145,6 +145,43 @@ def _fakes_without_guards(fake: Any) -> Iterator[None]:
         yield
 
 
+class NewGuardError(GuardOnDataDependentSymNode):
+    """What is compiled would hold for some sizes only. Code that can do without an answer about sizes it does not know
+    does so here too."""
+
+
+@contextlib.contextmanager
+def no_new_guards(env: Any) -> Iterator[None]:
+    """Within it nothing may be assumed of sizes that is not assumed already: Dynamo has made the guards of the graph,
+    and would not check it.
+
+    Stands for ``ShapeEnv.error_on_new_guards`` (torch 2.13) by the method that it changes. ``env``: of the graph; None
+    where there is none.
+
+    Raises:
+        NewGuardError: where something new would be assumed.
+    """
+    if env is None:
+        yield
+        return
+
+    def check(expression: Any, value: Any) -> None:
+        if not ShapeEnv._suppress_guards_tls():
+            raise NewGuardError(
+                expression, f"expected nothing new to be assumed of sizes, found {expression} == {value}"
+            )
+
+    before = env.__dict__.get("_check_frozen")
+    env._check_frozen = check
+    try:
+        yield
+    finally:
+        if before is None:
+            del env._check_frozen
+        else:
+            env._check_frozen = before
+
+
 def new_fake_like(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same layout, over memory of its own."""
     with _fakes_without_guards(value) if isinstance(value, FakeTensor) else contextlib.nullcontext():
@@ -157,6 +194,13 @@ def run_on_fakes(node: fx.Node) -> Any:
     fake = next((n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], FakeTensor)), None)
     with _fakes_without_guards(fake) if fake is not None else contextlib.nullcontext():
         return node.target(*args[0], **args[1])  # type: ignore[operator]
+
+
+def form_of(value: torch.Tensor) -> tuple[Any, Any]:
+    """Shape, and strides (None of what has none), of a fake tensor, to be compared with another's: as expressions, so
+    that no guard is added."""
+    strided = value.layout is torch.strided
+    return tuple(map(_expression, value.shape)), tuple(map(_expression, value.stride())) if strided else None
 
 
 def symbols_of(value: Any) -> set[Any]:

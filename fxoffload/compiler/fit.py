@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_sizes import form_of
 from fxoffload.passes.values import output_values, tensor_of
 from fxoffload.runtime.variant import Layout
 
@@ -23,7 +24,8 @@ class Signature:
     Attributes:
         inputs: names of the forward's inputs.
         outputs: what is known of each output that the caller sees.
-        saved: names of what is saved; None for what is no tensor.
+        saved: names of what is saved; None for what is neither a tensor nor a size.
+        sizes: those of them that are sizes: whole numbers, where sizes vary from call to call.
         given: names of the backward's inputs.
         gradients: what is known of each gradient.
     """
@@ -31,6 +33,7 @@ class Signature:
     inputs: tuple[str, ...]
     outputs: tuple[Hashable, ...]
     saved: tuple[str | None, ...]
+    sizes: frozenset[str]
     given: tuple[str, ...]
     gradients: tuple[Hashable, ...]
 
@@ -38,10 +41,12 @@ class Signature:
     def of(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> Signature:
         """Of two partitioned graphs."""
         results = output_values(forward.graph)
+        saved = results[num_user_outputs:]
         return Signature(
             _names(forward),
             tuple(_form(v, strides=True) for v in results[:num_user_outputs]),
-            tuple(_saved_name(v) for v in results[num_user_outputs:]),
+            tuple(_saved_name(v) for v in saved),
+            frozenset(v.name for v in saved if isinstance(v, fx.Node) and _is_size(v)),
             _names(backward),
             tuple(_form(v, strides=False) for v in output_values(backward.graph)),
         )
@@ -52,7 +57,12 @@ def _names(gm: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _saved_name(value: object) -> str | None:
-    return value.name if isinstance(value, fx.Node) and tensor_of(value) is not None else None
+    is_known = isinstance(value, fx.Node) and (tensor_of(value) is not None or _is_size(value))
+    return value.name if is_known else None  # type: ignore[union-attr]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _form(value: object, *, strides: bool) -> Hashable:
@@ -61,8 +71,8 @@ def _form(value: object, *, strides: bool) -> Hashable:
     tensor = tensor_of(value)
     if tensor is None:
         return "no tensor", repr(value.meta.get("val"))
-    ordered = strides and tensor.layout is torch.strided
-    return tuple(tensor.shape), tensor.stride() if ordered else None, tensor.dtype, tensor.device
+    shape, stride = form_of(tensor)
+    return shape, stride if strides else None, tensor.dtype, tensor.device
 
 
 def fit(first: Signature, other: Signature) -> Layout | None:
@@ -74,8 +84,8 @@ def fit(first: Signature, other: Signature) -> Layout | None:
     count = len(first.outputs)
     given = {name: i for i, name in enumerate(first.given)}
     slots = {name: count + i for i, name in enumerate(first.saved) if name in given}
-    stays = {name for name in other.saved if name in slots and name in other.inputs}
-    free = [name for name in slots if name not in stays]
+    stays = {name for name in other.saved if name in slots and (name in other.inputs or name in first.sizes)}
+    free = [name for name in slots if name not in stays and name not in first.sizes]
     if not free:
         return None
     places = {name: count + i for i, name in enumerate(other.saved) if name is not None}
@@ -97,4 +107,5 @@ def fit(first: Signature, other: Signature) -> Layout | None:
         carried_to=given[carrier],  # type: ignore[index]
         carrier_name=str(carrier),
         arguments=tuple(where[name] for name in other.given),
+        numbers=tuple(slot for name, slot in slots.items() if name in first.sizes and name not in stays),
     )

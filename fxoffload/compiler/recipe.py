@@ -10,10 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.fx as fx
 
 from fxoffload._torch_compat import Surroundings
+from fxoffload.compiler.batch_sizes import BatchSizes
 from fxoffload.compiler.build import Builder, GraphKwargs
 from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft, own_values
 from fxoffload.compiler.fit import Signature, fit
@@ -125,6 +127,8 @@ class Recipe:
         self._kwargs = (dict(compiled.forward_kwargs), dict(compiled.backward_kwargs))
         self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
         self._points: tuple[Points, ...] | None = None
+        self._varies = BatchSizes.of(source.joint) is not None
+        self._drafted: dict[int, VariantDraft | None] = {}
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[VariantDraft, int] = {}
         self._lost: set[int] = set()
@@ -148,7 +152,18 @@ class Recipe:
         return self._points
 
     def draft(self, points: Points) -> VariantDraft | None:
-        """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first."""
+        """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first.
+
+        ``points``: one of ``points()``. Where sizes vary it is asked for at one size after the other, and drafted once.
+        """
+        if not self._varies:
+            return self._draft(points)
+        key = id(points)
+        if key not in self._drafted:
+            self._drafted[key] = self._draft(points)
+        return self._drafted[key]
+
+    def _draft(self, points: Points) -> VariantDraft | None:
         try:
             with self._surroundings.again(compiles=False):
                 return self._describe(make_draft(self._source.joint, points, self._partition, self._settings))
@@ -191,6 +206,10 @@ class Recipe:
             saved=(layout.carrier,),
         )
         return VariantDraft(draft, draft.step, edges, down.saved, layout)
+
+    def step_at(self, draft: VariantDraft, sizes: Mapping[Any, int]) -> TrainingStep:
+        """The step of a variant with other sizes than it was drafted for. ``sizes``: size symbol -> value."""
+        return draft.draft.step_at(sizes, self._settings)
 
     # -- compiled variants ---------------------------------------------------------------------------------------------
 

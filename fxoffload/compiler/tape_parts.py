@@ -14,7 +14,7 @@ from fxoffload._torch_sizes import hints_at, symbols_of
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.draft import step_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.recipe import Recipe, with_all_inputs
+from fxoffload.compiler.recipe import Recipe, VariantDraft, with_all_inputs
 from fxoffload.errors import UnsupportedError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
@@ -83,7 +83,8 @@ class Part:
         goal: of the chain.
         edges: of the graph, in the names of ``step``.
         recipe: makes variants of the graph that compute more again; None: there are none.
-        sized: the graph, where its sizes vary; None: they do not. ``step`` is of the sizes that it was compiled for.
+        sized: the graph, where its sizes vary; None: they do not.
+        sizes: that ``step`` is of; empty: those that the graph was compiled for.
     """
 
     graph: CompiledGraph
@@ -93,12 +94,19 @@ class Part:
     edges: Edges
     recipe: Recipe | None = None
     sized: SizedGraph | None = None
+    sizes: Sizes = ()
 
     def at(self, sizes: Sizes) -> Part:
         """The same for calls of these sizes; as it is where none vary."""
         if self.sized is None or not sizes:
             return self
-        return replace(self, step=self.sized.step_at(sizes, self.rates))
+        return replace(self, step=self.sized.step_at(sizes, self.rates), sizes=sizes)
+
+    def step_of(self, variant: VariantDraft) -> TrainingStep:
+        """Of a variant of the graph, with the sizes that ``step`` has."""
+        if self.recipe is None or self.sized is None or not self.sizes:
+            return variant.step
+        return self.recipe.step_at(variant, self.sized.sizes.named(self.sizes))
 
 
 def describe_part(
@@ -122,7 +130,7 @@ def describe_part(
         sizes = _sizes_of(forward, backward)
         if sizes is None:
             raise UnsupportedError("sizes vary from call to call, and not all of them are arguments of the graph")
-        sized, recipe = SizedGraph(sizes, forward, backward, tuple(movables)), None
+        sized = SizedGraph(sizes, forward, backward, tuple(movables))
     assert forward.outer is not None and backward.outer is not None
     rates = rates_for(goal.profile, goal.device)
     step = step_of(forward, backward, movables, rates)

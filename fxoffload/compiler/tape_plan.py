@@ -6,8 +6,8 @@ what each call keeps, offloads and computes again. Keep and offload need nothing
 graph gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time.
 Nothing is exchanged between ranks.
 
-Where sizes vary from call to call, a chain is planned for some sizes: graphs are described as they are with those. They
-have no variants.
+Where sizes vary from call to call, a chain is planned for some sizes: graphs, and their variants, are described as they
+are with those. A variant is compiled when the first size wants it, and serves all.
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ class TapePlanning:
         return self.option.chain
 
     def _ways(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> TapeRecompute:
-        calls = [CallPart(p.step, p.edges, p.recipe, w) for p, w in zip(parts, written, strict=True)]
+        reserves = bool(self.sizes)
+        calls = [
+            CallPart(p.step, p.edges, p.recipe, w, p.step_of, reserves) for p, w in zip(parts, written, strict=True)
+        ]
         return TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
 
     def _scheduler(self, step: TrainingStep) -> Scheduler:
@@ -287,7 +290,7 @@ class TapePlanning:
         self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
         choices = self.choices(schedule)
         follower = replan_for_tape(self, schedule, sites, box)
-        if not any(numbers):
+        if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
             return Following(sites, choices, box, follower=follower, sizes=self.sizes)
 
         def prepare() -> None:

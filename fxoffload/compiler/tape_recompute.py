@@ -48,12 +48,17 @@ class CallPart:
         recipe: makes variants; None: there are none.
         written: inputs, by their names in ``edges``, that the program modifies before the backward: it may, since the
             graph as compiled does not save them, so no variant may either.
+        step_of: of a variant, for the sizes of this call.
+        reserves: whether one of the variants that a graph may have is to be the one that saves least. Where sizes vary,
+            larger calls may come than are planned for now.
     """
 
     step: TrainingStep
     edges: Edges
     recipe: Recipe | None
     written: frozenset[str] = frozenset()
+    step_of: Callable[[VariantDraft], TrainingStep] = lambda variant: variant.step
+    reserves: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ class TapeRecompute:
         self.beside: Beside = BESIDE_NOTHING
         self._kinds = [id(c.recipe or c.step) for c in self.calls]
         self._of_variants: dict[tuple[int, int], TrainingStep] = {}
+        self._estimates_of: dict[tuple[int, int], TrainingStep] = {}
 
     def as_compiled(self, aim: TapeAim | None = None) -> TapeOption:
         """Every graph as it was compiled; scheduled where there is an aim."""
@@ -213,7 +219,9 @@ class TapeRecompute:
         return found
 
     def _find_drafts(self, call: CallPart) -> list[VariantDraft]:
-        return [] if call.recipe is None else _drafts_of(call.recipe, call.step)
+        if call.recipe is None:
+            return []
+        return _drafts_of(call.recipe, call.step, lambda variant: self._estimate(call, variant))
 
     def _narrowed(
         self, limit: int | None, max_ms: float | None
@@ -224,6 +232,7 @@ class TapeRecompute:
         recipes = {kind: c.recipe for kind, c in zip(self._kinds, self.calls, strict=True) if c.recipe is not None}
         there = {kind: set(recipe.drafts()) for kind, recipe in recipes.items()}
         room = {kind: recipe.room() for kind, recipe in recipes.items()}
+        reserving = {kind for kind, call in zip(self._kinds, self.calls, strict=True) if call.reserves}
         if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._drafts.items() if found):
             return self._problem(every), every
         solution = _solve(self._problem(every), limit, max_ms)
@@ -235,6 +244,8 @@ class TapeRecompute:
         picked: dict[int, list[VariantDraft | None]] = {}
         for kind, options in every.items():
             best = [a for a, _ in used[kind].most_common() if a]
+            if kind in reserving and room[kind] and len(options) > 1:
+                best = [len(options) - 1, *(a for a in best if a != len(options) - 1)]
             too_many = [a for a in best if options[a] not in there[kind]][room.get(kind, 0) :]
             picked[kind] = [None, *(options[a] for a in sorted(set(best).difference(too_many)))]
         return self._problem(picked), picked
@@ -255,10 +266,17 @@ class TapeRecompute:
 
     def _of_variant(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
         """The step of a variant of a call; calls that share a step share that of their variant."""
-        key = (id(call.step), id(variant.step))  # both live as long as this does
+        key = (id(call.step), id(variant))  # both live as long as this does
         if key not in self._of_variants:
-            self._of_variants[key] = no_faster_forward(variant.step, call.step)
+            self._of_variants[key] = no_faster_forward(self._estimate(call, variant), call.step)
         return self._of_variants[key]
+
+    def _estimate(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
+        """Likewise, as its draft has it."""
+        key = (id(call.step), id(variant))
+        if key not in self._estimates_of:
+            self._estimates_of[key] = call.step_of(variant)
+        return self._estimates_of[key]
 
     def _layout(self, variants: Sequence[VariantDraft | None]) -> Chain:
         """The chain whose calls run these."""
@@ -287,17 +305,20 @@ def no_faster_forward(variant: TrainingStep, compiled: TrainingStep) -> Training
     return replace(variant, forward=tuple(replace(s, ms=s.ms * other / mine) for s in variant.forward))
 
 
-def _drafts_of(recipe: Recipe, compiled: TrainingStep) -> list[VariantDraft]:
+def _drafts_of(
+    recipe: Recipe, compiled: TrainingStep, step_of: Callable[[VariantDraft], TrainingStep] = lambda v: v.step
+) -> list[VariantDraft]:
     """Those of earlier plans, which may be compiled already, and new ones where the graph may have more."""
     there = recipe.drafts()
     points = recipe.points() if recipe.room() else ()
     drafts = [*there, *(d for d in _drafted(recipe, points) if d is not None)]
     found: list[VariantDraft] = []
     least = saved_bytes(compiled)
-    for draft in sorted(drafts, key=lambda d: -saved_bytes(d.step)):
-        if draft in there or saved_bytes(draft.step) < least:
+    nbytes = {draft: saved_bytes(step_of(draft)) for draft in drafts}
+    for draft in sorted(nbytes, key=lambda d: -nbytes[d]):
+        if draft in there or nbytes[draft] < least:
             found.append(draft)
-            least = min(least, saved_bytes(draft.step))
+            least = min(least, nbytes[draft])
     return found
 
 

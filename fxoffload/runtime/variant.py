@@ -6,8 +6,8 @@ variant 0 takes and returns as many values, so that each call may run another on
     variant 0    return (out,   primals_1, primals_2, mm,      gelu)        saves
     variant 1    return (out,   primals_1, <token>,   <empty>, <empty>)     the token's bundle: view, primals_5
 
-A graph input that both save stays in its slot, where autograd itself notices that somebody modified it. All else is in
-the bundle; the backward asks it which variant ran.
+A graph input that both save stays in its slot, where autograd itself notices that somebody modified it, and so does a
+size, where sizes vary. All else is in the bundle; the backward asks it which variant ran.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Layout:
         carrier_name: what variant 0 saves there.
         arguments: for each input of the variant's backward, its place among the arguments of variant 0's backward, or
             -1 - k for the k-th value of the bundle.
+        numbers: slots of sizes (where they vary) that the variant does not save.
     """
 
     inputs: tuple[int, ...]
@@ -53,6 +54,7 @@ class Layout:
     carried_to: int
     carrier_name: str
     arguments: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,8 @@ class Variant:
         layout = self.layout
         count = layout.num_user_outputs
         found = [*results[:count], *[_filler()] * (layout.num_results - count)]
+        for slot in layout.numbers:
+            found[slot] = 0  # autograd keeps sizes apart from tensors
         for place, slot in layout.direct:
             found[slot] = results[place]
         bundle = Bundle(number, group, layout.names, [results[i] for i in layout.bundled])

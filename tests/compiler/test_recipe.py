@@ -215,6 +215,7 @@ SIGNATURE = Signature(
     inputs=("x", "w", "b"),
     outputs=("out",),
     saved=("x", "mm", "gelu"),
+    sizes=frozenset(),
     given=("x", "mm", "gelu", "tangents_1"),
     gradients=("dx", "dw", "None"),
 )
@@ -247,6 +248,33 @@ def test_where_values_lie() -> None:
 def test_what_does_not_fit(changes: dict[str, Any]) -> None:
     assert fit(SIGNATURE, SIGNATURE) is not None
     assert fit(SIGNATURE, replace(SIGNATURE, **changes)) is None
+
+
+def test_sizes_keep_slots_of_their_own() -> None:
+    """A size that both save lies where it did, one that only the first saves is any number, one that only the other
+    saves is in the bundle; none of their slots is a token's."""
+    first = replace(
+        SIGNATURE,
+        inputs=("s0", "s1", "x", "w", "b"),
+        saved=("x", "mm", "s0", "mul"),
+        sizes=frozenset({"s0", "mul"}),
+        given=("s0", "mul", "x", "mm", "tangents_1"),
+    )
+    other = replace(
+        first,
+        saved=("norm", "x", "s0", "s1"),
+        sizes=frozenset({"s0", "s1"}),
+        given=("s0", "s1", "norm", "x", "tangents_1"),
+    )
+    found = fit(first, other)
+    assert found is not None
+    assert found.direct == ((2, 1), (3, 3))
+    assert found.numbers == (4,)
+    assert (found.bundled, found.names) == ((1, 4), ("norm", "s1"))
+    assert (found.carrier, found.carried_to, found.carrier_name) == (2, 3, "mm")
+    assert found.arguments == (0, -2, -1, 2, 4)
+    only_sizes = replace(first, saved=("x", "s0"), sizes=frozenset({"s0"}), given=("s0", "x", "tangents_1"))
+    assert fit(only_sizes, only_sizes) is None, "there is no slot for the token"
 
 
 def test_there_must_be_a_slot_for_the_token() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -275,6 +275,25 @@ def test_what_is_picked_beside_live_variants() -> None:
     ((first, *rest),) = picked.values()
     assert first is None
     assert rest == [recipe.live[0], offered[6]]
+
+
+@pytest.mark.parametrize(("num_live", "picked_new"), [(0, (3, 6)), (1, (6,)), (2, ())])
+def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live: int, picked_new: Any) -> None:
+    """Larger calls may come, which need it; what the solver uses most has the other place."""
+    several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
+    live = [layer((63 - i, 64), again_ms=0.01) for i in range(num_live)]
+    found = ways(layer(), several, 10, live=live)
+    found.calls = [replace(call, reserves=True) for call in found.calls]
+    recipe: Any = found.calls[0].recipe
+    (offered,) = found._drafts.values()
+    used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
+    with mock.patch("fxoffload.compiler.tape_recompute._solve", return_value=mock.Mock(alternatives=[*used, 0])):
+        _, picked = found._narrowed(1, None)
+    (rest,) = picked.values()
+    new = [v for v in rest[1:] if v not in recipe.live]
+    assert new == [offered[num_live + i - 1] for i in picked_new]
+    if picked_new:
+        assert new[-1] is offered[-1]
 
 
 def test_a_new_variant_like_a_live_one_is_not_offered() -> None:

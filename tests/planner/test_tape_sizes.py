@@ -128,7 +128,8 @@ def test_each_length_does_what_its_size_needs(name: str) -> None:
 
 
 def test_without_a_budget_each_length_has_the_least_peak_within_a_slowdown() -> None:
-    run, plain = varying(lambda: Stack(8)), Plain(varying(lambda: Stack(8), policy="keep_all"))
+    run = varying(lambda: Stack(8), disable=("tape_recompute",))
+    plain = Plain(varying(lambda: Stack(8), policy="keep_all"))
     moved = moved_at(run, plain, (SHORT, LONG, LONG, SHORT, 40))
     plans = {p.label: p for p in new_plans()}
     found = [plans[f"a step over 8 calls of 2 graphs, sizes 2, {n}"] for n in (LONG, SHORT, 40)]
@@ -140,7 +141,7 @@ def test_the_second_length_makes_sizes_dynamic() -> None:
     """As Dynamo does it where nobody says so: graphs for the first length, then others for all of them."""
     budget = in_between()
     torch.compiler.reset()
-    run = varying(dynamic=None, activation_budget=budget)
+    run = varying(dynamic=None, activation_budget=budget, disable=("tape_recompute",))
     plain = Plain(varying(dynamic=None, policy="keep_all"))
     moved_at(run, plain, (LONG, LONG, LONG, MIDDLE))
     counts = compile_counts()
@@ -304,7 +305,7 @@ def test_fully_sharded_layers() -> None:
         return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
 
     budget = 120_000
-    plain, run = sharded(policy="keep_all"), sharded(activation_budget=budget)
+    plain, run = sharded(policy="keep_all"), sharded(activation_budget=budget, disable=("tape_recompute",))
     moved = []
     for length in (LONG, SHORT, MIDDLE, LONG, 64, SHORT, LONG):
         expected = gradients(plain, length)

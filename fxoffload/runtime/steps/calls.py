@@ -305,13 +305,23 @@ class StepCalls:
         return [site for call in step.pending if call.waits() and (site := call.site()) is not None]
 
     def _prepare(self, site: Site, args: Sequence[Any]) -> None:
-        """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes."""
-        chain = site.chains.get(site.planned_sizes(args))
-        while chain is not None and (plan := chain.plan) is not None and plan.prepare is not None:
+        """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes.
+
+        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size may
+        not come again for long."""
+        mine = site.chains.get(site.planned_sizes(args))
+        others = [] if site.sizes is None else [c for c in site.chains.all if c is not mine]
+        for chain in (mine, *others):
+            if chain is not None and not self._make_ready(site, chain):
+                return
+
+    def _make_ready(self, site: Site, chain: SizedChain) -> bool:
+        """Returns whether there may be more to make ready: a step begins here."""
+        while (plan := chain.plan) is not None and plan.prepare is not None:
             with self._lock:
                 begins = self._step is None or self._is_over(self._step, site)
             if not begins or not site.may_follow():
-                return
+                return False
             with plan.lock:
                 prepare = plan.prepare
                 if prepare is None:
@@ -328,6 +338,7 @@ class StepCalls:
                     if chain.plan is plan:
                         site.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
                 plan.prepare = plan.otherwise = None
+        return True
 
     def _is_over(self, step: RunningStep, site: Site) -> bool:
         if step.phase == "backward":

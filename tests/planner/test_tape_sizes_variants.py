@@ -1,0 +1,287 @@
+"""Steps over several graphs whose sizes vary, and that compute more again: variants serve all sizes, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fxoffload
+from fxoffload._torch_sizes import NewGuardError, no_new_guards
+from fxoffload.compiler import recipe, session, tape_plan
+from fxoffload.compiler.recipe import MOST_VARIANTS, Recipe
+from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.planner.plan import Plan
+from fxoffload.runtime.engine import engine_for
+from tests.planner import test_tape_plan as tape
+from tests.planner.rehearsal import CPU
+from tests.planner.test_tape_plan import Run, new_plans, options
+from tests.support import Stack, assert_equal, assert_nothing_held, compile_counts
+
+alone, process_group = tape.alone, tape.process_group
+
+WIDTH, DEPTH = 24, 5
+# Of the grid. None is a width, which Dynamo would take for the same size.
+SHORT, MIDDLE, LONG, LONGER = 15, 36, 52, 104
+
+
+class Gated(nn.Module):
+    """Much of what it saves costs little to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Gated() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(tape.eager(x))
+        return x
+
+
+def varying(make: Callable[[], nn.Module] = Model, **changes: Any) -> Run:
+    model = make()
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="fxoffload", dynamic=True, options=options(profile="h200", **changes))
+    return at(Run(model, torch.empty(0)), LONG)
+
+
+def at(run: Run, length: int) -> Run:
+    generator = torch.Generator().manual_seed(length)
+    run.x = torch.randn(2, length, WIDTH, generator=generator).requires_grad_()
+    return run
+
+
+def saved_bytes() -> int:
+    """Of all calls of a long step that keeps everything."""
+    run = varying(policy="offload_all")
+    fxoffload.reset_stats()
+    run.step()
+    torch.compiler.reset()
+    return fxoffload.stats().bytes_offloaded
+
+
+def budget() -> int:
+    """Within which a long step computes more again than copies alone would have to wait for, and one of 44 a little."""
+    return int(0.55 * saved_bytes())
+
+
+def check(run: Run, plain: Run, lengths: Sequence[int]) -> list[int]:
+    """Steps of these lengths have the effects that they have where everything is kept. Bytes that each moved."""
+    moved = []
+    for length in lengths:
+        expected = at(plain, length).step()
+        fxoffload.reset_stats()
+        assert_equal(at(run, length).step(), expected)
+        assert_nothing_held()
+        assert fxoffload.stats().calls_kept == {}
+        moved.append(fxoffload.stats().bytes_offloaded)
+    return moved
+
+
+def plan_of(length: int) -> Plan:
+    (found,) = [p for p in new_plans() if p.label.endswith(f"sizes 2, {length}")]
+    return found
+
+
+def again(plan: Plan) -> int:
+    """How many calls of it compute more again."""
+    return len({layer for d in plan.decisions if d.action == "recompute" for layer in d.layers})
+
+
+def num_variants() -> int:
+    return sum(len(graph.variants) for graph in fxoffload.graphs())
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_variants_serve_every_length_with_the_same_bits(inner: str) -> None:
+    limit = budget()
+    run, plain = varying(activation_budget=limit, inner=inner), varying(policy="keep_all", inner=inner)
+    check(run, plain, (LONG, LONG))
+    assert num_variants() == 0
+    check(run, plain, (LONG, LONG))
+    assert again(plan_of(LONG)) > 0
+    there = num_variants()
+    assert 1 <= there <= MOST_VARIANTS
+    counts = compile_counts()
+    check(run, plain, (SHORT, MIDDLE, LONG, 50, 37, SHORT, MIDDLE, 49))
+    assert again(plan_of(SHORT)) == 0
+    assert num_variants() == there
+    assert compile_counts() == counts, "a length compiled something"
+
+
+def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
+    """With variants that were drafted for another length."""
+    limit = budget()
+    alive = set(fxoffload.graphs())
+    run, plain = varying(activation_budget=limit), varying(policy="keep_all")
+    check(run, plain, (LONG, LONG, LONG, LONG, 44, 44, LONGER, LONGER, LONGER))
+    for graph in set(fxoffload.graphs()) - alive:
+        tape._tell_callers(run.watch, graph)
+    plans = dict(zip((LONG, 44, LONGER), zip(new_plans(), tape.CHAINS[-3:], strict=True), strict=True))
+    assert again(plans[LONG][0]) > again(plans[44][0]) > 0
+    for length, (plan, chain) in plans.items():
+        fxoffload.reset_stats()
+        at(run, length).step()
+        simulation = plan.simulation
+        assert simulation is not None
+        assert tape.seen(run) == tape.expected(chain, simulation)
+        assert fxoffload.stats().bytes_offloaded == simulation.bytes_offloaded
+        assert (simulation.peak_bytes <= limit) is (length != LONGER)
+
+
+def test_a_plan_of_another_length_is_made_ready_too() -> None:
+    """The length that wanted the variants does not come again; the next step compiles them all the same."""
+    run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
+    check(run, plain, (LONG, LONG, MIDDLE))
+    assert num_variants() > 0
+    moved = check(run, plain, (LONG,))
+    assert moved == [plan_of(LONG).predicted.bytes_offloaded]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fully_sharded_layers() -> None:
+    def sharded(**changes: Any) -> Run:
+        run = varying(**changes)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in run.model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(run.model, mesh=mesh)
+        return run
+
+    def gradients(run: Run, length: int) -> dict[str, Tensor]:
+        at(run, length).step()
+        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+
+    run, plain = sharded(activation_budget=budget()), sharded(policy="keep_all")
+    for length in (LONG, LONG, LONG, SHORT, MIDDLE, LONG, LONGER, LONGER, LONGER, SHORT, 41):
+        assert_equal(gradients(run, length), gradients(plain, length))
+    assert num_variants() > 0
+    assert again(plan_of(LONG)) > 0
+
+
+def test_a_new_assumption_about_sizes_is_an_error_and_leaves_nothing_behind() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    env = ShapeEnv()
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    fake = FakeTensorMode(shape_env=env).from_tensor(torch.empty(100, 3), symbolic_context=context)
+    size = fake.shape[0]
+    assert bool(size > 5)
+    before = [str(g.expr) for g in env.guards]
+    with no_new_guards(env):
+        assert bool(size > 4), "it follows from what is assumed"
+        with pytest.raises(NewGuardError, match="expected nothing new to be assumed of sizes"):
+            bool(size > 50)
+        with env.suppress_guards():
+            assert bool(size > 60), "who assumes nothing may ask"
+    assert [str(g.expr) for g in env.guards] == before
+    assert bool(size > 50)
+    assert len(env.guards) == len(before) + 1
+    with no_new_guards(None):
+        pass
+
+
+def test_a_variant_that_would_hold_for_some_sizes_only_is_not_compiled() -> None:
+    """Steps go on with the graphs as they are compiled, whatever the lengths are."""
+    compile_segment = SegmentCompiler.compile
+
+    def assume(self: SegmentCompiler, gm: Any, segment: Any, *args: Any) -> None:
+        sizes = [v.meta["val"].shape[1] for v in segment.inputs if getattr(v.meta.get("val"), "ndim", 0) == 3]
+        if sizes:
+            bool(sizes[0] > LONG - 3)
+        compile_segment(self, gm, segment, *args)
+
+    run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
+    check(run, plain, (LONG, LONG))
+    with (
+        mock.patch.object(SegmentCompiler, "compile", assume),
+        pytest.warns(UserWarning, match="could not make ready .* expected nothing new to be assumed of sizes"),
+    ):
+        check(run, plain, (LONG, LONG, SHORT, MIDDLE, LONG, LONGER, LONGER))
+    assert num_variants() == 0
+    assert "its variants could not be compiled" in plan_of(LONG).summary
+
+
+def test_a_choice_is_drafted_once_for_all_lengths() -> None:
+    drafts: list[object] = []
+    make_draft = recipe.make_draft
+
+    def drafted(*args: Any) -> Any:
+        drafts.append(args[1])
+        return make_draft(*args)
+
+    run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
+    with mock.patch.object(recipe, "make_draft", drafted):
+        check(run, plain, (LONG, LONG, LONG))
+        count = len(drafts)
+        check(run, plain, (44, 48, 56, LONGER, LONGER))
+    assert count == len(drafts) > 0
+
+
+def test_no_length_ever_has_more_variants_than_a_graph_may_have() -> None:
+    found: list[int] = []
+    add = Recipe.add
+
+    def added(self: Recipe, draft: Any) -> int:
+        found.append(add(self, draft))
+        return found[-1]
+
+    run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
+    with mock.patch.object(Recipe, "add", added):
+        check(run, plain, (40, 40, 40, *range(41, 100, 7), LONGER, LONGER, 40))
+    assert found and max(found) <= MOST_VARIANTS
+    assert num_variants() <= MOST_VARIANTS
+
+
+def test_plans_made_behind_running_steps() -> None:
+    """On a thread of their own, as on a GPU."""
+
+    def join() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-tape-plan":
+                thread.join()
+
+    steps = engine_for(CPU).calls
+    run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
+    with mock.patch.object(steps, "_in_background", True), mock.patch.object(session, "plan_tape", tape_plan.plan_tape):
+        for length in (LONG, LONG, LONG, MIDDLE, LONG, LONGER, SHORT, LONGER, LONG, MIDDLE, SHORT):
+            check(run, plain, (length,))
+            join()
+    assert num_variants() > 0
+
+
+def test_switched_off() -> None:
+    run = varying(activation_budget=budget(), disable=("tape_recompute",))
+    plain = varying(policy="keep_all")
+    check(run, plain, (LONG, LONG, LONG, MIDDLE, LONG))
+    assert num_variants() == 0 and again(plan_of(LONG)) == 0
+
+
+def test_a_layer_that_drops_at_random() -> None:
+    """The random numbers of a recomputation are those of the forward, at every length."""
+    make = lambda: Stack(DEPTH, WIDTH, dropout=0.3)  # noqa: E731
+    run, plain = varying(make, activation_budget=budget() // 3), varying(make, policy="keep_all")
+    check(run, plain, (LONG, LONG, LONG, MIDDLE, LONG, SHORT, LONGER, LONGER, MIDDLE))
