@@ -548,6 +548,11 @@ TABLES = (
                 {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
                 of="`-recorded` (two H100s, 27c2f44)",
             ),
+            Rows(
+                "2026-11-25-2xh100-fsdp-recorded-again.json",
+                DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
+                of="`-recorded-again` (two H100s, 743ffc9)",
+            ),
         ),
         of="run",
     ),

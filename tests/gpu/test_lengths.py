@@ -92,6 +92,41 @@ def test_only_what_does_not_fit_moves(how: str) -> None:
                 assert differing(found, gradients(model, lambda x=x: call(x))) == 0
 
 
+@pytest.mark.timeout(300)
+def test_layers_compute_more_again_at_every_length() -> None:
+    """Within a budget that copies alone do not meet at next to no cost: the variants serve all lengths, with the bits
+    of keeping, within the budget, and nothing is compiled for a length."""
+    budget = OPTIONS["activation_budget"]
+    torch.manual_seed(0)
+    model = Stack(WIDTH, 8, DEPTH).to("cuda", torch.bfloat16)
+    for layer in model.layers:
+        layer.compile(backend="fxoffload", dynamic=True, options=OPTIONS)
+    earlier = set(fxoffload.graphs())
+    with deterministic():
+        for length in [LONGEST] * 6:
+            gradients(model, lambda length=length: model(batch(length)))
+            wait_for_plans()
+        mine = set(fxoffload.graphs()) - earlier
+        there = sum(len(graph.variants) for graph in mine)
+        assert there > 0, [plan.summary for plan in fxoffload.plans()]
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for length in (12_345, 9_001, LONGEST, 12_345, 9_001, 5_000, LONGEST - 1, 9_001):
+            x = batch(length)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model.zero_grad(set_to_none=True)
+            before = torch.cuda.memory_allocated()
+            found = gradients(model, lambda x=x: model(x))
+            peak = torch.cuda.max_memory_allocated() - before
+            wait_for_plans()
+            with fxoffload.override_policy("keep_all"):
+                assert differing(found, gradients(model, lambda x=x: model(x))) == 0
+            print(f"{length} tokens: {peak / MIB:.0f} of {budget / MIB:.0f} MiB")
+            assert peak <= budget, length
+    assert sum(len(graph.variants) for graph in mine) == there
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cudnn_attention", [True, False], ids=["default attention", "without cuDNN's"])
 def test_the_process_grows_no_more_than_with_plain_inductor(cudnn_attention: bool, tmp_path: Path) -> None:
