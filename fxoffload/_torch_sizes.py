@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, StrictMinMaxConstraint
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
 @contextlib.contextmanager
@@ -150,6 +152,20 @@ class NewGuardError(GuardOnDataDependentSymNode):
     does so here too."""
 
 
+def _holds_for_all(expression: Any, value: Any, env: Any) -> bool:
+    """Whether ``expression`` is ``value`` for all sizes that a tensor can have, within what is known of each.
+
+    To torch a size may be larger than any 64-bit number, and an open end of a slice is the largest of these."""
+    ranges = {}
+    for symbol in expression.free_symbols:
+        known = env.var_to_range.get(symbol)
+        if known is None or not known.is_int:
+            return False
+        ranges[symbol] = known & ValueRanges(-sys.maxsize, sys.maxsize - 1)
+    found = bound_sympy(expression, ranges)
+    return found.is_singleton() and bool(found.lower == value)
+
+
 @contextlib.contextmanager
 def no_new_guards(env: Any) -> Iterator[None]:
     """Within it nothing may be assumed of sizes that is not assumed already: Dynamo has made the guards of the graph,
@@ -166,7 +182,7 @@ def no_new_guards(env: Any) -> Iterator[None]:
         return
 
     def check(expression: Any, value: Any) -> None:
-        if not ShapeEnv._suppress_guards_tls():
+        if not ShapeEnv._suppress_guards_tls() and not _holds_for_all(expression, value, env):
             raise NewGuardError(
                 expression, f"expected nothing new to be assumed of sizes, found {expression} == {value}"
             )

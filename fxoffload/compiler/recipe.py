@@ -6,6 +6,7 @@ more, and what comes of it takes the place of the compiled programs, call by cal
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import Surroundings
+from fxoffload._torch_compat import Surroundings, inductor_config
 from fxoffload.compiler.batch_sizes import BatchSizes
 from fxoffload.compiler.build import Builder, GraphKwargs
 from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft, own_values
@@ -256,7 +257,9 @@ class Recipe:
             if draft is None:
                 raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
             try:
-                with self._surroundings.again(compiles=True):
+                # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
+                cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
+                with self._surroundings.again(compiles=True), cache:
                     variant, shown = self._compile(number, draft)
             except BaseException:
                 with self._lock:

@@ -120,7 +120,7 @@ class MeasuredRecompute(TapeRecompute):
         return [] if call.recipe is None else sorted(call.recipe.compiled_drafts(), key=lambda d: -saved_bytes(d.step))
 
     def _of_variant(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
-        key = (id(call.step), id(variant.step))
+        key = (id(call.step), variant)
         if key not in self._of_variants:
             ran = self._ran.get((self._graph_of[id(call.step)], variant))
             estimate = no_faster_forward(variant.step, self._estimates[id(call.step)])

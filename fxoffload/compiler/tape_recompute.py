@@ -146,8 +146,8 @@ class TapeRecompute:
         self._host_bytes = host_bytes
         self.beside: Beside = BESIDE_NOTHING
         self._kinds = [id(c.recipe or c.step) for c in self.calls]
-        self._of_variants: dict[tuple[int, int], TrainingStep] = {}
-        self._estimates_of: dict[tuple[int, int], TrainingStep] = {}
+        self._of_variants: dict[tuple[int, VariantDraft], TrainingStep] = {}
+        self._estimates_of: dict[tuple[int, VariantDraft], TrainingStep] = {}
 
     def as_compiled(self, aim: TapeAim | None = None) -> TapeOption:
         """Every graph as it was compiled; scheduled where there is an aim."""
@@ -266,14 +266,14 @@ class TapeRecompute:
 
     def _of_variant(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
         """The step of a variant of a call; calls that share a step share that of their variant."""
-        key = (id(call.step), id(variant))  # both live as long as this does
+        key = (id(call.step), variant)
         if key not in self._of_variants:
             self._of_variants[key] = no_faster_forward(self._estimate(call, variant), call.step)
         return self._of_variants[key]
 
     def _estimate(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
         """Likewise, as its draft has it."""
-        key = (id(call.step), id(variant))
+        key = (id(call.step), variant)  # drafts that are not chosen live no longer than this
         if key not in self._estimates_of:
             self._estimates_of[key] = call.step_of(variant)
         return self._estimates_of[key]
