@@ -72,6 +72,21 @@ def moved_at(run: Run, plain: Plain, lengths: Sequence[int]) -> list[int]:
     return found
 
 
+def sharded(run: Run) -> Run:
+    """Each layer and the model, by FSDP2, over one rank."""
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in run.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(run.model, mesh=mesh)
+    return run
+
+
+def gradients_of(run: Run) -> dict[str, Tensor]:
+    """Of one step of a sharded model, whole."""
+    run.step()
+    return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+
+
 def tell_callers(run: Run, alive: set[Any]) -> None:
     for graph in set(fxoffload.graphs()) - alive:
         tape._tell_callers(run.watch, graph)
@@ -292,20 +307,12 @@ def test_a_budget_that_nothing_fits_into_warns_once() -> None:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_sharded_layers() -> None:
-    def sharded(**changes: Any) -> Run:
-        run = varying(**changes)
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in run.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh)
-        fully_shard(run.model, mesh=mesh)
-        return run
-
     def gradients(run: Run, length: int) -> dict[str, Tensor]:
-        at(run, length).step()
-        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
+        return gradients_of(at(run, length))
 
     budget = 120_000
-    plain, run = sharded(policy="keep_all"), sharded(activation_budget=budget, disable=("tape_recompute",))
+    plain = sharded(varying(policy="keep_all"))
+    run = sharded(varying(activation_budget=budget, disable=("tape_recompute",)))
     moved = []
     for length in (LONG, SHORT, MIDDLE, LONG, 64, SHORT, LONG):
         expected = gradients(plain, length)

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import fxoffload
 from fxoffload._torch_compat import inductor_config
@@ -26,6 +24,7 @@ from fxoffload.runtime.engine import engine_for
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import Run, new_plans, options
+from tests.planner.test_tape_sizes import gradients_of, sharded
 from tests.support import Stack, assert_equal, assert_nothing_held, compile_counts
 
 alone, process_group = tape.alone, tape.process_group
@@ -181,21 +180,9 @@ def test_a_plan_of_another_length_is_made_ready_too() -> None:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_sharded_layers() -> None:
-    def sharded(**changes: Any) -> Run:
-        run = varying(**changes)
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in run.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh)
-        fully_shard(run.model, mesh=mesh)
-        return run
-
-    def gradients(run: Run, length: int) -> dict[str, Tensor]:
-        at(run, length).step()
-        return {n: p.grad.full_tensor().clone() for n, p in run.model.named_parameters()}  # type: ignore[union-attr]
-
-    run, plain = sharded(activation_budget=budget()), sharded(policy="keep_all")
+    run, plain = sharded(varying(activation_budget=budget())), sharded(varying(policy="keep_all"))
     for length in (LONG, LONG, LONG, SHORT, MIDDLE, LONG, LONGER, LONGER, LONGER, SHORT, 41):
-        assert_equal(gradients(run, length), gradients(plain, length))
+        assert_equal(gradients_of(at(run, length)), gradients_of(at(plain, length)))
     assert num_variants() > 0
     assert again(plan_of(LONG)) > 0
 
