@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.chain import Beside, Chain
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.clocks.chain_clock import TURN, segment_of
+from fxoffload.runtime.clocks.chain_clock import segment_of
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
 
 Times = Mapping[Phase, Mapping[str, float]]
@@ -28,12 +28,6 @@ class MeasuredChain:
     ms: Times
     temp_bytes: Sizes
     beside: Beside
-
-
-def with_turn(step: TrainingStep) -> TrainingStep:
-    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
-    meanwhile; nothing is released, and all positions stay."""
-    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
 
 
 def as_compiled(

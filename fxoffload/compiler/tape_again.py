@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fxoffload.compiler.measured_chain import MeasuredChain, Times, measured_calls, ratios_of, scaled, with_turn
+from fxoffload.compiler.measured_chain import MeasuredChain, Times, measured_calls, ratios_of, scaled
 from fxoffload.compiler.recipe import VariantDraft
 from fxoffload.compiler.replan import measured_step
 from fxoffload.compiler.tape_recompute import (
@@ -25,7 +25,7 @@ from fxoffload.compiler.tape_recompute import (
     no_faster_forward,
     saved_bytes,
 )
-from fxoffload.planner.chain import BESIDE_NOTHING, Chain
+from fxoffload.planner.chain import BESIDE_NOTHING, Chain, with_turn
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep

@@ -29,7 +29,7 @@ from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, Tap
 from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.beside import beside_when_calls_begin
-from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, with_turn
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
@@ -202,7 +202,7 @@ class TapePlanning:
             went = part.graph.actions["auto"] if planned is None else planned.offload
             flags = zip(part.graph.saved.candidates, went, strict=True)
             goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
-        step = chain.step
+        step = with_turn(chain.step)
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
         return beside_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 

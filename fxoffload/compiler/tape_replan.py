@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import PlanAgain
-from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled, with_turn
+from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled
 from fxoffload.compiler.replan import Replan, measured_step, shared
 from fxoffload.compiler.tape_again import Again, choose_again
 from fxoffload.compiler.tape_recompute import TapeAim, Variants
 from fxoffload.planner.beside import beside_segments
-from fxoffload.planner.chain import BESIDE_NOTHING
+from fxoffload.planner.chain import BESIDE_NOTHING, with_turn
 from fxoffload.planner.fit_link import fit_link, waits_of
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.rates import ProfileRates

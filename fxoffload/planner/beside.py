@@ -28,20 +28,19 @@ def beside_when_calls_begin(
 
     Args:
         chain: that ran, with nothing beside it.
-        graphs: what it takes as it ran.
+        graphs: what it takes as it ran, with a segment for the turn (``with_turn``).
         live_bytes: as of ``fxoffload.runtime.steps.calls``; nothing is known where it is empty.
         gap_bytes: likewise.
     """
     if not live_bytes:
         return BESIDE_NOTHING
     known: dict[CallAt, int] = {}
-    first, last = len(chain.step.forward), len(chain.sizes) - 1
+    turn, last = len(chain.step.forward), len(chain.sizes) - 1
     for call, (down, up) in enumerate(zip(chain.forward, chain.backward, strict=True)):
-        # Behind the entry, or what stands in its place: what the caller made for the call is there, no reload is.
+        # Behind the entry, or the turn: what the caller made for the call is there, no reload is, and of what was on its
+        # way to the host only what the windows let a backward begin with.
         known["forward", call] = graphs.boundaries[down].after_bytes
-        known["backward", call] = graphs.boundaries[first + up - 1].after_bytes
-    # The last output is gone by then where nobody holds it.
-    known["backward", last] = min(known["backward", last], graphs.boundaries[first].live_bytes)
+        known["backward", call] = graphs.boundaries[turn + up].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
     gaps = []
     for (phase, call), nbytes in gap_bytes.items():
@@ -50,7 +49,7 @@ def beside_when_calls_begin(
             gaps.append((TURN, more))
         else:
             # What is made there for the call is not there yet when the segment of the entry begins.
-            entry = graphs.boundaries[chain.forward[call] if phase == "forward" else first + chain.backward[call] - 1]
+            entry = graphs.boundaries[chain.forward[call] if phase == "forward" else turn + chain.backward[call]]
             gaps.append((entry.segment, more + max(entry.after_bytes - entry.live_bytes, 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
     return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))

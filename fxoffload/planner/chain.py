@@ -118,6 +118,12 @@ class Chain:
         return found
 
 
+def with_turn(step: TrainingStep) -> TrainingStep:
+    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
+    meanwhile; nothing is released, and all positions stay."""
+    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
+
+
 def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:
     """Make one step of many.
 

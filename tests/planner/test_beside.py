@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload.compiler import tape_plan
 from fxoffload.planner.beside import beside_segments, beside_when_calls_begin
-from fxoffload.planner.chain import BESIDE_NOTHING, Beside, concatenate
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate, with_turn
 from fxoffload.planner.link import ConstantRates
-from fxoffload.planner.simulate import simulate
+from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.clocks.allocator_trace import Block, Memory
@@ -30,6 +30,12 @@ from tests.planner.chains import training_steps
 
 CPU = torch.device("cpu")
 RATES = ConstantRates(50.0, 50.0)
+
+
+def _turned(chain: Chain, decisions: Sequence[bool]) -> Simulation:
+    """As plans are told of it: nothing is under way when a call begins."""
+    step = with_turn(chain.step)
+    return simulate(step, decisions, copies=RATES, windows=no_windows(step))
 
 
 def _step() -> TrainingStep:
@@ -48,17 +54,15 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
     chain = concatenate(steps)
     decisions = [data.draw(st.booleans()) for _ in chain.step.candidates]
     ran = simulate(chain.step, decisions, copies=RATES, windows=no_windows(chain.step))
+    turned = _turned(chain, decisions)
     calls = tuple(tuple(data.draw(st.integers(0, 1 << 20)) for _ in steps) for _ in PHASES)
     beside = Beside(calls)
-    first = len(chain.step.forward)
+    turn = len(chain.step.forward)
     seen = {}
     for k in range(len(steps)):
-        seen["forward", k] = ran.boundaries[chain.forward[k]].after_bytes + calls[0][k]
-        there = ran.boundaries[first + chain.backward[k] - 1].after_bytes
-        # The last output is gone when the backward begins, if nobody holds it.
-        there = there if chain.backward[k] else min(there, ran.boundaries[first].live_bytes)
-        seen["backward", k] = there + calls[1][k]
-    assert beside_when_calls_begin(chain, ran, seen) == beside
+        seen["forward", k] = turned.boundaries[chain.forward[k]].after_bytes + calls[0][k]
+        seen["backward", k] = turned.boundaries[turn + chain.backward[k]].after_bytes + calls[1][k]
+    assert beside_when_calls_begin(chain, turned, seen) == beside
     larger = simulate(chain.with_beside(beside).step, decisions, copies=RATES, windows=no_windows(chain.step))
     for before, now in zip(ran.boundaries, larger.boundaries, strict=True):
         assert now.live_bytes == before.live_bytes
@@ -74,13 +78,13 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
     made = (StorageInfo("x", 60, is_input=True), StorageInfo("t", 70, is_tangent=True))
     held = [Held(((k, "x"),), Moment("forward", k)) for k in range(3)] + [Held(((2, "y"),), Moment("forward", 2))]
     chain = concatenate([replace(step, storages=(*step.storages, *made)) for _ in range(3)], held)
-    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
-    first = len(chain.step.forward)
+    ran = _turned(chain, [False] * len(chain.step.candidates))
+    turn = len(chain.step.forward)
     live: dict[CallAt, int] = {
         ("forward", 0): 0,
         ("forward", 2): ran.boundaries[chain.forward[2]].after_bytes + 100,
-        ("backward", 2): ran.boundaries[first].live_bytes + 200,
-        ("backward", 1): ran.boundaries[first + chain.backward[1] - 1].after_bytes + 1000,
+        ("backward", 2): ran.boundaries[turn].after_bytes + 200,
+        ("backward", 1): ran.boundaries[turn + chain.backward[1]].after_bytes + 1000,
     }
     gaps: dict[CallAt, int] = {
         ("forward", 1): 7,
@@ -100,9 +104,20 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
 def test_less_than_the_graphs_take_is_nothing() -> None:
     """The allocator counts requests, and a plan what is asked for: it may see less."""
     chain = concatenate([_step(), _step()])
-    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    ran = _turned(chain, [False] * len(chain.step.candidates))
     assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == Beside(((0, 0), (0, 0)))
     assert beside_when_calls_begin(chain, ran, {}) == BESIDE_NOTHING
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_the_last_call_saved_is_not_there_any_more_when_its_backward_begins(moves: bool) -> None:
+    """Where it moves: its copy is done, and its reload comes later. So nothing of what is there is taken for it."""
+    chain = concatenate([_step()] * 2, [Held(((1, "y"),), Moment("forward", 1))])
+    ran = _turned(chain, [moves] * len(chain.step.candidates))
+    there = 0 if moves else 2 * 400
+    outputs = 50  # of the first call: somebody holds it
+    found = beside_when_calls_begin(chain, ran, {("backward", 1): there + outputs + 1000}, {("backward", 1): 30})
+    assert found == Beside(((0, 0), (0, 1000)), ((TURN, 1030),))
 
 
 def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import tape_plan
-from fxoffload.compiler.measured_chain import with_turn
 from fxoffload.planner.beside import beside_segments
-from fxoffload.planner.chain import Beside, Chain, concatenate
+from fxoffload.planner.chain import Beside, Chain, concatenate, with_turn
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
@@ -382,11 +381,14 @@ class Recorded(Rehearsed):
     Args:
         nbytes: that are allocated and freed.
         at_turn: whether this happens before the last layer's backward, and not before the others'.
+        beside: what else is there from the second call of a step on.
     """
 
-    def __init__(self, nbytes: int, *, at_turn: bool) -> None:
+    def __init__(self, nbytes: int, *, at_turn: bool, beside: int = 0) -> None:
         super().__init__(nbytes)
         self.at_turn = at_turn
+        self.beside = beside
+        self.is_beside = False
         self.levels: list[int] = []  # behind each event
         self.begun = self.ended = 0
         self.is_open = False
@@ -396,15 +398,24 @@ class Recorded(Rehearsed):
         def between(i: int, x: Tensor) -> Tensor:
             if self.fails and i == 2:
                 raise RuntimeError("in the middle of a forward")
+            self.is_beside = True
             if (i == LAYERS - 1) is self.at_turn:
                 x.register_hook(self.pass_by)
             return x
 
-        return Stack(LAYERS, between=between)
+        def begins(*_: object) -> None:
+            self.is_beside = False
+
+        model = Stack(LAYERS, between=between)
+        model.register_forward_pre_hook(begins)
+        return model
 
     def pass_by(self, gradient: Tensor) -> None:
         super().pass_by(gradient)
         self.levels.append(self.now_live() + self.nbytes)
+
+    def now_live(self) -> int:
+        return super().now_live() + self.beside * self.is_beside
 
     def read(self) -> Memory:
         self.levels.append(super().read().allocated)
@@ -424,14 +435,17 @@ class Recorded(Rehearsed):
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 
 
+@pytest.mark.parametrize("beside", [0, 1], ids=["nothing else", "gathered parameters"])
 @pytest.mark.parametrize("at_turn", [False, True])
-def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool) -> None:
+def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, beside: int) -> None:
     """From the record of the step before it."""
     least, most = chains.range_of_peaks("stack")
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
-    budget, calls = most, engine_for(CPU).calls
-    found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
+    # What is there all the time takes from the budget what it takes from the device.
+    gathered = beside * (most - least) // 3
+    budget, calls = most + gathered, engine_for(CPU).calls
+    found = Recorded((most - least) * 2 // 3, at_turn=at_turn, beside=gathered)
     run = recorded(found.model, steps=1, activation_budget=budget, disable=("tape_recompute",))
     found.watch = run.watch
     with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
