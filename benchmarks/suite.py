@@ -101,7 +101,7 @@ SUITE = (
         seconds=350,
     ),
     # Not run to its end yet: the time is an estimate.
-    Run("fsdp-lengths", "fsdp-lengths", "host_budget=64GiB calibration_steps=4", gpus=2, seconds=600),
+    Run("fsdp-lengths", "fsdp-lengths", "host_budget=64GiB timeout_s=540", gpus=2, seconds=1200),
     Run("collectives", "collectives", gpus=2, seconds=90, alone=True),
     # What one GPU can show of the two before: rank 0 alone, and ranks that share it.
     Run(

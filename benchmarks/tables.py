@@ -60,7 +60,8 @@ def _header(report: Report) -> str:
     if report.scenario == COLLECTIVES:
         words.append(f"{report.protocol.steps} rounds of 8 collectives each, medians [quartiles]")
     elif report.scenario == FSDP_LENGTHS:
-        words.append(f"{report.protocol.steps} timed steps behind {report.protocol.warmup} of other random lengths")
+        protocol = report.protocol
+        words.append(f"{protocol.steps} timed steps behind {protocol.warmup} of lengths all over the range")
     elif current_name(report.scenario) not in ("max-seq", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
         more = report.protocol.calibration_steps

@@ -1,8 +1,8 @@
 """FSDP2 on batches of changing length: what grows, what is compiled again, what moves.
 
 Layers are compiled with dynamic shapes, each on its own. Steps of the longest length come first, as many as a plan
-needs, then ``warmup`` steps of random lengths, then ``steps`` timed ones. Every rank draws its own lengths, so that
-ranks have different batches in the same step, as in RL post-training.
+needs, then ``warmup`` steps of lengths all over the range, then ``steps`` timed ones of random lengths. Every rank
+draws its own, so that ranks have different batches in the same step, as in RL post-training.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import time
 from typing import TypeVar
 
 import torch
@@ -51,33 +52,43 @@ class ChangingLengths(Measurement):
 
     def build(self) -> None:
         super().build()
-        (self._longest,) = self.stepper.job.inputs
+        job = self.stepper.job
+        (self._tokens,) = (batch.detach() for batch in job.inputs)
+        self._longest = self._tokens.shape[1]
+        self._load(self._longest)
         self._draw = random.Random(1_000 * self.request.case.seed + self.request.rank)
 
     def await_plan_of_the_longest(self) -> None:
         """As many steps on every rank, and of every variant that has no plan the few that warm a step up."""
-        self.result.second_step_ms = self.step(self._longest.shape[1]).host_wall_ms
+        self.result.second_step_ms = self.step(self._longest).host_wall_ms
         for _ in range(LONGEST_STEPS - 1):
-            self.step(self._longest.shape[1])
+            self.step(self._longest)
         if self.request.variant.kind == "auto":
             self.await_plan()
 
     def warm_up(self) -> None:
-        for length in self._lengths(self.request.protocol.warmup):
+        """Lengths all over the range, so that what a length needs for the first time is there."""
+        begin = time.perf_counter()
+        shortest, count = self.request.protocol.shortest, self.request.protocol.warmup
+        for length in spread_lengths(self._draw, count, shortest, self._longest):
             join_planning()  # a plan in the making takes memory that it gives back
             self.step(length)
+        join_planning()
+        self._warmup_s = time.perf_counter() - begin
         self._read_memory()  # the first reading itself leaves something behind
         self._after_warmup = self._read_memory()
 
     def begin(self) -> None:
         """The longest batch is there as the window of memory begins, so no other adds to what was there before."""
-        lengths = self._lengths(self.request.protocol.steps)
-        lengths[len(lengths) // 2] = self._longest.shape[1]
+        protocol = self.request.protocol
+        lengths = draw_lengths(self._draw, protocol.steps, protocol.shortest, self._longest)
+        lengths[len(lengths) // 2] = self._longest
         reset_stats(self.request.variant)
+        self._load(self._longest)
         self._before = start_memory_window(self.device)
         self._times: list[StepTime] = []
         self._to_come = lengths
-        self._run = LengthsRun(self.request.protocol.warmup, [], [], [], [], self._after_warmup)
+        self._run = LengthsRun(protocol.warmup, self._warmup_s, self._after_warmup)
 
     def some_timed_steps(self) -> None:
         """The next few, and what all until now come to."""
@@ -96,41 +107,42 @@ class ChangingLengths(Measurement):
         result.host_wall_ms = summarize([t.host_wall_ms for t in times])
         result.stats_timed_steps = read_stats(self.request.variant)
         result.num_graphs_at_end = count_graphs()
-        found.grown_by_rank = self._of_all_ranks(self._read_memory().since(self._after_warmup))
+        found.grown.append(self._read_memory().since(self._after_warmup))
+        found.grown_by_rank = self._of_all_ranks(found.grown[-1])
         found.graphs_by_rank = self._of_all_ranks(count_graphs())
         result.changing_lengths = found
         if result.host is not None:
             host_after(result.host)
 
     def step(self, length: int) -> StepTime:
-        """One step on the first ``length`` tokens of the longest batch.
+        """One step on the first ``length`` tokens."""
+        self._load(length)
+        return self.stepper.step()
+
+    def _load(self, length: int) -> None:
+        """The batch of that length, in the place of the one before, with a gradient as leaves have it here.
 
         Contiguous in all strides: ``clone`` alone keeps that of the batch's dimension, on which Dynamo guards.
         """
         job = self.stepper.job
-        whole = self._longest
-        batch = whole
-        if length < whole.shape[1]:
-            batch = whole.detach()[:, :length].clone(memory_format=torch.contiguous_format).requires_grad_()
-        job.inputs = (batch,)
+        job.inputs = ()
+        job.inputs = (self._tokens[:, :length].clone(memory_format=torch.contiguous_format).requires_grad_(),)
         job.allocate_gradients()
-        return self.stepper.step()
-
-    def _lengths(self, count: int) -> list[int]:
-        return draw_lengths(self._draw, count, self.request.protocol.shortest, self._longest.shape[1])
 
     def _note(self, found: LengthsRun) -> None:
         stats = read_stats(self.request.variant) or {}
         moved = int(stats.get("bytes_offloaded", 0)) - sum(found.offloaded_bytes)
         on_gpu = self.device.type == "cuda"
         found.offloaded_bytes.append(moved)
+        peak = torch.cuda.max_memory_allocated(self.device) - self._before if on_gpu else 0
+        found.peak_so_far_bytes.append(peak)
         found.device_reserved_bytes.append(torch.cuda.memory_reserved(self.device) if on_gpu else 0)
         found.host_reserved_bytes.append(int(stats.get("host_bytes_reserved", 0)))
 
     def _read_memory(self) -> ProcessMemory:
         """With no batch but the longest, and no plan in the making."""
         join_planning()
-        self.stepper.job.inputs = (self._longest,)
+        self._load(self._longest)
         gc.collect()
         return ProcessMemory.read()
 
@@ -148,7 +160,23 @@ def draw_lengths(draw: random.Random, count: int, shortest: int, longest: int) -
     Raises:
         ValueError: the shortest is none that there can be.
     """
+    low, high = _logarithms(shortest, longest)
+    return [round(math.exp(draw.uniform(low, high))) for _ in range(count)]
+
+
+def spread_lengths(draw: random.Random, count: int, shortest: int, longest: int) -> list[int]:
+    """``count`` lengths from the shortest to the longest, each as many times the one before, in random order.
+
+    Raises:
+        ValueError: likewise.
+    """
+    low, high = _logarithms(shortest, longest)
+    found = [round(math.exp(low + (high - low) * i / max(count - 1, 1))) for i in range(count)]
+    draw.shuffle(found)
+    return found
+
+
+def _logarithms(shortest: int, longest: int) -> tuple[float, float]:
     if not 1 <= shortest <= longest:
         raise ValueError(f"expected shortest to be from 1 to seq={longest}, found {shortest}")
-    low, high = math.log(shortest), math.log(longest)
-    return [round(math.exp(draw.uniform(low, high))) for _ in range(count)]
+    return math.log(shortest), math.log(longest)

@@ -9,21 +9,26 @@ from benchmarks.process_memory import ProcessMemory
 
 @dataclass
 class LengthsRun:
-    """Timed steps of changing lengths, behind a warm-up that had the longest and others.
+    """Timed steps of changing lengths, behind a warm-up of lengths all over the range, which took ``warmup_s`` (with
+    what was compiled, tuned and planned in it).
 
     ``lengths``: of each timed step on this rank; every rank has its own, but for one step in the middle, which is the
-    longest on all. ``offloaded_bytes``: of each step. ``device_reserved_bytes``, ``host_reserved_bytes``: behind each
-    step, by torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process. By rank, in
-    their order: ``grown_by_rank``, of each process, from the end of the warm-up to that of the timed steps, and
-    ``graphs_by_rank``, which Dynamo compiled in the whole process.
+    longest on all. ``offloaded_bytes``: of each step. ``peak_so_far_bytes``: behind each step, the most since the first
+    timed one began, above what was there then. ``device_reserved_bytes``, ``host_reserved_bytes``: behind each step, by
+    torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process; ``grown``: since then,
+    behind every 25 steps. By rank, in their order: ``grown_by_rank``, of each process, from the end of the warm-up to
+    that of the timed steps, and ``graphs_by_rank``, which Dynamo compiled in the whole process.
     """
 
     num_warmup: int
-    lengths: list[int]
-    offloaded_bytes: list[int]
-    device_reserved_bytes: list[int]
-    host_reserved_bytes: list[int]
+    warmup_s: float
     after_warmup: ProcessMemory
+    lengths: list[int] = field(default_factory=list)
+    offloaded_bytes: list[int] = field(default_factory=list)
+    peak_so_far_bytes: list[int] = field(default_factory=list)
+    device_reserved_bytes: list[int] = field(default_factory=list)
+    host_reserved_bytes: list[int] = field(default_factory=list)
+    grown: list[ProcessMemory] = field(default_factory=list)
     grown_by_rank: list[ProcessMemory] = field(default_factory=list)
     graphs_by_rank: list[int] = field(default_factory=list)
 

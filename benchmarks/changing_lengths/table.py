@@ -31,6 +31,7 @@ def _row(record: Record, run: LengthsRun, plain: Record | None) -> dict[str, str
         "variant": record.variant.label,
         "steps": str(len(run.lengths)),
         "tokens": f"{min(run.lengths)} to {max(run.lengths)}",
+        "warm-up, s": f"{run.warmup_s:.0f}",
         "all steps, s": "-" if mine is None else f"{mine:.1f}",
         "vs inductor": "-" if not (mine and theirs) else f"{mine / theirs:.3f}",
         "peak GiB": "-" if memory is None else f"{memory.peak_bytes / GIB:.2f}",

@@ -86,22 +86,30 @@ class TapeOption:
 
 @dataclass(frozen=True)
 class TapeAim:
-    """What is sought: one of the two is None.
+    """What is sought: one of the first two is None.
 
     Attributes:
         limit_bytes: the least time within so many bytes.
         max_ms: the least peak within so much time.
+        refines: whether schedules within so many bytes are searched for longer; it takes most of the time of a plan.
     """
 
     limit_bytes: int | None = None
     max_ms: float | None = None
+    refines: bool = True
 
     def schedule(self, scheduler: Scheduler) -> Schedule | None:
         """The best for one chain."""
         if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes, refined=True)
+            return scheduler.least_time(self.limit_bytes, refined=self.refines)
         assert self.max_ms is not None
         return scheduler.least_peak(self.max_ms)
+
+    def refined(self, option: TapeOption) -> TapeOption:
+        """The same option with a schedule that was searched for longer."""
+        if self.limit_bytes is None or option.schedule is None:
+            return option
+        return replace(option, schedule=option.scheduler.refine(option.schedule, self.limit_bytes))
 
     def key(self, option: TapeOption) -> tuple[float, float]:
         """What makes one option better than another."""

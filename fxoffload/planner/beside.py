@@ -37,8 +37,8 @@ def beside_when_calls_begin(
     known: dict[CallAt, int] = {}
     turn, last = len(chain.step.forward), len(chain.sizes) - 1
     for call, (down, up) in enumerate(zip(chain.forward, chain.backward, strict=True)):
-        # Behind the entry, or the turn: what the caller made for the call is there, no reload is, and of what was on its
-        # way to the host only what the windows let a backward begin with.
+        # Behind the entry, or the turn: what the caller made for the call is there, no reload is, and what was on its
+        # way to the host is no longer there.
         known["forward", call] = graphs.boundaries[down].after_bytes
         known["backward", call] = graphs.boundaries[turn + up].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}

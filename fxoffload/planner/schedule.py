@@ -103,9 +103,11 @@ class Scheduler:
         if not found and self._least[0] <= limit_bytes:
             found = [s for s in (self.settle(self._least[1], limit_bytes),) if s is not None]
         best = min(found, key=lambda s: s.key, default=None)
-        if best is None or not refined:
-            return best
-        return refine(self.step, best, lambda d: self._refit(d, limit_bytes), self.fixed)
+        return best if best is None or not refined else self.refine(best, limit_bytes)
+
+    def refine(self, found: Schedule, limit_bytes: int) -> Schedule:
+        """A schedule within ``limit_bytes`` that is at least as fast as ``found``, which is."""
+        return refine(self.step, found, lambda d: self._refit(d, limit_bytes), self.fixed)
 
     def _refit(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
         return self.settle(offload, limit_bytes) if self._within_host(offload) else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.changing_lengths.measure import draw_lengths
+from benchmarks.changing_lengths.measure import draw_lengths, spread_lengths
 from benchmarks.changing_lengths.records import LengthsRun
 from benchmarks.claims import check_claims
 from benchmarks.cli import app
@@ -34,9 +34,16 @@ def test_lengths_are_within_their_bounds_and_mostly_short() -> None:
     # As many from 1,024 to 4,096 as from there to 16,384.
     assert sum(n < 4_096 for n in found) == pytest.approx(1_000, abs=80)
     assert draw_lengths(random.Random(0), 3, 7, 7) == [7, 7, 7]
-    for shortest in (0, 65):
+    for shortest, draw in ((0, draw_lengths), (65, draw_lengths), (65, spread_lengths)):
         with pytest.raises(ValueError, match=f"expected shortest to be from 1 to seq=64, found {shortest}"):
-            draw_lengths(random.Random(0), 1, shortest, 64)
+            draw(random.Random(0), 1, shortest, 64)
+
+
+def test_a_warm_up_has_lengths_all_over_the_range() -> None:
+    found = spread_lengths(random.Random(0), 5, 1_024, 16_384)
+    assert found != sorted(found) == [1_024, 2_048, 4_096, 8_192, 16_384]
+    assert spread_lengths(random.Random(1), 5, 1_024, 16_384) != found
+    assert spread_lengths(random.Random(0), 0, 8, 64) == [] and spread_lengths(random.Random(0), 1, 8, 64) == [8]
 
 
 @pytest.mark.timeout(300)
@@ -57,6 +64,7 @@ def test_two_ranks_with_lengths_of_their_own() -> None:
     assert [moved[n] for n in sorted(moved)] == sorted(set(run.offloaded_bytes)) and min(moved.values()) > 0
     assert len(set(moved)) > 5
     assert run.graphs_by_rank == [1, 1], "a length compiled another graph"
+    assert run.warmup_s > 0 and len(run.grown) == 2 and run.peak_so_far_bytes == [0] * 30  # no peaks on a CPU
     assert len(run.grown_by_rank) == 2 and run.most_grown("arena") == 0
     assert run.after_warmup.resident > 0 and len(result.step_ms_by_rank) == 2
 
@@ -68,7 +76,9 @@ def record_of(kind: str, *, grown: tuple[ProcessMemory, ...] | None = (NOTHING,)
         result.step_ms, result.num_timed_steps = summarize([1.0, 2.0, 3.0]), 3
         result.memory = result.first_step_memory = Memory(0, 150, 300, 0, 0)
         moved = [0, 10, 20] if kind == "auto" else [0] * 3
-        result.changing_lengths = LengthsRun(2, [8, 16, 64], moved, [1] * 3, [1] * 3, NOTHING, list(grown), [graphs])
+        result.changing_lengths = LengthsRun(
+            2, 1.5, NOTHING, [8, 16, 64], moved, [1] * 3, [1] * 3, [1] * 3, [], list(grown), [graphs]
+        )
     return Record("fsdp-lengths", TINY, variant, "ok" if grown else "failed", "", 1.0, result)
 
 
@@ -89,27 +99,29 @@ def grew(**kinds: int) -> ProcessMemory:
 @pytest.mark.parametrize(
     ("grown", "plain", "graphs", "expected"),
     [
-        ((NOTHING,), NOTHING, 4, [True, True, True]),
-        ((NOTHING, grew(device_reserved=2 * MIB)), NOTHING, 1, [False, True, True]),
-        ((grew(arena=4096),), NOTHING, 1, [False, True, True]),
-        ((grew(arena=-4096, device_reserved=-1),), NOTHING, 1, [True, True, True]),
-        ((grew(resident=40 * MIB),), NOTHING, 1, [True, False, True]),
-        ((grew(resident=40 * MIB), grew(malloc_used=30 * MIB)), grew(resident=20 * MIB), 1, [True, True, True]),
-        ((grew(anonymous=40 * MIB),), grew(resident=20 * MIB), 1, [True, False, True]),
-        ((grew(resident=40 * MIB),), grew(resident=-20 * MIB), 5, [True, False, False]),
+        ((NOTHING,), NOTHING, 4, [True, True, True, True]),
+        ((NOTHING, grew(device_reserved=2 * MIB)), NOTHING, 1, [True, False, True, True]),
+        ((NOTHING, grew(device_reserved=2 * MIB)), grew(device_reserved=2 * MIB), 1, [True, True, True, True]),
+        ((grew(device_reserved=1),), grew(device_reserved=-1), 1, [True, False, True, True]),
+        ((grew(arena=4096),), grew(arena=4096), 1, [False, True, True, True]),
+        ((grew(arena=-4096, device_reserved=-1),), grew(device_reserved=-2), 1, [True, True, True, True]),
+        ((grew(resident=40 * MIB),), NOTHING, 1, [True, True, False, True]),
+        ((grew(resident=40 * MIB), grew(malloc_used=30 * MIB)), grew(resident=20 * MIB), 1, [True, True, True, True]),
+        ((grew(anonymous=40 * MIB),), grew(resident=20 * MIB), 1, [True, True, False, True]),
+        ((grew(resident=40 * MIB),), grew(resident=-20 * MIB), 5, [True, True, False, False]),
     ],
 )
 def test_what_is_promised(grown: Any, plain: ProcessMemory, graphs: int, expected: list[bool]) -> None:
-    """Of the rank where it grew most; the process beside plain Inductor's, in the same run."""
+    """Of the rank where it grew most; device and process beside plain Inductor's, in the same run."""
     report = report_of(record_of("inductor", grown=(plain,)), record_of("auto", grown=grown, graphs=graphs))
     assert held(report) == [*expected, True, True]  # and the budget
     assert "3 steps of random lengths" in report.claims[0]["claim"]
 
 
 def test_without_inductor_or_without_a_run_of_ours_it_is_open() -> None:
-    assert held(report_of(record_of("auto")))[:3] == [True, None, True]
-    assert held(report_of(record_of("inductor")))[:3] == [None, None, None]
-    assert held(report_of(record_of("inductor"), record_of("auto", grown=None)))[:3] == [None, None, None]
+    assert held(report_of(record_of("auto")))[:4] == [True, None, None, True]
+    assert held(report_of(record_of("inductor")))[:4] == [None] * 4
+    assert held(report_of(record_of("inductor"), record_of("auto", grown=None)))[:4] == [None] * 4
 
 
 def test_the_table_and_its_way_through_json() -> None:
@@ -119,7 +131,8 @@ def test_the_table_and_its_way_through_json() -> None:
     text = render(again)
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
     table = [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
-    assert "3 timed steps behind 2 of other random lengths" in text and "NOT held" in text
+    assert "3 timed steps behind 2 of lengths all over the range" in text and "NOT held" in text
+    assert [row["warm-up, s"] for row in table] == ["2", "2"]
     assert [row["steps that move nothing"] for row in table] == ["3", "1"]
     assert [row["arena grew, MiB"] for row in table] == ["0.0", "3.0"]
     assert table[1]["tokens"] == "8 to 64" and table[1]["vs inductor"] == "1.000"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -100,3 +101,64 @@ def test_a_forked_child_plans_while_its_parent_does() -> None:
     finally:
         go_on.set()
         thread.join()
+
+
+@pytest.fixture
+def interval() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield sys.getswitchinterval()
+    sys.setswitchinterval(before)
+
+
+def switch_interval_in_a_plan(does: Callable[[], None] = lambda: None) -> float:
+    """Of the interpreter, while a plan is made that ``does`` something."""
+    found: list[float] = []
+
+    def plan() -> None:
+        found.append(sys.getswitchinterval())
+        does()
+
+    background.start_planning(plan, name="plan").join()
+    return found[0]
+
+
+def test_a_plan_in_the_making_does_not_keep_the_interpreter_for_long(interval: float) -> None:
+    assert switch_interval_in_a_plan() == pytest.approx(1e-4)
+    assert sys.getswitchinterval() == interval
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_is_as_it_was_behind_a_plan_that_failed(interval: float) -> None:
+    def fail() -> None:
+        raise RuntimeError("a plan that fails")
+
+    switch_interval_in_a_plan(fail)
+    assert sys.getswitchinterval() == interval
+
+
+@pytest.mark.parametrize("chosen", [0.02, 1e-5])
+def test_what_somebody_else_chose_stays(interval: float, chosen: float) -> None:
+    """While the plan is made, or before it where that is shorter."""
+    if chosen < 1e-4:
+        sys.setswitchinterval(chosen)
+        assert switch_interval_in_a_plan() == pytest.approx(chosen)
+    else:
+        switch_interval_in_a_plan(lambda: sys.setswitchinterval(chosen))
+    assert sys.getswitchinterval() == pytest.approx(chosen)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_has_the_one_that_was_there(interval: float) -> None:
+    """No plan is made in it."""
+    found: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.getswitchinterval() == interval else 1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    assert switch_interval_in_a_plan(fork) == pytest.approx(1e-4)
+    assert found == [0]
+    assert sys.getswitchinterval() == interval

@@ -32,8 +32,8 @@ _MOST_MISSES = 2
 # A chain that keeps changing is not worth planning, or looking at, again and again.
 _MOST_PLANS = 3
 _MOST_RECORDS = 16
-# So many sizes have a plan at a time, and so many plans are made in all.
-_MOST_SIZES = 16
+# So many sizes have a plan at a time (a tenth of a MiB each), and so many plans are made in all.
+_MOST_SIZES = 64
 _MOST_PLANS_IN_ALL = 64
 # So many steps of one size are measured until one was what it was to be, and so many in all.
 _MOST_MEASURED = 3
