@@ -61,7 +61,7 @@ def _header(report: Report) -> str:
         words.append(f"{report.protocol.steps} rounds of 8 collectives each, medians [quartiles]")
     elif report.scenario == FSDP_LENGTHS:
         protocol = report.protocol
-        words.append(f"{protocol.steps} timed steps behind {protocol.warmup} of lengths all over the range")
+        words.append(f"{protocol.steps} timed steps behind {protocol.warmup} others of changing length")
     elif current_name(report.scenario) not in ("max-seq", *PHASE_SCENARIOS):
         others = report.protocol.warmup + 2
         more = report.protocol.calibration_steps

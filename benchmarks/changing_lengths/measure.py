@@ -88,7 +88,7 @@ class ChangingLengths(Measurement):
         self._before = start_memory_window(self.device)
         self._times: list[StepTime] = []
         self._to_come = lengths
-        self._run = LengthsRun(protocol.warmup, self._warmup_s, self._after_warmup)
+        self._run = LengthsRun(protocol.warmup, self._after_warmup, warmup_s=self._warmup_s)
 
     def some_timed_steps(self) -> None:
         """The next few, and what all until now come to."""

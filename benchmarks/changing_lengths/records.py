@@ -21,7 +21,6 @@ class LengthsRun:
     """
 
     num_warmup: int
-    warmup_s: float
     after_warmup: ProcessMemory
     lengths: list[int] = field(default_factory=list)
     offloaded_bytes: list[int] = field(default_factory=list)
@@ -31,6 +30,7 @@ class LengthsRun:
     grown: list[ProcessMemory] = field(default_factory=list)
     grown_by_rank: list[ProcessMemory] = field(default_factory=list)
     graphs_by_rank: list[int] = field(default_factory=list)
+    warmup_s: float = 0.0
 
     @property
     def num_still_steps(self) -> int:
