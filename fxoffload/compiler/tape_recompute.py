@@ -36,6 +36,8 @@ _MAX_ROUNDS = 4
 _ENOUGH = 0.005
 _CLOSE = 0.01
 _SOLVER_S = 3.0
+# Of 800 exchanges that are tried, the first 200 gain most of the 1 % or less that all of them do.
+_FEW_TRIES = 200
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ class TapeAim:
         return scheduler.least_peak(self.max_ms)
 
     def refined(self, option: TapeOption) -> TapeOption:
-        """The same option with a schedule that was searched for longer."""
+        """The same option with a schedule that was searched for longer, if not as long as where this aim refines."""
         if self.limit_bytes is None or option.schedule is None:
             return option
-        return replace(option, schedule=option.scheduler.refine(option.schedule, self.limit_bytes))
+        return replace(option, schedule=option.scheduler.refine(option.schedule, self.limit_bytes, _FEW_TRIES))
 
     def key(self, option: TapeOption) -> tuple[float, float]:
         """What makes one option better than another."""

@@ -33,7 +33,7 @@ _WORTH = 2e-3
 _SMALL = 0.05
 # So many simulated segments in all, and so many exchanges: counted, not timed, so that all ranks find the same.
 _MAX_SEGMENTS = 60_000
-_MAX_TRIES = 800
+MAX_TRIES = 800
 
 
 def refine(
@@ -41,6 +41,7 @@ def refine(
     found: Found,
     settle: Callable[[tuple[bool, ...]], Found | None],
     fixed: Mapping[str, bool],
+    max_tries: int = MAX_TRIES,
 ) -> Found:
     """A schedule at least as good as ``found``.
 
@@ -49,8 +50,9 @@ def refine(
         found: to begin with.
         settle: the schedule with these decisions, within the same limit; None where there is none.
         fixed: candidates that are not to be decided.
+        max_tries: so many exchanges at most.
     """
-    left = min(_MAX_TRIES, _MAX_SEGMENTS // max(1, len(step.forward) + len(step.backward)))
+    left = min(max_tries, _MAX_SEGMENTS // max(1, len(step.forward) + len(step.backward)))
     improved = True
     while improved and left > 0:
         improved = False

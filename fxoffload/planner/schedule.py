@@ -15,7 +15,7 @@ from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.lower_peak import lower_peak
 from fxoffload.planner.problem import Problem
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.planner.refine import refine
+from fxoffload.planner.refine import MAX_TRIES, refine
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.steps import TrainingStep
@@ -105,9 +105,9 @@ class Scheduler:
         best = min(found, key=lambda s: s.key, default=None)
         return best if best is None or not refined else self.refine(best, limit_bytes)
 
-    def refine(self, found: Schedule, limit_bytes: int) -> Schedule:
+    def refine(self, found: Schedule, limit_bytes: int, max_tries: int = MAX_TRIES) -> Schedule:
         """A schedule within ``limit_bytes`` that is at least as fast as ``found``, which is."""
-        return refine(self.step, found, lambda d: self._refit(d, limit_bytes), self.fixed)
+        return refine(self.step, found, lambda d: self._refit(d, limit_bytes), self.fixed, max_tries)
 
     def _refit(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
         return self.settle(offload, limit_bytes) if self._within_host(offload) else None
