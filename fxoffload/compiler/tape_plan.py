@@ -13,6 +13,7 @@ are with those. A variant is compiled when the first size wants it, and serves a
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 import weakref
@@ -28,7 +29,7 @@ from fxoffload.compiler.tape_parts import Part, parts_at
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
 from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.planner.beside import beside_when_calls_begin
+from fxoffload.planner.beside import beside_of_larger, beside_when_calls_begin
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, with_turn
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import Decision, Plan, Prediction
@@ -128,10 +129,7 @@ class TapePlanning:
         self.option = self.compiled = self.ways.as_compiled()
         self.beside = BESIDE_NOTHING
         if self.goal.budget_bytes is not None and seen.live_bytes:
-            ran = self.compiled
-            if seen.sizes != self.sizes:
-                ran = self._ways(parts_at(parts, seen.sizes), seen.held, written).as_compiled()
-            self.ways.beside = self.beside = self._beside(ran, seen)
+            self.ways.beside = self.beside = self._beside(seen, written)
             self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
@@ -192,11 +190,24 @@ class TapePlanning:
             prefetch_budget=self.budgets.prefetch,
         )
 
-    def _beside(self, compiled: TapeOption, seen: Seen) -> Beside:
-        """What was on the device beside the graphs in the first steps under a budget (``Site.at_first``). Where sizes
-        vary they are those of the first step of this size, or nearly: it may have been shorter than what is planned
-        for, by less than a step of the grid. Where no such step could be measured, it is an estimate from steps of
-        another size: eager code takes more or less there, parameters that FSDP gathers take the same."""
+    def _beside(self, seen: Seen, written: Sequence[frozenset[str]]) -> Beside:
+        """What is on the device beside the graphs. Where sizes vary, steps of this size, or nearly, tell: they may have
+        been shorter than what is planned for, by less than a step of the grid. Where none could be measured, those of
+        another size do."""
+
+        def at(step: Seen) -> tuple[int, Beside]:
+            ran = self.compiled
+            if step.sizes != self.sizes:
+                ran = self._ways(parts_at(self.parts, step.sizes), step.held, written).as_compiled()
+            return step.volume, self._seen_beside(ran, step)
+
+        size, found = sum(map(math.prod, self.sizes)), at(seen)
+        if size <= seen.volume:
+            return found[1]
+        return beside_of_larger(size, found, None if seen.other is None else at(seen.other))
+
+    def _seen_beside(self, compiled: TapeOption, seen: Seen) -> Beside:
+        """What was there in the first steps under a budget (``Site.at_first``)."""
         chain = compiled.chain
         goes: dict[str, bool] = {}
         for k, part in enumerate(self.parts):

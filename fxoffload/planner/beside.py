@@ -8,7 +8,8 @@ stands there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain
@@ -53,6 +54,41 @@ def beside_when_calls_begin(
             gaps.append((entry.segment, more + max(entry.after_bytes - entry.live_bytes, 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
     return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
+
+
+def beside_of_larger(size: int, seen: tuple[int, Beside], other: tuple[int, Beside] | None) -> Beside:
+    """What runs beside calls that are larger than those that were seen.
+
+    Eager code takes more there, parameters that are gathered take the same. Where another size was seen too, that tells
+    how much of it grows; else all of it is taken to.
+
+    Args:
+        size: of the calls that are asked about, in any unit that what eager code takes is in proportion to.
+        seen: size of those that were seen, and what ran beside them.
+        other: likewise, of another size.
+    """
+    mine, found = seen
+    if size <= mine or mine <= 0:
+        return found
+    if other is None or other[0] == mine:
+        return _each(found, lambda nbytes, _: -(-nbytes * size // mine), BESIDE_NOTHING)
+    far, before = other[0], other[1]
+
+    def grown(nbytes: int, then: int | None) -> int:
+        slope = 0.0 if then is None else max((nbytes - then) / (mine - far), 0.0)
+        return nbytes + math.ceil(slope * (size - mine))
+
+    return _each(found, grown, before)
+
+
+def _each(found: Beside, change: Callable[[int, int | None], int], before: Beside) -> Beside:
+    """``found`` with other bytes. ``change``: is given each of its numbers, and what stands there in ``before``."""
+    calls = []
+    for phase, row in enumerate(found.calls):
+        then = before.calls[phase] if phase < len(before.calls) else ()
+        calls.append(tuple(change(n, then[k] if k < len(then) else None) for k, n in enumerate(row)))
+    gaps = dict(before.gaps)
+    return Beside(tuple(calls), tuple((name, change(n, gaps.get(name))) for name, n in found.gaps))
 
 
 def beside_segments(chain: Chain, graphs: Simulation, readings: Readings, before: Beside = BESIDE_NOTHING) -> Beside:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import tape_plan
-from fxoffload.planner.beside import beside_segments, beside_when_calls_begin
+from fxoffload.planner.beside import beside_of_larger, beside_segments, beside_when_calls_begin
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate, with_turn
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import Simulation, simulate
@@ -118,6 +118,22 @@ def test_what_the_last_call_saved_is_not_there_any_more_when_its_backward_begins
     outputs = 50  # of the first call: somebody holds it
     found = beside_when_calls_begin(chain, ran, {("backward", 1): there + outputs + 1000}, {("backward", 1): 30})
     assert found == Beside(((0, 0), (0, 1000)), ((TURN, 1030),))
+
+
+def test_what_runs_beside_larger_calls() -> None:
+    """Another size tells what grows with it; where none was seen, everything is taken to."""
+    seen = Beside(((0, 100), (700, 90)), (("a", 1000), (TURN, 500)))
+    other = Beside(((0, 60), (700, 110)), (("a", 800),))
+    assert beside_of_larger(50, (50, seen), (10, other)) is seen
+    assert beside_of_larger(40, (50, seen), (10, other)) is seen
+    # By one for each of 40; what is there always, or is less, as it was seen; what was not seen there, too.
+    assert beside_of_larger(60, (50, seen), (10, other)) == Beside(((0, 110), (700, 90)), (("a", 1050), (TURN, 500)))
+    # From a larger one likewise: it had 20 more for 40 more.
+    larger = Beside(((0, 120), (700, 90)), (("a", 1000), (TURN, 500)))
+    assert beside_of_larger(60, (50, seen), (90, larger)).calls == ((0, 105), (700, 90))
+    alone = Beside(((0, 110), (770, 99)), (("a", 1100), (TURN, 550)))
+    assert beside_of_larger(55, (50, seen), None) == beside_of_larger(55, (50, seen), (50, other)) == alone
+    assert beside_of_larger(55, (50, BESIDE_NOTHING), (10, other)) == BESIDE_NOTHING
 
 
 def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:

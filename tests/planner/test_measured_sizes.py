@@ -162,6 +162,18 @@ def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -
     assert [b.calls[0][-1] for b in beside] == [EACH * n - 2 * n * 16 * 4 for n in (SHORT, LONG, 64)]
 
 
+def test_a_plan_for_more_than_was_measured_leaves_room_for_what_grows(allocator: Allocator) -> None:
+    """Lengths that are between two of the grid: the allocator has as much as at the length that is planned for."""
+    with pytest.warns(UserWarning, match="expected an activation_budget"):
+        run = watched(allocator, activation_budget=1)
+        assert allocator.measured(run, (45, 45, 41, 41, 13, 13)) == [45, 45, 41, 13]
+    assert planned_lengths() == ["2, 48", "2, 44", "2, 13"]
+    own = EACH - 2 * 16 * 4  # for each row, but for what the graphs have of it
+    found = [chain.beside.calls[0][-1] for chain in tape.CHAINS]
+    # Nothing else was known of the first one. Of it all grows here, so the next ones are exact.
+    assert found == [own * 48, own * 44, own * 13]
+
+
 @pytest.mark.parametrize("without", ["budget", "memory"])
 def test_where_nothing_is_to_be_known_no_step_is_lost(allocator: Allocator, without: str) -> None:
     changes: dict[str, Any] = {} if without == "budget" else {"activation_budget": "1GiB"}

@@ -114,6 +114,7 @@ class Seen:
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
+        other: the same of steps of another size, where there were any.
     """
 
     held: tuple[Held, ...]
@@ -121,6 +122,12 @@ class Seen:
     sizes: tuple[Sizes, ...] = ()
     others_bytes: int = 0
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
+    other: Seen | None = None
+
+    @property
+    def volume(self) -> int:
+        """How large its calls were."""
+        return _volume(self.sizes)
 
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
@@ -185,8 +192,10 @@ class Known:
 
     def seen_at(self, first: Sizes) -> Seen:
         """What was seen where the sizes of the first call are ``first``; where nothing was, what the largest step that
-        was recorded had."""
-        return self.seen_first.get(first, self.seen)
+        was recorded had. And what was seen of the size that is farthest from it."""
+        found = self.seen_first.get(first, self.seen)
+        others = [s for s in (self.seen, *self.seen_first.values()) if s.live_bytes and s.volume != found.volume]
+        return replace(found, other=max(others, key=lambda s: abs(s.volume - found.volume), default=None))
 
     def may_measure(self, first: Sizes) -> bool:
         """Whether a step whose first call has these sizes is worth measuring."""
