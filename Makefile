@@ -14,7 +14,7 @@ stamp = .installed-$(subst /,_,$(subst $(comma),_,$(subst =,_,$(subst <,_,$(subs
 demo_stamp := .venv-demo/$(stamp)
 test_stamp := .venv-test/$(stamp)
 
-.PHONY: help demo test clean
+.PHONY: help demo test types pytest clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -25,7 +25,12 @@ demo: $(demo_stamp)
 test: $(test_stamp)
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
+	$(MAKE) --no-print-directory -j2 types pytest
+
+types: $(test_stamp)
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+
+pytest: $(test_stamp)
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not gpu" -n 2 $(PYTEST_ARGS)
 
 # torch goes first and alone, so that no other requirement chooses its build.
