@@ -54,8 +54,9 @@ def test_the_end_of_the_program_waits_for_what_has_begun() -> None:
 
 
 def test_a_plan_that_has_not_begun_is_not_begun_at_the_end() -> None:
-    """And the program ends with the code that it chose."""
-    assert ended("start_planning", end="sys.exit(3)") == (3, ["main", "first"])
+    """And the program ends with the code that it chose. Which of the two comes first is the system's affair."""
+    code, (main, *others) = ended("start_planning", end="sys.exit(3)")
+    assert (code, main) == (3, "main") and others in (["first"], ["second"])
 
 
 def test_plans_are_made_one_at_a_time() -> None:
