@@ -29,7 +29,7 @@ _SWITCH_S = 1e-4
 
 _RUNNING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _TURN = ForkSafeRLock()
-_INTERVALS: list[float] = []  # the one that was there, while a plan gives way
+_INTERVALS: list[tuple[float, float]] = []  # while a plan gives way: the one that was there, and the plan's
 
 
 def is_ending() -> bool:
@@ -65,13 +65,13 @@ def _in_turn(device: int | None, plan: Callable[..., None], *args: Any) -> None:
 @contextlib.contextmanager
 def _giving_way() -> Iterator[None]:
     """Threads of the step need the interpreter thousands of times, for microseconds each. Python lets one that computes
-    keep it for 5 ms each time: steps took three to eight times as long beside a plan (two H100s, 2026-11-25)."""
+    keep it for 5 ms each time: steps took two to eight times as long beside a plan (two H100s, 2026-11-25)."""
     before = sys.getswitchinterval()
     if before <= _SWITCH_S:
         yield
         return
-    _INTERVALS.append(before)
     sys.setswitchinterval(_SWITCH_S)
+    _INTERVALS.append((before, sys.getswitchinterval()))
     try:
         yield
     finally:
@@ -81,8 +81,8 @@ def _giving_way() -> Iterator[None]:
 def _give_way_no_more() -> None:
     """Also in a forked child, which has none of these threads."""
     while _INTERVALS:
-        before = _INTERVALS.pop()
-        if sys.getswitchinterval() <= _SWITCH_S:  # nobody else has set it meanwhile
+        before, mine = _INTERVALS.pop()
+        if sys.getswitchinterval() == mine:  # nobody else has set it meanwhile
             sys.setswitchinterval(before)
 
 

@@ -139,14 +139,14 @@ def test_it_is_as_it_was_behind_a_plan_that_failed(interval: float) -> None:
 
 
 @pytest.mark.parametrize("chosen", [0.02, 1e-5])
-def test_what_somebody_else_chose_stays(interval: float, chosen: float) -> None:
-    """While the plan is made, or before it where that is shorter."""
-    if chosen < 1e-4:
-        sys.setswitchinterval(chosen)
-        assert switch_interval_in_a_plan() == pytest.approx(chosen)
-    else:
-        switch_interval_in_a_plan(lambda: sys.setswitchinterval(chosen))
+def test_what_somebody_else_chose_while_a_plan_was_made_stays(interval: float, chosen: float) -> None:
+    switch_interval_in_a_plan(lambda: sys.setswitchinterval(chosen))
     assert sys.getswitchinterval() == pytest.approx(chosen)
+
+
+def test_a_shorter_one_stays(interval: float) -> None:
+    sys.setswitchinterval(1e-5)
+    assert switch_interval_in_a_plan() == sys.getswitchinterval() == pytest.approx(1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
