@@ -90,7 +90,7 @@ SCENARIOS = {
             answers="the same on batches of random lengths, other ones on every rank: what grows, what compiles again",
             variants="inductor,checkpoint,auto@activation_budget=1.1*checkpoint",
             protocol_defaults={
-                **{"ranks": 2, "steps": 200, "warmup": 33, "calibration_steps": 4, "gradients": False},
+                **{"ranks": 2, "steps": 200, "warmup": 49, "calibration_steps": 4, "gradients": False},
                 **{"allocator_trace": False, "copy_trace": False},
             },
         ),

@@ -1,8 +1,9 @@
 """FSDP2 on batches of changing length: what grows, what is compiled again, what moves.
 
 Layers are compiled with dynamic shapes, each on its own. Steps of the longest length come first, as many as a plan
-needs, then ``warmup`` steps of lengths all over the range, then ``steps`` timed ones of random lengths. Every rank
-draws its own, so that ranks have different batches in the same step, as in RL post-training.
+needs, then ``warmup`` steps of lengths all over the range, then ``steps`` timed ones of random lengths, and the last of
+those once more: what grows then does not grow with the lengths. Every rank draws its own, so that ranks have different
+batches in the same step, as in RL post-training.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ T = TypeVar("T")
 LONGEST_STEPS = 2
 # So many timed steps at a time: what they found is written down before the next.
 STEPS_OF_A_PHASE = 25
+# So many of the timed lengths come once more, behind the timed steps.
+STEPS_AGAIN = 50
 
 
 class ChangingLengths(Measurement):
@@ -49,6 +52,7 @@ class ChangingLengths(Measurement):
         steps = self.request.protocol.steps
         for first in range(0, steps, STEPS_OF_A_PHASE):
             phases.required(f"timed steps to {min(first + STEPS_OF_A_PHASE, steps)}", self.some_timed_steps)
+        phases.optional("lengths again", self.lengths_again)
 
     def build(self) -> None:
         super().build()
@@ -107,12 +111,19 @@ class ChangingLengths(Measurement):
         result.host_wall_ms = summarize([t.host_wall_ms for t in times])
         result.stats_timed_steps = read_stats(self.request.variant)
         result.num_graphs_at_end = count_graphs()
-        found.grown.append(self._read_memory().since(self._after_warmup))
+        self._now = self._read_memory()
+        found.grown.append(self._now.since(self._after_warmup))
         found.grown_by_rank = self._of_all_ranks(found.grown[-1])
         found.graphs_by_rank = self._of_all_ranks(count_graphs())
         result.changing_lengths = found
         if result.host is not None:
             host_after(result.host)
+
+    def lengths_again(self) -> None:
+        """What torch and the library keep for each length is there by now."""
+        for length in self._run.lengths[-STEPS_AGAIN:]:
+            self.step(length)
+        self._run.grown_again_by_rank = self._of_all_ranks(self._read_memory().since(self._now))
 
     def step(self, length: int) -> StepTime:
         """One step on the first ``length`` tokens."""

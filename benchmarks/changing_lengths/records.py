@@ -17,7 +17,8 @@ class LengthsRun:
     timed one began, above what was there then. ``device_reserved_bytes``, ``host_reserved_bytes``: behind each step, by
     torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process; ``grown``: since then,
     behind every 25 steps. By rank, in their order: ``grown_by_rank``, of each process, from the end of the warm-up to
-    that of the timed steps, and ``graphs_by_rank``, which Dynamo compiled in the whole process.
+    that of the timed steps, ``graphs_by_rank``, which Dynamo compiled in the whole process until then, and
+    ``grown_again_by_rank``, of each process while the last 50 of the timed lengths came once more.
     """
 
     num_warmup: int
@@ -31,6 +32,7 @@ class LengthsRun:
     grown_by_rank: list[ProcessMemory] = field(default_factory=list)
     graphs_by_rank: list[int] = field(default_factory=list)
     warmup_s: float = 0.0
+    grown_again_by_rank: list[ProcessMemory] = field(default_factory=list)
 
     @property
     def num_still_steps(self) -> int:
@@ -40,3 +42,7 @@ class LengthsRun:
     def most_grown(self, kind: str) -> int:
         """Bytes of that kind (a field of ``ProcessMemory``), of the rank where it grew most."""
         return max(getattr(grown, kind) for grown in self.grown_by_rank)
+
+    def most_grown_again(self, kind: str) -> int | None:
+        """Likewise while lengths came once more; None where none did."""
+        return max((getattr(grown, kind) for grown in self.grown_again_by_rank), default=None)

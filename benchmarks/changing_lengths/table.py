@@ -13,7 +13,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def render_lengths(report: Report) -> str:
-    """A row for each variant: what grew is of the rank where it grew most."""
+    """A row for each variant: what grew is of the rank where it grew most. ``again``: what malloc handed out while
+    lengths that were seen came once more."""
     plain = next((r for r in report.records if r.variant.label == "inductor"), None)
     rows = [_row(record, run, plain) for record in report.records if (run := record.result.changing_lengths)]
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
@@ -41,4 +42,6 @@ def _row(record: Record, run: LengthsRun, plain: Record | None) -> dict[str, str
     }
     grown = {"device": "device_reserved", "arena": "arena", "process": "resident"}
     row |= {f"{name} grew, MiB": f"{run.most_grown(kind) / MIB:.1f}" for name, kind in grown.items()}
+    again = run.most_grown_again("malloc_used")
+    row["again, MiB"] = "-" if again is None else f"{again / MIB:.1f}"
     return row | {"graphs": str(max(run.graphs_by_rank)), "status": record.status}

@@ -66,10 +66,18 @@ def test_two_ranks_with_lengths_of_their_own() -> None:
     assert run.graphs_by_rank == [1, 1], "a length compiled another graph"
     assert run.warmup_s > 0 and len(run.grown) == 2 and run.peak_so_far_bytes == [0] * 30  # no peaks on a CPU
     assert len(run.grown_by_rank) == 2 and run.most_grown("arena") == 0
+    assert len(run.grown_again_by_rank) == 2 and run.most_grown_again("arena") == 0
+    assert "lengths again" in result.finished and len(run.lengths) == 30, "they are not timed"
     assert run.after_warmup.resident > 0 and len(result.step_ms_by_rank) == 2
 
 
-def record_of(kind: str, *, grown: tuple[ProcessMemory, ...] | None = (NOTHING,), graphs: int = 1) -> Record:
+def record_of(
+    kind: str,
+    *,
+    grown: tuple[ProcessMemory, ...] | None = (NOTHING,),
+    graphs: int = 1,
+    again: tuple[ProcessMemory, ...] = (NOTHING,),
+) -> Record:
     variant = Variant(kind, kind, {"activation_budget": 200} if kind == "auto" else {})
     result = Result(budget_bytes=200 if kind == "auto" else None)
     if grown is not None:
@@ -77,7 +85,7 @@ def record_of(kind: str, *, grown: tuple[ProcessMemory, ...] | None = (NOTHING,)
         result.memory = result.first_step_memory = Memory(0, 150, 300, 0, 0)
         moved = [0, 10, 20] if kind == "auto" else [0] * 3
         result.changing_lengths = LengthsRun(
-            2, NOTHING, [8, 16, 64], moved, [1] * 3, [1] * 3, [1] * 3, [], list(grown), [graphs], 1.5
+            2, NOTHING, [8, 16, 64], moved, [1] * 3, [1] * 3, [1] * 3, [], list(grown), [graphs], 1.5, list(again)
         )
     return Record("fsdp-lengths", TINY, variant, "ok" if grown else "failed", "", 1.0, result)
 
@@ -114,14 +122,39 @@ def grew(**kinds: int) -> ProcessMemory:
 def test_what_is_promised(grown: Any, plain: ProcessMemory, graphs: int, expected: list[bool]) -> None:
     """Of the rank where it grew most; device and process beside plain Inductor's, in the same run."""
     report = report_of(record_of("inductor", grown=(plain,)), record_of("auto", grown=grown, graphs=graphs))
-    assert held(report) == [*expected, True, True]  # and the budget
+    assert held(report) == [*expected[:3], True, expected[3], True, True]  # and the budget
     assert "3 steps of random lengths" in report.claims[0]["claim"]
 
 
+@pytest.mark.parametrize(
+    ("again", "plain", "expected"),
+    [
+        ((NOTHING, grew(resident=4 * MIB, malloc_used=4 * MIB)), NOTHING, True),
+        ((NOTHING, grew(malloc_used=4 * MIB + 1)), NOTHING, False),
+        ((grew(malloc_used=4 * MIB + 1),), grew(malloc_used=1), True),
+        ((grew(malloc_used=4 * MIB + 1),), grew(malloc_used=-1), False),
+        ((grew(device_reserved=1),), NOTHING, False),
+        ((grew(device_reserved=1),), grew(device_reserved=1), True),
+        ((grew(device_reserved=-1),), grew(device_reserved=-2), True),
+    ],
+)
+def test_what_grows_with_steps_not_with_lengths(again: Any, plain: ProcessMemory, expected: bool) -> None:
+    report = report_of(record_of("inductor", again=(plain,)), record_of("auto", again=again))
+    (claim,) = [c for c in report.claims if "lengths seen before" in c["claim"]]
+    assert claim["held"] is expected and claim["figures"]["grown_bytes"]["inductor"]["malloc_used"] == plain.malloc_used
+    assert "again, MiB" in render(report)
+
+
+def test_reports_from_before_lengths_came_again_are_open_there() -> None:
+    report = report_of(record_of("inductor", again=()), record_of("auto", again=()))
+    assert held(report) == [True, True, True, None, True, True, True]
+    assert "| -" in render(report)
+
+
 def test_without_inductor_or_without_a_run_of_ours_it_is_open() -> None:
-    assert held(report_of(record_of("auto")))[:4] == [True, None, None, True]
-    assert held(report_of(record_of("inductor")))[:4] == [None] * 4
-    assert held(report_of(record_of("inductor"), record_of("auto", grown=None)))[:4] == [None] * 4
+    assert held(report_of(record_of("auto")))[:5] == [True, None, None, None, True]
+    assert held(report_of(record_of("inductor")))[:5] == [None] * 5
+    assert held(report_of(record_of("inductor"), record_of("auto", grown=None)))[:5] == [None] * 5
 
 
 def test_the_table_and_its_way_through_json() -> None:
