@@ -7,6 +7,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +44,17 @@ def in_backward() -> bool:
     """Whether this thread is running a node of an autograd backward (reentrant checkpoint's second forward)."""
     return torch._C._current_graph_task_id() != -1
 
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in profiles. Stands for ``torch.profiler.record_function``, which takes the host 8 us where
+    nobody profiles; this one, which Inductor's own code uses, takes 0.3."""
+    return _RECORD_FUNCTION(name)
+
+
+_RECORD_FUNCTION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None) or torch.profiler.record_function
 
 # -- what the caching allocator records --------------------------------------------------------------------------------
 

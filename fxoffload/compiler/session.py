@@ -415,6 +415,7 @@ class CompileSession:
         site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         variants, own = self._variants, self._plan_box
         is_told: list[bool] = []
+        is_in_order = list(built.order) == list(range(len(built.order)))
 
         def decide(args: list[Any]) -> Choice:
             instead = site.followed
@@ -425,7 +426,7 @@ class CompileSession:
             if by_size is not None and graph.may_follow():
                 instead = by_size.choice(args)
             chosen = instead if instead is not None and graph.may_keep() else graph.choose(instead)
-            return replace(chosen, offload=[chosen.offload[i] for i in built.order])
+            return chosen if is_in_order else replace(chosen, offload=[chosen.offload[i] for i in built.order])
 
         def clock(args: list[Any]) -> SegmentClock | None:
             """What is measured is the step that was planned."""

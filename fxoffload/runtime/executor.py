@@ -116,7 +116,7 @@ def forward_callable(
             decisions,
             keeps_turn=keeps_turn,
             windows=choice.windows,
-            watches=_watches_of(args) if choice.watches else {},
+            watches=_watches_of(args) if choice.watches and any(decisions) else {},
         )
         if keeps_turn:
             call.group.kept_turn_of = turn
@@ -179,7 +179,7 @@ def backward_callable(
         group = own if own is not None else slots[0].group if slots else Group()
         if site is not None:
             group = site.backward_begins(group, args)
-        call = OuterCall(engine, runs.options, group, windows=group.windows)
+        call = OuterCall(engine, runs.options, group, windows=group.windows, has_tokens=own is not None or bool(slots))
         measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from fxoffload import ops
+from fxoffload._torch_private import profiled
 from fxoffload.ops import is_op
 from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.engine import Budgets, CopyEngine
@@ -85,6 +85,7 @@ class OuterCall:
     windows: Windows | None = None  # of a plan
     watches: Mapping[int, Watch] = field(default_factory=dict)  # storages of inputs that are not waited for
     recorder: Recorder | None = None  # of a call that is measured
+    has_tokens: bool = True  # whether this backward was given any
 
     def in_flight_bytes(self, behind: int) -> int:
         """The bound on sources held for copies that are under way. ``behind``: how many segments have run."""
@@ -246,8 +247,14 @@ class OuterProgram:
             end += 1
         self._movable_at = end
         movables = list(enumerate(self.movables))[first:end]
+        pairs = list(zip(targets, sources, strict=True))
+        has_unread = any(m.unread for _, m in movables)
 
         def offload(slots: list[Any], call: OuterCall) -> None:
+            if not has_unread and not any(call.decisions[first:end]):
+                for target, source in pairs:
+                    slots[target] = slots[source]
+                return
             at = 0
             moved: list[tuple[Movable, list[int], list[Tensor]]] = []
             for index, movable in movables:
@@ -300,7 +307,7 @@ def _segment_step(node: fx.Node, steps: _Steps) -> _Step:
         recorder = call.recorder
         if recorder is not None:
             recorder.before(segment)
-        with record_function(name):
+        with profiled(name):
             results = fn(values)  # type: ignore[misc]
         if recorder is not None:
             recorder.after(segment)
@@ -317,8 +324,13 @@ def _wait_reload_step(node: fx.Node, steps: _Steps) -> _Step:
     names = [n.name for n in request.args[0]]  # type: ignore[union-attr]
     copies = steps.slots_of(request.args[0])  # type: ignore[arg-type]
     targets = steps.unpacked(node, len(copies))
+    pairs = list(zip(targets, copies, strict=True))
 
     def wait_reload(slots: list[Any], call: OuterCall) -> None:
+        if not call.has_tokens:
+            for target, copy in pairs:
+                slots[target], slots[copy] = slots[copy], None
+            return
         values = [slots[i] for i in copies]
         for i in copies:
             slots[i] = None

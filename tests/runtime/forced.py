@@ -18,7 +18,7 @@ from fxoffload.graphs import CompiledGraph
 from fxoffload.runtime.bundle import Bundle
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site, StepCalls
-from fxoffload.runtime.steps.chains import Following
+from fxoffload.runtime.steps.chains import Chains, Following
 from fxoffload.runtime.windows import Choice
 from tests.support import Observed, effects, rehearsal
 
@@ -130,7 +130,12 @@ class Forced:
     def force(self, *variants: int, offload: bool = False, **changes: Any) -> None:
         """The next steps do so."""
         engine_for(CPU).calls._step = None
-        self.first.chains.at(()).plan = self.plan(variants, offload=offload, **changes)
+        self.chains.take(self.chains.at(()), self.plan(variants, offload=offload, **changes))
+
+    @property
+    def chains(self) -> Chains:
+        """Those that begin at the first graph."""
+        return self.first.chains
 
     def loss(self) -> Tensor:
         """Of a forward."""

@@ -468,11 +468,40 @@ def test_a_plan_is_not_made_ready_in_the_middle_of_a_step() -> None:
     prepared: list[int] = []
     x = forced.model.layers[0](forced.x)  # type: ignore[operator,index]
     x = forced.model.layers[1](x)  # type: ignore[operator,index]
-    repeated = forced.order[1]
-    repeated.plan = forced.plan((1, 1, 1), offload=False, prepare=lambda: prepared.append(1))
+    chains = forced.order[2].chains
+    chains.take(chains.at(()), forced.plan((1, 1, 1), offload=False, prepare=lambda: prepared.append(1)))
     loss = forced.model.layers[2](x).sum()  # type: ignore[operator,index]
     assert not prepared
     loss.backward()
+    forced.model.layers[2](x)  # type: ignore[operator,index]
+    assert prepared == [1], "a step begins there"
+
+
+def test_what_was_interrupted_is_made_ready_later() -> None:
+    forced = Forced(Layers())
+    prepared: list[str] = []
+
+    def prepare() -> None:
+        prepared.append("again" if prepared else "interrupted")
+        if len(prepared) == 1:
+            raise KeyboardInterrupt
+
+    forced.force(1, 2, 0, prepare=prepare)
+    with pytest.raises(KeyboardInterrupt):
+        forced.step()
+    assert forced.chains.may_prepare
+    forced.step()
+    assert prepared == ["interrupted", "again"] and not forced.chains.may_prepare
+
+
+def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None:
+    forced = Forced(Layers())
+    with mock.patch.object(calls.StepCalls, "_make_ready", autospec=True, return_value=True) as looks:
+        forced.step()
+        assert not looks.called
+        forced.force(1, 2, 0, prepare=lambda: None)
+        forced.step()
+        assert looks.call_count == 1
 
 
 def test_an_empty_group_of_a_variant_is_found_again() -> None:

@@ -309,11 +309,17 @@ class StepCalls:
 
         Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size may
         not come again for long."""
-        mine = site.chains.get(site.planned_sizes(args))
-        others = [] if site.sizes is None else [c for c in site.chains.all if c is not mine]
-        for chain in (mine, *others):
-            if chain is not None and not self._make_ready(site, chain):
-                return
+        chains = site.chains
+        if not chains.may_prepare:
+            return
+        chains.may_prepare = False  # before anybody looks: another plan may be made meanwhile
+        mine = chains.get(site.planned_sizes(args))
+        others = [c for c in chains.all if c is not mine]
+        is_done = False
+        try:
+            is_done = all(self._make_ready(site, chain) for chain in (mine, *others) if chain is not None)
+        finally:
+            chains.may_prepare = chains.may_prepare or not is_done
 
     def _make_ready(self, site: Site, chain: SizedChain) -> bool:
         """Returns whether there may be more to make ready: a step begins here."""

@@ -272,9 +272,11 @@ class Chains:
         known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
+        may_prepare: whether one of the plans may have to be made ready before it can be followed. Asked by every call.
     """
 
     def __init__(self) -> None:
+        self.may_prepare = False
         self.before: Record | None = None
         self.known: Known | None = None
         self.is_planning = False
@@ -360,6 +362,7 @@ class Chains:
     def take(self, chain: SizedChain, plan: Following | None) -> None:
         """``plan`` is that of ``chain``; None: it could not be made, and what is known is of no use."""
         chain.plan = plan
+        self.may_prepare = self.may_prepare or (plan is not None and plan.prepare is not None)
         if plan is None:
             self.known = None
 
