@@ -1,5 +1,6 @@
 # make demo   a small Qwen3 trained with and without offloading, in its own environment
 # make test   lint, types and the CPU tests, in their own environment
+# make test-all   the same, with tests that take long and do in another form what quicker ones do
 #
 # TORCH may carry pip arguments: make test TORCH="torch==2.11.0 --index-url https://..."
 # A change of TORCH, of pyproject.toml or of this file installs again.
@@ -14,10 +15,13 @@ stamp = .installed-$(subst /,_,$(subst $(comma),_,$(subst =,_,$(subst <,_,$(subs
 demo_stamp := .venv-demo/$(stamp)
 test_stamp := .venv-test/$(stamp)
 
-.PHONY: help demo test types pytest clean
+# What make test leaves out.
+LEFT_OUT := gpu or slow
+
+.PHONY: help demo test test-all types pytest clean
 
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 demo: $(demo_stamp)
 	.venv-demo/bin/python docs/examples/demo.py
@@ -27,11 +31,14 @@ test: $(test_stamp)
 	.venv-test/bin/ruff format --check .
 	$(MAKE) --no-print-directory -j2 types pytest
 
+test-all:
+	$(MAKE) --no-print-directory test LEFT_OUT=gpu
+
 types: $(test_stamp)
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
 pytest: $(test_stamp)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not gpu" -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not ($(LEFT_OUT))" -n 2 $(PYTEST_ARGS)
 
 # torch goes first and alone, so that no other requirement chooses its build.
 $(demo_stamp): pyproject.toml Makefile

@@ -48,6 +48,7 @@ def peers_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     return from_json(Report, (folder / "activations.json").read_text()), done.output
 
 
+@pytest.mark.slow
 def test_peers_run_or_say_what_they_lack(peers_run: tuple[Report, str]) -> None:
     report, table = peers_run
     *ran, missing = report.records

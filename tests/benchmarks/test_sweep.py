@@ -124,6 +124,7 @@ def test_rows_of_another_protocol_source_or_options_are_not_taken_over(sweep: tu
     assert _keep(earlier, replace(report, environment={**report.environment, "source_sha256": "x"}), asked) == {}
 
 
+@pytest.mark.slow
 def test_the_longest_length_is_searched(tmp_path: Path) -> None:
     variants = "eager@lengths=16+32,auto@activation_budget=10KiB"
     report, table = run(tmp_path, "max-seq", ["case=causal_lm", "vocab=64", "lengths=16,32,64", "probes=2"], variants)
@@ -144,6 +145,7 @@ def peers_of_lengths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, 
     return run(folder, "max-seq", words, variants)
 
 
+@pytest.mark.slow
 def test_peers_are_searched_for_their_longest_length(peers_of_lengths: tuple[Report, str]) -> None:
     """``verl`` wraps the model for good, and each of its lengths runs in a fresh process."""
     report, table = peers_of_lengths

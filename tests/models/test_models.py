@@ -124,7 +124,7 @@ def test_cuts_are_balanced(name: str) -> None:
     ("name", "dropout", "few", "many"),
     [
         ("qwen3", 0.0, 4, 6),
-        ("gpt2", 0.1, 4, 6),
+        pytest.param("gpt2", 0.1, 4, 6, marks=pytest.mark.slow),
         # Each number counts twice: an encoder and a decoder.
         ("t5", 0.1, 3, 4),
         # Its cuts lie inside the blocks (their repeats begin where the first repeated op stands), so that two segments
@@ -136,6 +136,7 @@ def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: flo
     assert _compilations(name, few, dropout=dropout) == _compilations(name, many, dropout=dropout)
 
 
+@pytest.mark.slow
 def test_number_of_compilations_does_not_grow_with_depth_under_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU has no compiled backward of flex attention, and torch refuses to trace one; ATen's dense form, which
     # aot_eager runs, exists. What is tested is that each layer's score function and block mask do not defeat the key.

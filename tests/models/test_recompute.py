@@ -39,7 +39,8 @@ def check(name: str, dropout: float = 0.0, share: float = 0.9) -> Observed:
     return again
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Those with dropout do the same below.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in WITH_DROPOUT)) for n in MODELS])
 def test_the_same_bits_from_fewer_bytes(name: str) -> None:
     check(name)
 

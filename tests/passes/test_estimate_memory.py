@@ -453,7 +453,7 @@ def compare(module: nn.Module, *inputs: Tensor) -> dict[tuple[str, str], tuple[i
     return {key: (watch.temp_bytes(*key, dying), nbytes) for key, (nbytes, dying) in temp_bytes(captured).items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(("name", "pieces"), [("stack", 1), ("stack", 2), ("causal_lm", 1)])
 def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, dtype: str) -> None:
     pytest.importorskip("transformers")

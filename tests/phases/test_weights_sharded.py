@@ -86,6 +86,7 @@ def test_two_ranks(two: Ranks, case: str) -> None:
     check(two, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks(four: Ranks, case: str) -> None:
     check(four, case)

@@ -51,8 +51,12 @@ def check(found: Found) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": "keep_all"}, {"policy": "offload_all"}, {}, {"activation_budget": "1MiB"}],
-    ids=["keep_all", "offload_all", "auto", "budget"],
+    [
+        pytest.param({"policy": "keep_all"}, id="keep_all"),
+        pytest.param({"policy": "offload_all"}, id="offload_all"),
+        pytest.param({}, id="auto", marks=pytest.mark.slow),
+        pytest.param({"activation_budget": "1MiB"}, id="budget"),
+    ],
 )
 def test_steps_of_many_lengths_leave_nothing_behind(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU: plans are made on a thread.
@@ -80,6 +84,7 @@ def test_one_object_for_each_call_is_seen() -> None:
     assert kept
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_measures_the_same_run(tmp_path: Path) -> None:
     asked = settings(policy="offload_all")
     here, there = measure(asked), measure_alone(asked, tmp_path)

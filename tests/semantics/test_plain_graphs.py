@@ -113,8 +113,17 @@ class Updated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("how", ["added to", "replaced", "twice"])
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [
+        ("added to", "aot_eager"),
+        ("replaced", "aot_eager"),
+        ("twice", "aot_eager"),
+        pytest.param("twice", "inductor", marks=pytest.mark.inductor),
+        pytest.param("added to", "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
+        pytest.param("replaced", "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
+    ],
+)
 def test_what_was_overwritten_is_not_read_again(how: str, inner: str) -> None:
     """Plain Inductor computes the pointwise ops again from the buffer as it is then (torch 2.13)."""
     model = Updated(how)
