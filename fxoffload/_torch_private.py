@@ -54,7 +54,8 @@ def profiled(name: str) -> AbstractContextManager[Any]:
     return _RECORD_FUNCTION(name)
 
 
-_RECORD_FUNCTION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None) or torch.profiler.record_function
+_PROFILER: Any = getattr(torch._C, "_profiler", None)
+_RECORD_FUNCTION: Any = getattr(_PROFILER, "_RecordFunctionFast", torch.profiler.record_function)
 
 # -- what the caching allocator records --------------------------------------------------------------------------------
 
