@@ -1,6 +1,6 @@
 # make demo   a small Qwen3 trained with and without offloading, in its own environment
 # make test   lint, types and the CPU tests, in their own environment
-# make test-all   the same, with tests that take long and do in another form what quicker ones do
+# make test-all   the same, with the tests that take long
 #
 # TORCH may carry pip arguments: make test TORCH="torch==2.11.0 --index-url https://..."
 # A change of TORCH, of pyproject.toml or of this file installs again.

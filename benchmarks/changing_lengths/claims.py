@@ -83,7 +83,7 @@ def _again(ours: list[Record], plain: LengthsRun | None) -> dict[str, Any]:
 
 def _grown_again(run: LengthsRun) -> dict[str, int] | None:
     found = {kind: run.most_grown_again(kind) for kind in ("device_reserved", *KINDS_OF_PROCESS)}
-    return None if None in found.values() else {kind: nbytes for kind, nbytes in found.items() if nbytes is not None}
+    return {kind: nbytes for kind, nbytes in found.items() if nbytes is not None} or None
 
 
 def _compilations(ours: list[Record]) -> dict[str, Any]:

@@ -136,7 +136,6 @@ def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: flo
     assert _compilations(name, few, dropout=dropout) == _compilations(name, many, dropout=dropout)
 
 
-@pytest.mark.slow
 def test_number_of_compilations_does_not_grow_with_depth_under_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU has no compiled backward of flex attention, and torch refuses to trace one; ATen's dense form, which
     # aot_eager runs, exists. What is tested is that each layer's score function and block mask do not defeat the key.

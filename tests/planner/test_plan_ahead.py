@@ -90,7 +90,6 @@ def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
     assert_same(first, compiled_plan(real, **tokens(), options=LONG))
 
 
-@pytest.mark.slow
 def test_a_budget_is_met_and_is_the_one_that_is_compiled() -> None:
     model = qwen3()
     loose = plan(model, tokens(), **SMALL, **LONG)

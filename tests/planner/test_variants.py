@@ -464,7 +464,6 @@ def test_variants_of_what_inductor_compiles() -> None:
     assert num_dynamo_graphs() - before <= 2
 
 
-@pytest.mark.slow
 def test_a_segment_in_inductor_s_cache_knows_no_range() -> None:
     """Else a later compilation would find it together with the range of another plan."""
     small, large = kept_peak(7), kept_peak(9)
@@ -511,7 +510,6 @@ def test_an_integer_argument_is_no_size(made: list[ScheduleBySize]) -> None:
     assert not any(by_size._choices for by_size in made)
 
 
-@pytest.mark.slow
 def test_models_of_one_class_have_variants_of_their_own() -> None:
     """All of them are compiled from one code object; the third still keeps its budget for a longer batch."""
 
