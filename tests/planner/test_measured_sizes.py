@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxoffload
+from fxoffload.compiler import tape_plan
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
@@ -30,6 +31,8 @@ DEPTH = 6
 EACH = 1 << 14
 # What is there whether steps run or not.
 ALWAYS = 1 << 30
+# Of the grid, the next below ``LONG``.
+BELOW = 44
 
 _READ = LiveBytes.read
 
@@ -172,6 +175,37 @@ def test_a_plan_for_more_than_was_measured_leaves_room_for_what_grows(allocator:
     found = [chain.beside.calls[0][-1] for chain in tape.CHAINS]
     # Nothing else was known of the first one. Of it all grows here, so the next ones are exact.
     assert found == [own * 48, own * 44, own * 13]
+
+
+@pytest.fixture(scope="module")
+def nearly(peaks: tuple[int, int]) -> int:
+    """A budget of which ``BELOW`` takes almost all, if it keeps everything."""
+    middle = peaks[1] + EACH * MIDDLE
+    return int(1.01 * middle * BELOW / MIDDLE)
+
+
+def test_a_length_below_the_longest_leaves_some_of_the_budget(allocator: Allocator, nearly: int) -> None:
+    run, plain = watched(allocator, activation_budget=nearly), Plain(varying(model, policy="keep_all"))
+    everything, _, long, _, moved = moved_at(run, plain, (LONG, LONG, LONG, BELOW, BELOW))
+    assert 0 < moved < everything * BELOW // LONG and long > 0
+    long_plan, plan = new_plans()
+    assert plan.baseline_peak_bytes < nearly
+    assert plan.predicted_peak_bytes <= nearly * 15 // 16 < long_plan.predicted_peak_bytes <= nearly
+
+
+def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, nearly: int) -> None:
+    """Its plan stays when a longer one comes."""
+    run, plain = watched(allocator, activation_budget=nearly), Plain(varying(model, policy="keep_all"))
+    *_, alone, _, longer, again = moved_at(run, plain, (BELOW, BELOW, BELOW, LONG, LONG, BELOW))
+    assert alone == again == 0 < longer
+
+
+def test_what_fits_only_into_the_whole_budget_takes_it(allocator: Allocator, budget: int) -> None:
+    with mock.patch.object(tape_plan, "_SPARE", 0.9):
+        run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
+        *_, long, _, middle = moved_at(run, plain, (LONG, LONG, LONG, MIDDLE, MIDDLE))
+    assert middle == 0 < long
+    assert all(p.predicted_peak_bytes <= budget for p in new_plans())
 
 
 @pytest.mark.parametrize("without", ["budget", "memory"])

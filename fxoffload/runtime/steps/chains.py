@@ -8,6 +8,7 @@ Sizes are rounded up to a coarse grid; a plan serves all calls that are no large
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
@@ -115,6 +116,7 @@ class Seen:
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
         other: the same of steps of another size, where there were any.
+        most_volume: that of the largest steps of this chain, as far as they are known.
     """
 
     held: tuple[Held, ...]
@@ -123,11 +125,12 @@ class Seen:
     others_bytes: int = 0
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     other: Seen | None = None
+    most_volume: int = 0
 
     @property
     def volume(self) -> int:
         """How large its calls were."""
-        return _volume(self.sizes)
+        return volume_of(self.sizes)
 
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
@@ -162,7 +165,7 @@ class Record:
         if mine.keys() != others.keys():
             return None
         held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
-        if _volume(self.sizes) > _volume(other.sizes):
+        if volume_of(self.sizes) > volume_of(other.sizes):
             # What was tuned in it may have been between its calls.
             return replace(Seen.of(held, self.live, self.sizes), gap_bytes={})
         return Seen.of(held, other.live, other.sizes)
@@ -193,9 +196,11 @@ class Known:
     def seen_at(self, first: Sizes) -> Seen:
         """What was seen where the sizes of the first call are ``first``; where nothing was, what the largest step that
         was recorded had. And what was seen of the size that is farthest from it."""
-        found = self.seen_first.get(first, self.seen)
-        others = [s for s in (self.seen, *self.seen_first.values()) if s.live_bytes and s.volume != found.volume]
-        return replace(found, other=max(others, key=lambda s: abs(s.volume - found.volume), default=None))
+        found, everything = self.seen_first.get(first, self.seen), (self.seen, *self.seen_first.values())
+        others = [s for s in everything if s.live_bytes and s.volume != found.volume]
+        other = max(others, key=lambda s: abs(s.volume - found.volume), default=None)
+        volumes = (s.volume for s in everything), (volume_of(sizes) for sizes in self.steps)
+        return replace(found, other=other, most_volume=max(itertools.chain(*volumes)))
 
     def may_measure(self, first: Sizes) -> bool:
         """Whether a step whose first call has these sizes is worth measuring."""
@@ -396,5 +401,6 @@ def _fits(sizes: Sizes, into: Sizes) -> bool:
     return len(sizes) == len(into) and all(a <= b for a, b in zip(sizes, into, strict=True))
 
 
-def _volume(sizes: Sequence[Sizes]) -> int:
+def volume_of(sizes: Sequence[Sizes]) -> int:
+    """How large calls of these sizes are."""
     return sum(math.prod(s) for s in sizes)
