@@ -25,7 +25,7 @@ from torch._C import _autograd  # type: ignore[attr-defined]
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._logging._internal import trace_structured as trace_structured
-from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -83,9 +83,9 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """One whose code is generated when somebody calls it, while torch compiles; graphs that are only looked at, or
-    compiled, never need theirs."""
-    return _make_graph_module(root, graph)
+    """One whose code is generated when somebody calls it; graphs that are only looked at, or compiled, never need it.
+    torch makes such ones itself, but only while it compiles, and plans are also made at other times."""
+    return _LazyGraphModule(root, graph)
 
 
 def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:

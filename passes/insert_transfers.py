@@ -34,6 +34,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
+from fxoffload._torch_compat import graph_module
 from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
 from fxoffload.passes.values import Storages, output_values
@@ -101,7 +102,7 @@ class _OuterGraph:
 
     def finish(self, values: Sequence[object]) -> fx.GraphModule:
         self.graph.output(tuple(values))  # type: ignore[arg-type]
-        return fx.GraphModule({**self.attributes, **self.modules}, self.graph)
+        return graph_module({**self.attributes, **self.modules}, self.graph)
 
 
 def _attribute(gm: fx.GraphModule, path: str) -> Any:
