@@ -91,6 +91,7 @@ def test_a_rehearsal_says_that_it_is_one(whole_run: Report) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
     ended = processes.run(Request("probe"), 120.0)
     assert ended.status == "ok", ended.reason

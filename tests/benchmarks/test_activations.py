@@ -270,6 +270,7 @@ def test_torchs_offloading_is_asked_for_everything_large() -> None:
     assert tag.num_tagged == 1 and tag.uuid() != TagAll(1).uuid()
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_torchs_offloading_moves_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch._activation_offloading import activation_offloading as builtin

@@ -43,6 +43,7 @@ def test_two_ranks_share_each_layer() -> None:
         assert found.probe == pytest.approx(expected.probe, rel=1e-3, abs=1e-5 * expected.norm), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_one_process_stands_for_two_ranks() -> None:
     """Torch's fake process group: half of each parameter is here, and nobody else is."""

@@ -88,6 +88,7 @@ def test_a_whole_run_and_its_table(tmp_path: Path, in_process: None) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["moe-convert.json"]
 
 
+@pytest.mark.slow
 def test_a_variant_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "experts", TOY, SCALE)
     sample = moe_convert._sample("merge", tmp_path / "experts", tmp_path)

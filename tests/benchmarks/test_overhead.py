@@ -22,6 +22,7 @@ TINY = Case(layers=3, seq=16, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8
 PROTOCOL = Protocol(warmup=1, steps=5)
 
 
+@pytest.mark.slow
 def test_host_times_of_real_steps(tmp_path: Path) -> None:
     """Segments and copies are counted per step: one forward and one backward call of each."""
     shared = {"inner": ["aot_eager"], "device_types": ["cpu"]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import record_function
@@ -73,6 +74,7 @@ def test_work_is_run_once_and_measured() -> None:
     assert found.until_first_kernel_ms is None
 
 
+@pytest.mark.slow
 def test_a_run_of_phases_traces_where_asked(tmp_path: Path) -> None:
     asked = dataclasses.replace(SHORT, trace_overlap=True)
     rl, result = measure(tmp_path, "phases", "fxoffload", protocol=asked)

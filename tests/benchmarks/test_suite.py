@@ -166,6 +166,7 @@ def test_unknown_names() -> None:
         choose("fsdp,nothing")
 
 
+@pytest.mark.slow
 def test_a_suite_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = "layers=2 seq=32 hidden=32 ffn=64 heads=4 kv_heads=2 head_dim=8 dtype=float32 device=cpu"
     runs = (Run("small", "activations", f"{small} steps=5 warmup=0", "eager"), Run("large", "fsdp", gpus=4))

@@ -395,6 +395,7 @@ def test_a_report_of_probes_shows_again(tmp_path: Path) -> None:
     assert find_scenario("longest").name == "max-seq"
 
 
+@pytest.mark.slow
 def test_a_sweep_of_budgets_compares_gradients_and_claims_budgets(tmp_path: Path) -> None:
     variants = "eager,save_on_cpu,auto@activation_budget=64MiB"
     report, table = run(tmp_path, "budget-sweep", ["layers=2"], variants)

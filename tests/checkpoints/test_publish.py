@@ -33,6 +33,7 @@ from tests.checkpoints.making import (
     make,
     other_state,
 )
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
 QWEN = FAMILY["qwen3_moe"]
@@ -649,13 +650,13 @@ COMMAND = SLOW.replace(
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM, slow(signal.SIGHUP)])
 def test_a_signal_leaves_nothing(source: Path, target: Path, number: signal.Signals) -> None:
     assert stopped_by(number, source, target, [sys.executable, "-c", COMMAND]) == 128 + number
     assert names(target.parent) == ["source"]
 
 
-@pytest.mark.parametrize("gap_s", [0, 0.003, 0.05])
+@pytest.mark.parametrize("gap_s", [slow(0), 0.003, slow(0.05)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_impatience_leaves_nothing(source: Path, target: Path, number: signal.Signals, gap_s: float) -> None:
     """Signals go on until the process has ended."""

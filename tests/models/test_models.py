@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 import fxoffload
+from tests.marks import slow
 from tests.models.zoo import MODELS, build
 from tests.support import (
     Flip,
@@ -53,7 +54,7 @@ def test_gradients_do_not_depend_on_offloading(name: str) -> None:
     assert flip.stats.bytes_reloaded == flip.stats.bytes_offloaded
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("name", [slow(n) if n == "t5" else n for n in WITH_DROPOUT])
 def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     # inner="aot_eager" forces fallback_random: the masks come from the generator that eager uses.
     flip, eager = flipped(name, 0.25)
@@ -62,7 +63,7 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     assert not torch.equal(flip.observed["loss"], without.observed["loss"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n if n in ("qwen3", "t5", "mixtral") else slow(n) for n in MODELS])
 def test_default_windows_on_real_models(name: str) -> None:
     """With reclaiming, and with what is saved last left in place; the other tests here bind both to nothing."""
     built = build(name, layers=LAYERS)
@@ -124,12 +125,12 @@ def test_cuts_are_balanced(name: str) -> None:
     ("name", "dropout", "few", "many"),
     [
         ("qwen3", 0.0, 4, 6),
-        pytest.param("gpt2", 0.1, 4, 6, marks=pytest.mark.slow),
+        slow("gpt2", 0.1, 4, 6),
         # Each number counts twice: an encoder and a decoder.
         ("t5", 0.1, 3, 4),
         # Its cuts lie inside the blocks (their repeats begin where the first repeated op stands), so that two segments
         # at each end of the backward are special: with fewer than five blocks none is ordinary.
-        ("albert", 0.0, 5, 7),
+        slow("albert", 0.0, 5, 7),
     ],
 )
 def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: float, few: int, many: int) -> None:

@@ -33,6 +33,7 @@ from fxoffload.passes.hidden_memory import hidden_bytes
 from fxoffload.passes.kernel_fusion import Fusion
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
+from tests.marks import slow
 
 aten = torch.ops.aten
 KB = 1 << 10
@@ -453,8 +454,8 @@ def compare(module: nn.Module, *inputs: Tensor) -> dict[tuple[str, str], tuple[i
     return {key: (watch.temp_bytes(*key, dying), nbytes) for key, (nbytes, dying) in temp_bytes(captured).items()}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize(("name", "pieces"), [("stack", 1), ("stack", 2), ("causal_lm", 1)])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])
+@pytest.mark.parametrize(("name", "pieces"), [("stack", 1), slow("stack", 2), ("causal_lm", 1)])
 def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, dtype: str) -> None:
     pytest.importorskip("transformers")
     from benchmarks import schema, workloads

@@ -29,6 +29,7 @@ from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.passes.values import output_values
 from tests import support
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input
+from tests.marks import slow
 from tests.support import assert_equal
 
 aten = torch.ops.aten
@@ -227,7 +228,7 @@ def test_every_point_is_what_is_saved_and_changes_no_bit(name: str) -> None:
         assert_equal(found.observed, before.observed)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", slow("llama")])
 @pytest.mark.parametrize("place", [0.0, 0.4, 1.0])
 def test_points_of_decoders_are_what_is_saved_and_change_no_bit(name: str, place: float) -> None:
     def choose(c: LayerClass, label: str) -> RecomputePoint:

@@ -33,6 +33,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps import step_memory
+from tests.marks import slow
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects, heavy_layers
 
@@ -266,7 +267,7 @@ def check_bytes(run: Run, simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("name", ["stack", "two graphs", "shared"])
-@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.5, slow(1.0)])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     """Random decisions, and windows so wide that copies of several calls are under way when the forward ends."""
@@ -293,7 +294,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     assert reclaimed > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [slow(n) if n in ("collecting", "shared") else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
     """A budget between the least peak and that of keeping everything: some is kept, some is offloaded, what is on the
@@ -317,7 +318,7 @@ def test_every_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), ("collecting", 0.9), ("shared", 1.5)]
+    ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), slow("collecting", 0.9), slow("shared", 1.5)]
 )
 @pytest.mark.usefixtures("heavy")
 def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None:

@@ -20,6 +20,7 @@ from fxoffload.compiler import session, tape_plan
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.steps import chains
+from tests.marks import slow
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, new_plans, options
@@ -101,7 +102,7 @@ def planned_lengths() -> list[str]:
     return [p.label.partition("sizes ")[2] for p in new_plans()]
 
 
-@pytest.mark.parametrize("name", ["dropout", "two graphs", "collecting", "shared"])
+@pytest.mark.parametrize("name", ["dropout", "two graphs", slow("collecting"), slow("shared")])
 def test_each_length_does_what_its_size_needs(name: str) -> None:
     """Short batches move nothing, long ones what they must. Where the length is one of the grid, what is on the device
     is what was simulated."""

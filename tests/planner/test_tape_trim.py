@@ -18,6 +18,7 @@ from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.capture import rehearsal_options
+from tests.marks import slow
 from tests.planner import test_tape_plan as tape
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, recorded
@@ -74,7 +75,7 @@ def plain_of(name: str) -> dict[str, Tensor]:
     return recorded(MODELS[name], policy="keep_all").steps(1)[0]
 
 
-@pytest.mark.parametrize("name", ["stack", "dropout", "two graphs", "collecting", "shared"])
+@pytest.mark.parametrize("name", ["stack", slow("dropout"), "two graphs", slow("collecting"), slow("shared")])
 def test_what_only_the_first_steps_needed_goes_and_no_bit_changes(name: str, engine: CopyEngine) -> None:
     budget = in_between(name)
     torch.compiler.reset()

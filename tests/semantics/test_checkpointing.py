@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxoffload
 from fxoffload.runtime.executor import KEPT_FOR_HOOKS, KEPT_IN_BACKWARD
+from tests.marks import slow
 from tests.support import (
     Block,
     Flip,
@@ -45,7 +46,7 @@ def plain_bits(model: torch.nn.Module, call: Callable[[Callable[..., Any]], Tens
     return train_step(model, lambda: call(module))()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", slow("gpt2")])
 def test_hf_gradient_checkpointing_inside_one_graph(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import BATCH, HIDDEN, SEQUENCE, build

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxoffload
 from tests.capture import Tower, example_input
+from tests.marks import slow
 from tests.support import (
     Block,
     Observed,
@@ -109,7 +110,7 @@ def _run_lengths(
     return found
 
 
-@pytest.mark.parametrize("min_bytes", [1, 1100])
+@pytest.mark.parametrize("min_bytes", [slow(1), 1100])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "found out"])
 def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min_bytes: int) -> None:
     model = Stack()

@@ -119,7 +119,7 @@ class Updated(nn.Module):
         ("added to", "aot_eager"),
         ("replaced", "aot_eager"),
         ("twice", "aot_eager"),
-        pytest.param("twice", "inductor", marks=pytest.mark.inductor),
+        pytest.param("twice", "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
         pytest.param("added to", "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
         pytest.param("replaced", "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
     ],
