@@ -59,10 +59,10 @@ _CLOSE_MS = 0.05
 # What eager code between the graphs has at the peak, on a GPU: a tangent that adds up, workspaces of libraries. 24
 # layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
 AROUND_BYTES = 64 << 20
-# Of the budget, sizes below the largest leave this part. Each size of which something has to move fills its budget in
-# an order of its own, and where the allocator does not find room for one among what others left, the device's reserved
-# memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The largest has that
-# room. In proportion to its activations the next size of the grid still has as much of the budget as the largest.
+# Of the budget, sizes below the largest leave this part, where they have to move something. Each of them fills its
+# budget in an order of its own, and where the allocator does not find room for one among what others left, the device's
+# reserved memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The largest
+# has that room. In proportion to its activations the next size of the grid has as much of the budget as the largest.
 _SPARE = 1 / 16
 
 
@@ -120,7 +120,8 @@ class TapePlanning:
         self.parts = parts
         self.sizes = tuple(sizes)
         self.others_bytes = seen.others_bytes
-        self._is_largest = volume_of(sizes) >= seen.most_volume
+        self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
+        self._leaves_some = False
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
@@ -241,9 +242,11 @@ class TapePlanning:
 
     def _within(self, budget: int) -> Schedule:
         limit = bytes_for_graphs(budget, self.device)
-        aim = TapeAim(limit_bytes=limit - self._spare_bytes(limit))
+        self._leaves_some = not self._is_largest and self.baseline.peak_bytes > limit
+        aim = TapeAim(limit_bytes=limit - int(_SPARE * limit) * self._leaves_some)
         found = self._take(aim)
-        if found is None and aim.limit_bytes != limit:
+        if found is None and self._leaves_some:
+            self._leaves_some = False
             aim = TapeAim(limit_bytes=limit)
             found = self._take(aim)
         if found is None:
@@ -258,7 +261,8 @@ class TapePlanning:
             )
             self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
             return found
-        self.summary = f"{aim_of(self.goal)}: {self._gain(found)}"
+        leaves = ", a sixteenth of it left for the allocator" if self._leaves_some else ""
+        self.summary = f"{aim_of(self.goal)}{leaves}: {self._gain(found)}"
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
             self._warn(
@@ -267,9 +271,6 @@ class TapePlanning:
                 f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
             )
         return found
-
-    def _spare_bytes(self, limit: int) -> int:
-        return 0 if self._is_largest else int(_SPARE * limit)
 
     def _take(self, aim: TapeAim) -> Schedule | None:
         """Set ``option`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are

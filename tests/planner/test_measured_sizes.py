@@ -178,34 +178,41 @@ def test_a_plan_for_more_than_was_measured_leaves_room_for_what_grows(allocator:
 
 
 @pytest.fixture(scope="module")
-def nearly(peaks: tuple[int, int]) -> int:
-    """A budget of which ``BELOW`` takes almost all, if it keeps everything."""
-    middle = peaks[1] + EACH * MIDDLE
-    return int(1.01 * middle * BELOW / MIDDLE)
+def below(peaks: tuple[int, int]) -> int:
+    """What ``BELOW`` takes when it keeps everything."""
+    return (peaks[1] + EACH * MIDDLE) * BELOW // MIDDLE
 
 
-def test_a_length_below_the_longest_leaves_some_of_the_budget(allocator: Allocator, nearly: int) -> None:
-    run, plain = watched(allocator, activation_budget=nearly), Plain(varying(model, policy="keep_all"))
+@pytest.mark.parametrize(("share", "moves"), [(1.01, False), (0.99, True)], ids=["it fits", "it does not"])
+def test_what_moves_below_the_longest_leaves_some_of_the_budget(
+    allocator: Allocator, below: int, share: float, moves: bool
+) -> None:
+    budget = int(share * below)
+    run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
     everything, _, long, _, moved = moved_at(run, plain, (LONG, LONG, LONG, BELOW, BELOW))
-    assert 0 < moved < everything * BELOW // LONG and long > 0
+    assert long > 0
+    assert moved < everything * BELOW // LONG and (moved > 0) == moves
     long_plan, plan = new_plans()
-    assert plan.baseline_peak_bytes < nearly
-    assert plan.predicted_peak_bytes <= nearly * 15 // 16 < long_plan.predicted_peak_bytes <= nearly
+    assert (plan.predicted_peak_bytes <= budget * 15 // 16) == moves
+    assert budget * 15 // 16 < long_plan.predicted_peak_bytes <= budget
+    assert ["a sixteenth of it left" in p.summary for p in (long_plan, plan)] == [False, moves]
 
 
-def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, nearly: int) -> None:
+def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, below: int) -> None:
     """Its plan stays when a longer one comes."""
-    run, plain = watched(allocator, activation_budget=nearly), Plain(varying(model, policy="keep_all"))
+    run, plain = watched(allocator, activation_budget=int(0.99 * below)), Plain(varying(model, policy="keep_all"))
     *_, alone, _, longer, again = moved_at(run, plain, (BELOW, BELOW, BELOW, LONG, LONG, BELOW))
-    assert alone == again == 0 < longer
+    assert 0 < alone == again < longer
+    assert new_plans()[0].predicted_peak_bytes > 0.99 * below * 15 / 16
 
 
 def test_what_fits_only_into_the_whole_budget_takes_it(allocator: Allocator, budget: int) -> None:
     with mock.patch.object(tape_plan, "_SPARE", 0.9):
         run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
-        *_, long, _, middle = moved_at(run, plain, (LONG, LONG, LONG, MIDDLE, MIDDLE))
-    assert middle == 0 < long
+        *_, long, _, below = moved_at(run, plain, (LONG, LONG, LONG, BELOW, BELOW))
+    assert below > 0 < long
     assert all(p.predicted_peak_bytes <= budget for p in new_plans())
+    assert not any("left" in p.summary for p in new_plans())
 
 
 @pytest.mark.parametrize("without", ["budget", "memory"])

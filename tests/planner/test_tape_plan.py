@@ -294,7 +294,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     assert reclaimed > 0
 
 
-@pytest.mark.parametrize("name", [slow(n) if n in ("collecting", "shared") else n for n in MODELS])
+@pytest.mark.parametrize("name", [slow(n) if n == "shared" else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
     """A budget between the least peak and that of keeping everything: some is kept, some is offloaded, what is on the
@@ -489,6 +489,17 @@ def moved_by(run: Run) -> int:
     run.step()
     assert_nothing_held()
     return fxoffload.stats().bytes_offloaded
+
+
+def test_where_no_sizes_vary_all_of_the_budget_is_for_the_plan() -> None:
+    recorded(MODELS["stack"], steps=3, activation_budget=in_between())
+    (first,) = new_plans()
+    _PLANS_BEFORE.add(first.graph)
+    torch.compiler.reset()
+    recorded(MODELS["stack"], steps=3, activation_budget=first.predicted_peak_bytes)
+    (plan,) = new_plans()
+    assert plan.predicted_peak_bytes > first.predicted_peak_bytes * 15 / 16
+    assert "left" not in plan.summary
 
 
 def test_the_third_step_follows_the_plan_and_nothing_is_compiled() -> None:

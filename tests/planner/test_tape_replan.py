@@ -37,7 +37,6 @@ from fxoffload.runtime.clocks.segment_readings import Readings
 from fxoffload.runtime.clocks.stream_events import PooledEvents, host_events
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.steps.calls import StepCalls
-from tests.marks import slow
 from tests.planner import test_tape_plan as chains
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU
@@ -546,7 +545,7 @@ def test_calls_that_need_not_compute_again_do_not() -> None:
     assert len(time.clocks) == 3
 
 
-@pytest.mark.parametrize("is_there", [slow(True), False])
+@pytest.mark.parametrize("is_there", [True, False])
 def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     """Measured steps would hide more copies than memory is pinned for."""
     plain = kept()
@@ -567,7 +566,7 @@ def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     assert all(ran[0]) and all(ran[-1]) is not is_there
 
 
-@pytest.mark.parametrize(("gain", "changes"), [(0.001, False), slow(0.005, True)])
+@pytest.mark.parametrize(("gain", "changes"), [(0.001, False), (0.005, True)])
 def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None:
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
     plain = kept()

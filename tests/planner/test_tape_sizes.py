@@ -102,7 +102,7 @@ def planned_lengths() -> list[str]:
     return [p.label.partition("sizes ")[2] for p in new_plans()]
 
 
-@pytest.mark.parametrize("name", ["dropout", "two graphs", slow("collecting"), slow("shared")])
+@pytest.mark.parametrize("name", ["dropout", "collecting", slow("two graphs"), slow("shared")])
 def test_each_length_does_what_its_size_needs(name: str) -> None:
     """Short batches move nothing, long ones what they must. Where the length is one of the grid, what is on the device
     is what was simulated."""

@@ -44,12 +44,16 @@ def compiled_after(rank: Rank) -> Found:
     return _flipped(rank, "after", reshard_after_forward=False)
 
 
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+ON_HOST = CPUOffloadPolicy(pin_memory=False)
+
+
 def mixed_precision(rank: Rank) -> Found:
-    return _flipped(rank, "before", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return _flipped(rank, "before", mp_policy=MIXED)
 
 
 def parameters_on_host(rank: Rank) -> Found:
-    return _flipped(rank, "before", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return _flipped(rank, "before", offload_policy=ON_HOST)
 
 
 def whole_model(rank: Rank) -> Found:
@@ -63,6 +67,21 @@ def inductor(rank: Rank) -> Found:
 
 def planned(rank: Rank) -> Found:
     return rank.follow(functools.partial(sharded, rank, "before"), rank.input(), budget=BUDGET)
+
+
+def mixed_precision_planned(rank: Rank) -> Found:
+    build = functools.partial(sharded, rank, "before", mp_policy=MIXED)
+    return rank.follow(build, rank.input(), budget=BUDGET // 2)
+
+
+def parameters_on_host_planned(rank: Rank) -> Found:
+    build = functools.partial(sharded, rank, "before", offload_policy=ON_HOST)
+    return rank.follow(build, rank.input(), budget=BUDGET)
+
+
+def whole_model_planned(rank: Rank) -> Found:
+    """FSDP's hooks break it into a graph for each layer."""
+    return rank.follow(functools.partial(sharded, rank, "whole"), rank.input(), budget=BUDGET)
 
 
 def planned_as_compiled(rank: Rank) -> Found:

@@ -34,6 +34,9 @@ NOT_COMPILED = "wrapped.fsdp1_flat"
 FOLLOWED = (
     "fsdp2.planned",
     "fsdp2.planned_as_compiled",
+    "fsdp2.mixed_precision_planned",
+    "fsdp2.parameters_on_host_planned",
+    "fsdp2.whole_model_planned",
     "wrapped.fsdp1_planned",
     "wrapped.ddp_planned",
     "tensor.tensor_planned",
