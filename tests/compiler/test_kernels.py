@@ -33,7 +33,7 @@ def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def run(**options: Any) -> list[torch.Tensor]:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model: nn.Module = Tower(4)
+    model: nn.Module = Tower(3)
     loss = torch.compile(model, backend="fxoffload", options={**OPTIONS, **options})(example_input()).sum()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]

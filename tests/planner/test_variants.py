@@ -510,6 +510,7 @@ def test_an_integer_argument_is_no_size(made: list[ScheduleBySize]) -> None:
     assert not any(by_size._choices for by_size in made)
 
 
+@pytest.mark.slow
 def test_models_of_one_class_have_variants_of_their_own() -> None:
     """All of them are compiled from one code object; the third still keeps its budget for a longer batch."""
 
