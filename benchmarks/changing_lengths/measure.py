@@ -1,9 +1,9 @@
 """FSDP2 on batches of changing length: what grows, what is compiled again, what moves.
 
 Layers are compiled with dynamic shapes, each on its own. Steps of the longest length come first, as many as a plan
-needs, then ``warmup`` steps of lengths all over the range, then ``steps`` timed ones of random lengths, and the last of
-those once more: what grows then does not grow with the lengths. Every rank draws its own, so that ranks have different
-batches in the same step, as in RL post-training.
+needs, then ``warmup`` steps of lengths all over the range and one more of the longest, then ``steps`` timed ones of
+random lengths, and the last of those once more: what grows then does not grow with the lengths. Every rank draws its
+own, so that ranks have different batches in the same step, as in RL post-training.
 """
 
 from __future__ import annotations

@@ -121,7 +121,6 @@ class TapePlanning:
         self.sizes = tuple(sizes)
         self.others_bytes = seen.others_bytes
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
-        self._leaves_some = False
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
         # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
@@ -242,17 +241,14 @@ class TapePlanning:
 
     def _within(self, budget: int) -> Schedule:
         limit = bytes_for_graphs(budget, self.device)
-        self._leaves_some = not self._is_largest and self.baseline.peak_bytes > limit
-        aim = TapeAim(limit_bytes=limit - int(_SPARE * limit) * self._leaves_some)
-        found = self._take(aim)
-        if found is None and self._leaves_some:
-            self._leaves_some = False
-            aim = TapeAim(limit_bytes=limit)
-            found = self._take(aim)
+        spare = 0 if self._is_largest or self.baseline.peak_bytes <= limit else int(_SPARE * limit)
+        found = self._take(TapeAim(limit_bytes=limit - spare))
+        if found is None and spare:
+            spare = 0
+            found = self._take(TapeAim(limit_bytes=limit))
         if found is None:
-            assert aim.limit_bytes is not None
             found = self.option.scheduler.smallest()
-            least = found.simulation.peak_bytes + budget - aim.limit_bytes
+            least = found.simulation.peak_bytes + budget - limit
             self._warn(
                 "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
@@ -261,7 +257,7 @@ class TapePlanning:
             )
             self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
             return found
-        leaves = ", a sixteenth of it left for the allocator" if self._leaves_some else ""
+        leaves = ", a sixteenth of it left for the allocator" if spare else ""
         self.summary = f"{aim_of(self.goal)}{leaves}: {self._gain(found)}"
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:

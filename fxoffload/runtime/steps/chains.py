@@ -8,7 +8,6 @@ Sizes are rounded up to a coarse grid; a plan serves all calls that are no large
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import weakref
@@ -195,12 +194,12 @@ class Known:
 
     def seen_at(self, first: Sizes) -> Seen:
         """What was seen where the sizes of the first call are ``first``; where nothing was, what the largest step that
-        was recorded had. And what was seen of the size that is farthest from it."""
+        was recorded had. And what was seen of the size that is farthest from it, and how large steps may be."""
         found, everything = self.seen_first.get(first, self.seen), (self.seen, *self.seen_first.values())
         others = [s for s in everything if s.live_bytes and s.volume != found.volume]
         other = max(others, key=lambda s: abs(s.volume - found.volume), default=None)
-        volumes = (s.volume for s in everything), (volume_of(sizes) for sizes in self.steps)
-        return replace(found, other=other, most_volume=max(itertools.chain(*volumes)))
+        volumes = [*(s.volume for s in everything), *map(volume_of, self.steps)]
+        return replace(found, other=other, most_volume=max(volumes))
 
     def may_measure(self, first: Sizes) -> bool:
         """Whether a step whose first call has these sizes is worth measuring."""
@@ -402,5 +401,5 @@ def _fits(sizes: Sizes, into: Sizes) -> bool:
 
 
 def volume_of(sizes: Sequence[Sizes]) -> int:
-    """How large calls of these sizes are."""
+    """How large calls of these sizes are, to compare steps by: the products of their sizes, added up."""
     return sum(math.prod(s) for s in sizes)
