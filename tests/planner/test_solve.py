@@ -279,7 +279,8 @@ def test_the_program_says_what_the_closed_form_says(problem: Problem, data: st.D
     assert (answer.status == 2) == (schedule is None)
     if schedule is not None:
         assert answer.bound == pytest.approx(schedule.ms, rel=2 * MOVE_PRICE, abs=1e-5)
-        least = Model(problem, exact=True, is_timed=True).least_peak(schedule.ms + 1e-6, gap=0.0, deadline_s=10)
+        # With no more room than HiGHS's own tolerance, 1e-6, it may end without an answer (status 4).
+        least = Model(problem, exact=True, is_timed=True).least_peak(schedule.ms + 1e-5, gap=0.0, deadline_s=10)
         assert least.bound == pytest.approx(loads.peak_bytes(schedule.ms), abs=1)
     free = Model(problem, exact=True, is_timed=False).least_peak(None, gap=0.0, deadline_s=10)
     assert free.bound == pytest.approx(loads.least_bytes(), abs=1e-3)
