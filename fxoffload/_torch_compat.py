@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
     from torch._inductor.triton_bundler import TritonBundler as TritonBundler
 
-MIN_TORCH = (2, 11)
-
 # Imported when they are asked for: `import fxoffload` reads this file, and Inductor takes 0.7 s of CPU time to import.
 _OF_INDUCTOR = {
     "AsyncCompile": "async_compile",
@@ -80,6 +78,60 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+# By these settings of functorch the partitioner chooses by itself; at these values it only follows tags.
+_TAGS_DECIDE: dict[str, Any] = {
+    "activation_memory_budget": 1.0,
+    "enable_activation_offloading": False,
+    "_sync_decision_cross_ranks": False,  # collectives, which the ranks' drafts would meet at other times
+}
+# Keys of a node's ``meta``, and of ``meta["custom"]``, that carry a memory budget (``MemoryBudgetMode`` and
+# ``torch.autograd.graph.region_activation_memory_budget``).
+_BUDGET_OF_NODE, _BUDGET_OF_REGION = "memory_budget", "_region_activation_memory_budget"
+
+
+@contextlib.contextmanager
+def tags_decide() -> Iterator[None]:
+    """Within it the partitioner chooses nothing that tags have decided, whatever the user has set."""
+    import torch._functorch.config as functorch_config
+
+    # Only what differs is patched: up to torch 2.11 a patch holds in all threads.
+    changed = {k: v for k, v in _TAGS_DECIDE.items() if k in _own_choices()}
+    with functorch_config.patch(changed) if changed else contextlib.nullcontext():
+        yield
+
+
+def take_partitioner_choices(joint: fx.GraphModule) -> dict[str, Any]:
+    """What asks the partitioner to choose by itself, by name: settings, and annotations, which are removed."""
+    found = _own_choices()
+    for module in joint.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if _BUDGET_OF_NODE in node.meta:
+                found["memory_budget of nodes"] = node.meta.pop(_BUDGET_OF_NODE)
+            custom = node.meta.get("custom")
+            if isinstance(custom, dict) and _BUDGET_OF_REGION in custom:
+                found["region_activation_memory_budget"] = custom[_BUDGET_OF_REGION]
+                # A new one: nodes share theirs.
+                node.meta["custom"] = {k: v for k, v in custom.items() if k != _BUDGET_OF_REGION}
+    return found
+
+
+def _own_choices() -> dict[str, Any]:
+    import torch._functorch.config as functorch_config
+
+    now = {k: getattr(functorch_config, k) for k in _TAGS_DECIDE if hasattr(functorch_config, k)}
+    return {k: v for k, v in now.items() if v != _TAGS_DECIDE[k]}
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """``copy.deepcopy(graph)``, but for the codegen: to copy its tree specs takes time and warns of their class."""
+    copied, values = fx.Graph(tracer_cls=graph._tracer_cls), {}
+    result = copied.graph_copy(graph, values)
+    copied._codegen = copy.copy(graph._codegen)
+    before = graph.output_node()
+    copied.output(result, before.type).meta = dict(before.meta)
+    return copied
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
@@ -162,6 +214,17 @@ def take_donated_placeholders() -> set[int]:
     taken = set(idxs)
     idxs.clear()
     return taken
+
+
+def calls_graph(node: fx.Node) -> bool:
+    """Whether ``node`` calls a graph that Inductor lowers as it does a whole one: a nested region, a branch, a loop.
+
+    It then reads ``bw_donated_idxs`` of the graph around as positions of that graph's inputs (torch 2.11 to 2.13).
+    """
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name().startswith("flex_attention"):
+        return False
+    fetched = [value for value in node.all_input_nodes if value.op == "get_attr"]
+    return any(not isinstance(value.meta.get("val"), torch.Tensor) for value in fetched)
 
 
 @contextlib.contextmanager

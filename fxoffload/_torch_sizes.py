@@ -204,6 +204,24 @@ def new_fake_like(value: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def fakes_over_new_memory(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors of the same layouts, over new memory that they share as ``values`` share theirs; what is not strided
+    stays."""
+    memory: dict[int, torch.Tensor] = {}
+    found = []
+    for value in values:
+        if value.layout is not torch.strided or not isinstance(value, FakeTensor):
+            found.append(value)
+            continue
+        storage = value.untyped_storage()
+        with _fakes_without_guards(value):
+            if storage._cdata not in memory:
+                memory[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+            flat = memory[storage._cdata].view(value.dtype)
+            found.append(flat.as_strided(value.shape, value.stride(), value.storage_offset()))
+    return found
+
+
 def run_on_fakes(node: fx.Node) -> Any:
     """What the op of ``node`` gives for the fake values of its arguments."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -15,6 +15,14 @@ from typing import Any
 from torch._dynamo.exc import ShortenTraceback
 
 
+def in_brief(error: BaseException) -> str:
+    """The type of an error and the first line of its text, for a message about something else: torch's errors may print
+    whole graphs."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
+
+
 class FxOffloadError(ShortenTraceback):
     """Base of the errors that a backend call raises; see Note [errors through Dynamo]."""
 

@@ -8,6 +8,8 @@ shares, and that is not returned.
 ::
 
     layers_1(%tangent, %mm_1, %grad_3)      donates 1, 2    (%mm_1: saved, last read here; %grad_3: intermediate)
+
+A segment that calls a nested region, or a branch, donates nothing: Inductor would apply the list to that graph too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
+from fxoffload._torch_compat import calls_graph
 from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.passes.values import Storages, output_values, tensor_of
 
@@ -53,6 +56,8 @@ class ChooseDonations:
             return not any(other in crossing for other in storages.members(value) if other is not value)
 
         return {
-            s.name: tuple(i for i, value in enumerate(s.inputs) if fits(value, s.name))
+            s.name: ()
+            if any(calls_graph(n) for n in s.nodes)
+            else tuple(i for i, value in enumerate(s.inputs) if fits(value, s.name))
             for s in self.segmentation.segments
         }

@@ -6,7 +6,6 @@ one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import graph_module
+from fxoffload._torch_compat import copy_of, graph_module
 from fxoffload._torch_sizes import hints_at
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.movables import movables_of, rank_movables
@@ -80,7 +79,7 @@ class Draft:
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
     ops): Inductor changes those too. Node metadata is shared value by value."""
-    copied = graph_module(gm, copy.deepcopy(gm.graph))
+    copied = graph_module(gm, copy_of(gm.graph))
     copied.meta = dict(gm.meta)
     for name, child in list(copied.named_modules(remove_duplicate=False)):
         if name and isinstance(child, fx.GraphModule):

@@ -21,7 +21,7 @@ from fxoffload.compiler.build import Builder, GraphKwargs
 from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft, own_values
 from fxoffload.compiler.fit import Signature, fit
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.errors import PassError
+from fxoffload.errors import PassError, in_brief
 from fxoffload.graphs import CompiledGraph, CompiledVariant
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.passes.find_frontier import FindFrontier, RecomputePoint
@@ -171,7 +171,7 @@ class Recipe:
         except _Unfit as reason:
             log.debug("no variant: %s", reason)
         except Exception as error:
-            log.warning("no variant of a graph, whose draft failed: %s: %s", type(error).__name__, error)
+            log.warning("no variant of a graph, whose draft failed: %s", in_brief(error))
         return None
 
     def _partition(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:

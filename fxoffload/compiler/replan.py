@@ -19,6 +19,7 @@ import torch
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
+from fxoffload.errors import in_brief
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
@@ -117,7 +118,8 @@ class Replan(Generic[_C]):
             if background.is_ending():
                 return
             warnings.warn(
-                f"fxoffload could not plan again with measured times and goes on with its plan as it is: {error}",
+                "fxoffload could not plan again with measured times and goes on with its plan as it is: "
+                f"{in_brief(error)}",
                 stacklevel=2,
             )
         finally:

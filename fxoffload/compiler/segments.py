@@ -159,8 +159,9 @@ class SegmentCompiler:
 
 def _failure(name: str, layer: str, direction: str, error: Exception) -> SegmentCompileError:
     return SegmentCompileError(
-        f"Inductor failed on the {direction} segment {name}: {type(error).__name__}: {error}. "
-        'Compile with options={"on_error": "fallback"} to use plain Inductor for such graphs, or with '
-        'options={"disable": ("segments",)} to compile graphs in one piece',
+        f"Inductor failed on the {direction} segment {name}: {type(error).__name__}: {error}. Run once with "
+        "FXOFFLOAD_DISABLE=1, which is plain Inductor. If that fails too, the fault is in Inductor or in an op of this "
+        'layer. If it works, options={"on_error": "fallback"} uses it for such graphs, and options={"disable": '
+        '("segments",)} compiles graphs in one piece',
         layer or name,
     )

@@ -7,11 +7,11 @@ the backward graph. The session carries what they have to know of each other.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ from fxoffload._torch_compat import (
     backward_keeps_graph,
     boxed,
     boxed_eager,
+    calls_graph,
     compile_fx_inner,
     default_partition,
     inductor_config,
     put_opaque_values_last,
+    tags_decide,
     take_donated_placeholders,
+    take_partitioner_choices,
 )
 from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.build import Builder
@@ -41,10 +44,11 @@ from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.tape_parts import TapeGoal, describe_part, is_dynamic
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
-from fxoffload.errors import BudgetError, PassError
+from fxoffload.errors import BudgetError, PassError, in_brief
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
+from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import Step, run_steps
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.planner.goal import PlanGoal
@@ -78,6 +82,7 @@ class _JointState:
 
     gm: fx.GraphModule
     recompute: str
+    num_opened: int = 0
     layers: LayerReport = field(default_factory=LayerReport)
     tags: TagReport = field(default_factory=TagReport)
 
@@ -85,6 +90,7 @@ class _JointState:
 _PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
 _JOINT: tuple[Step[_JointState], ...] = (
+    Step("open_regions", lambda s: OpenRegions(), "num_opened"),
     Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),
     Step("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
 )
@@ -168,19 +174,27 @@ class CompileSession:
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], base: Callable[..., Any], kwargs: GraphKwargs
     ) -> Any:
         """The forward and the backward graph: as planned, or as ``base`` makes them of the tagged joint graph."""
+        if not joint_inputs:  # of a nested region, which AOTAutograd has partitioned before the graph around it
+            with tags_decide() if self._chooses() else contextlib.nullcontext():
+                return base(gm, joint_inputs, **kwargs)
         self._num_user_outputs = kwargs["num_fwd_outputs"]
         told = kwargs.get("static_lifetime_input_indices") or ()
         self._static_inputs = parameters_in_joint(gm, self._parameters, told)
         self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
 
+        chooses = self._chooses()
+        if chooses and (ignored := take_partitioner_choices(gm)):
+            _say_that_the_plan_wins(", ".join(f"{name} ({value})" for name, value in ignored.items()))
+
         def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            forward, backward = base(joint, joint_inputs, **kwargs)
+            with tags_decide() if chooses else contextlib.nullcontext():
+                forward, backward = base(joint, joint_inputs, **kwargs)
             put_opaque_values_last(forward, backward, kwargs["num_fwd_outputs"])
             return forward, backward
 
         try:
-            run_steps(_JOINT[:1], state, "joint")
+            run_steps(_JOINT[:2], state, "joint")
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
@@ -192,7 +206,7 @@ class CompileSession:
                 return self._planned.draft.forward, self._planned.draft.backward
             if self._may_vary():
                 self._source = Source(copy_graph(gm), split)
-            run_steps(_JOINT[1:], state, "joint")
+            run_steps(_JOINT[2:], state, "joint")
         except BudgetError:
             raise
         except Exception as error:
@@ -200,6 +214,11 @@ class CompileSession:
         if state.tags.num_recomputed:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
         return split(gm)
+
+    def _chooses(self) -> bool:
+        """Whether the options say what is saved and recomputed, and not AOTAutograd's partitioner."""
+        planned = self.options.policy == "auto" and "planner" not in self.disabled
+        return planned or self.options.recompute == "cheap"
 
     def _plans(self, joint: fx.GraphModule) -> bool:
         """Whether there is something to plan: in a graph of one layer there is not, and a budget cannot be promised for
@@ -288,11 +307,11 @@ class CompileSession:
             try:
                 recipe = recipe_for(source, compiled, self._builder, self._variants)
             except Exception as error:
-                log.warning("a graph has no variants that compute more again: %s: %s", type(error).__name__, error)
+                log.warning("a graph has no variants that compute more again: %s", in_brief(error))
         try:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
         except Exception as error:
-            log.warning("a graph runs without a part in a plan over several graphs: %s", error)
+            log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
             if own is not None:
                 site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, str(error))
             else:
@@ -308,7 +327,7 @@ class CompileSession:
                 site.planner = plan_tape
                 site.may_follow, site.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
-                    site.gives_up = partial(_warn_of_irregular_steps, budget)
+                    site.gives_up = functools.partial(_warn_of_irregular_steps, budget)
 
             if own is not None:
                 site.edges = found[1]
@@ -522,8 +541,11 @@ class CompileSession:
     def _compile_plain(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
+        is_backward = kwargs.get("is_backward")
+        if is_backward and any(map(calls_graph, gm.graph.nodes)):
+            take_donated_placeholders()
         run = compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
-        if kwargs.get("is_backward"):
+        if is_backward:
             overwritten = take_donated_placeholders()
             run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
         elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
@@ -561,9 +583,20 @@ class CompileSession:
             self._plain = True
         counters.add("num_fallbacks")
         warnings.warn(
-            f"fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): {error}",
+            "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
+            f"{in_brief(error)}",
             stacklevel=2,
         )
+
+
+@functools.cache
+def _say_that_the_plan_wins(ignored: str) -> None:
+    warnings.warn(
+        f"expected one place that chooses what is saved and recomputed, found torch's own settings beside fxoffload: "
+        f"{ignored}. fxoffload's choice holds, and they have no effect. For less memory set "
+        "options={'activation_budget': ...}; to leave the choice to torch use policy='keep_all' or 'offload_all'",
+        stacklevel=2,
+    )
 
 
 def _warn_of_irregular_steps(budget_bytes: int) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from fxoffload.errors import in_brief
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.clocks.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.clocks.call_recorder import Recorder, Sources
@@ -298,7 +299,7 @@ class ChainClock:
         if not is_known:
             warnings.warn(
                 f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "
-                f"its plan as it is: {error}",
+                f"its plan as it is: {in_brief(error)}",
                 stacklevel=2,
             )
 

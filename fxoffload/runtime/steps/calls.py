@@ -31,6 +31,7 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
     version_of,
 )
+from fxoffload.errors import in_brief
 from fxoffload.runtime import background
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import Memory
@@ -216,7 +217,7 @@ class StepCalls:
 
     def give_up(self, error: Exception) -> None:
         """Watching failed: the step goes on without."""
-        log.warning("a step is not watched any further: %s: %s", type(error).__name__, error)
+        log.warning("a step is not watched any further: %s", in_brief(error))
         with self._lock:
             if self._step is not None:
                 self._step.spoil()
@@ -338,7 +339,7 @@ class StepCalls:
                     how = "without a plan" if plan.otherwise is None else "with another plan"
                     warnings.warn(
                         f"fxoffload could not make ready what it planned for a step of {len(plan.sites)} compiled "
-                        f"graphs and goes on {how}: {error}",
+                        f"graphs and goes on {how}: {in_brief(error)}",
                         stacklevel=2,
                     )
                     if chain.plan is plan:
@@ -552,7 +553,8 @@ class StepCalls:
             if background.is_ending():
                 return
             warnings.warn(
-                f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
+                f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: "
+                f"{in_brief(error)}",
                 stacklevel=2,
             )
         finally:
