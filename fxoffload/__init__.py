@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fxoffload import _check_torch as _check_torch  # before what an older torch lacks
 from fxoffload._register import register_backend as _register_backend
 from fxoffload.environment import PIECES as PIECES
 from fxoffload.errors import BudgetError as BudgetError

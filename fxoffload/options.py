@@ -120,7 +120,8 @@ class Options:
                 )
         if self.inner == "aot_eager" and self.inductor:
             warnings.warn(
-                "the Inductor options have no effect with inner='aot_eager'; remove them, or use inner='inductor'",
+                "inner='aot_eager' runs segments uncompiled: of the Inductor options only those that act on the joint "
+                "graph (its passes and its partitioner) have an effect. For all of them use inner='inductor'",
                 stacklevel=2,
             )
 

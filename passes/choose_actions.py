@@ -1,4 +1,4 @@
-"""Pass on the candidates: keep or offload, by policy. (Recompute and a byte budget are the planner's, to come.)
+"""Pass on the candidates: keep or offload, by policy alone. Where there is a plan, it decides instead.
 
 ==============  ========================================================================================
 ``keep_all``    everything stays on the device
