@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxoffload._check_torch import check_torch
 from fxoffload.errors import (
     OptionsError,
     PassError,
@@ -16,6 +19,7 @@ from fxoffload.errors import (
     TokenLostError,
     UnsupportedError,
     VerificationError,
+    in_brief,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +91,25 @@ def test_token_lost_is_a_runtime_error() -> None:
 def test_the_import_starts_no_cuda() -> None:
     code = "import fxoffload.errors, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_in_brief_leaves_out_what_comes_behind_the_first_line() -> None:
+    assert in_brief(ValueError("no\n%mm = call_function[target=mm]")) == "ValueError: no"
+    assert in_brief(KeyError()) == "KeyError: "
+    assert len(in_brief(RuntimeError("graph" * 1000))) < 330
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git1234", "2.13.0+cpu", "3.0", "an unusual build"])
+def test_torch_that_is_new_enough_is_accepted(version: str) -> None:
+    check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1+cu128", "2.9.0", "1.13.1"])
+def test_an_older_torch_is_refused_before_anything_is_imported_that_it_lacks(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"expected torch 2\.11 or newer, found torch {re.escape(version)}: .*pip"):
+        check_torch(version)
+    imports = [
+        n for n in ast.parse((ROOT / "fxoffload" / "__init__.py").read_text()).body if isinstance(n, ast.ImportFrom)
+    ]
+    own = [n for n in imports if (n.module or "").startswith("fxoffload")]
+    assert [a.name for a in own[0].names] == ["_check_torch"]

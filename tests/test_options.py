@@ -146,7 +146,7 @@ def test_an_unknown_mode_lists_those_accepted() -> None:
 
 
 def test_inductor_options_without_effect_warn() -> None:
-    with pytest.warns(UserWarning, match="no effect with inner='aot_eager'"):
+    with pytest.warns(UserWarning, match="only those that act on the joint graph"):
         Options(inner="aot_eager", inductor={"max_autotune": True})
 
 

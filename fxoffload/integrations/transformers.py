@@ -33,7 +33,7 @@ class OffloadCallback(TrainerCallback):
     Needed because ``TrainingArguments(torch_compile_backend=...)`` goes to accelerate, whose
     backend names are a fixed enum without third-party backends.
 
-        Trainer(model, args, callbacks=[OffloadCallback(policy="offload_all")], ...)
+        Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback(activation_budget="12GiB")])
 
     Takes the keyword options of ``fxoffload.Options``. Raises OptionsError (a ValueError) at once
     for options that are not accepted. A second ``train()`` on the same model compiles nothing;

@@ -1,0 +1,32 @@
+"""The Python blocks of README and docs run as written, without a GPU; those that need a framework are skipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+from fxoffload.options import Options
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FXOFFLOAD_PHASES_DEVICE_TYPES", "cpu")
+    torch.compiler.reset()
+    # Kernels need a C++ compiler and most of a minute; what a block says does not depend on them.
+    chosen = Options.from_torch_compile
+    uncompiled = staticmethod(lambda mode, options: replace(chosen(mode, options), inner="aot_eager"))
+    monkeypatch.setattr(Options, "from_torch_compile", uncompiled)
+    document = Sybil([PythonCodeBlockParser(), SkipParser()], path=str(ROOT)).parse(ROOT / name)
+    for example in document.examples():
+        example.evaluate()
+    torch.compiler.reset()
