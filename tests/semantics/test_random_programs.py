@@ -1,0 +1,52 @@
+"""Random models called in random orders: offloading changes no bit, and eager gives nearly the same."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch._dynamo
+
+import fxoffload
+from tests.semantics.random_programs import Order, Program
+from tests.support import Observed, assert_close, assert_equal, assert_nothing_held, compiled, effects
+
+# policy, further options
+WAYS = [("offload_all", {}), ("auto", {"profile": "h200"}), ("offload_all", {"recompute": "cheap"})]
+
+
+def check(seed: int, orders: int) -> None:
+    model = Program(seed)
+    policy, options = WAYS[seed % len(WAYS)]
+    call = compiled(model, policy=policy, **options)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    with torch._dynamo.config.patch(recompile_limit=32):  # training, evaluation, gradients of inputs or not
+        for order in (Order.random(1000 * seed + i) for i in range(orders)):
+
+            def run(how: object, order: Order = order) -> Observed:
+                model.load_state_dict(before)
+                model.zero_grad(set_to_none=True)
+                order.run(model, how)  # type: ignore[arg-type]
+                return effects(model)
+
+            offloaded = run(call)
+            with fxoffload.override_policy("keep_all"):
+                assert_equal(run(call), offloaded)
+            assert_equal(run(call), offloaded)
+            if not model.is_random:
+                assert_close(offloaded, run(model), rtol=1e-3, atol=1e-3)
+            gc.collect()
+            assert_nothing_held()
+    assert policy == "auto" or fxoffload.stats().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_in_random_orders(seed: int) -> None:
+    check(seed, orders=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_many_random_programs_in_random_orders(seed: int) -> None:
+    check(seed, orders=4)
