@@ -305,11 +305,17 @@ class Planning:
                     "budget, or allow the slowdown",
                     stacklevel=2,
                 )
-        smallest = min(t.scheduler.smallest().simulation.peak_bytes for t in tries)
+        schedulers = [t.scheduler for t in tries]
+        if choices is not None:
+            # Drafted: what the solver takes for the least may be a third of what the graphs need.
+            least = self._draft(
+                choices.recompute(solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S).alternatives)
+            )
+            if least.step is not None:
+                schedulers.append(self._scheduler(least))
+        smallest = min(s.smallest().simulation.peak_bytes for s in schedulers)
         frontier: tuple[FrontierPoint, ...] = ()
         if choices is not None:
-            lowest = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S).peak_bytes
-            smallest = min(smallest, lowest)
             top = max(baseline.peak_bytes, smallest + 1)
             budgets = [
                 smallest + (top - smallest) * i // (_NUM_FRONTIER_POINTS - 1) for i in range(_NUM_FRONTIER_POINTS)
