@@ -50,7 +50,7 @@ class Process:
     def __init__(self, run: Run, gpus: Sequence[str], limit_s: float, out: Path, settings: Sequence[str]) -> None:
         log = out / f"{run.name}.log"
         log.unlink(missing_ok=True)
-        self._log = log.open("xb")  # a link that somebody laid there is not followed
+        self._log = log.open("xb")  # a link at that name is removed, not followed
         environment = dict(os.environ)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

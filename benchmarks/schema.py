@@ -512,7 +512,7 @@ def decode(kind: Any, value: Any) -> Any:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path`` at once, so that a killed process leaves the previous version whole."""
-    # Not fxoffload.files, which would import torch. Nobody can lay a link at a name that cannot be guessed.
+    # Not fxoffload.files, which would import torch. The name cannot be guessed, so that no link lies there.
     temporary = path.with_name(f".{secrets.token_hex(16)}.tmp")
     try:
         with temporary.open("xb") as file:

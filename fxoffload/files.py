@@ -1,4 +1,4 @@
-"""Replaces files, through names that nobody can lay a link at beforehand."""
+"""Replaces files through temporary names that cannot be guessed, so that no link lies there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     if _is_stream(path):
         path.write_bytes(content)
         return
-    # Not named after the file, whose name may be as long as names can be. Not a file of mkstemp: nobody else could
-    # read that one.
+    # Not named after the file, whose name may be as long as names can be. Not a file of mkstemp, which only its owner
+    # can read.
     temporary = path.with_name(f".fxoffload-{secrets.token_hex(16)}.tmp")
     try:
         with temporary.open("xb") as file:

@@ -104,7 +104,7 @@ def _is_at(path: Path, file: int) -> bool:
 def _read(path: Path, file: int) -> dict[str, Any]:
     status = os.fstat(file)
     try:
-        # A second name of it would be somebody's file that was linked here to be written to.
+        # A file with a second name may be another user's, linked here so that a run writes into it.
         ours = stat.S_ISREG(status.st_mode) and status.st_nlink < 2 and status.st_size in (0, RECORD_BYTES)
         record = json.loads(os.pread(file, RECORD_BYTES, 0) or b"{}") if ours else None
     except ValueError:

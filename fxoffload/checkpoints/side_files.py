@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from fxoffload.checkpoints.errors import MismatchError
+from fxoffload.checkpoints.errors import MismatchError, some
 from fxoffload.checkpoints.index import Checkpoint
 from fxoffload.checkpoints.move_bytes import ByteMover
 
@@ -44,7 +44,7 @@ def write_file(path: Path, content: bytes, *, mode: int, fsync: bool) -> None:
 def weights_mode(checkpoint: Checkpoint) -> int:
     """The permissions that all of the source's weights give; the owner can read."""
     mode = 0o666
-    for path in checkpoint.shards:
+    for path in checkpoint.files:
         mode &= os.stat(path).st_mode
     return mode | stat.S_IRUSR
 
@@ -66,7 +66,10 @@ def compare_side_files(source: Checkpoint, output: Checkpoint) -> None:
 def _raise_for(what: str, output: Checkpoint, paths: Iterable[Path]) -> None:
     listed = [str(path) for path in paths]
     if listed:
-        raise MismatchError(f"expected every file of the source, found {what} {output.folder}: {', '.join(listed)}")
+        raise MismatchError(
+            f"expected every file of the source, found {what} {output.folder}: {some(listed)}; convert again, or copy "
+            "the source's files there"
+        )
 
 
 def create_file(path: Path, mode: int) -> BinaryIO:

@@ -804,7 +804,7 @@ def test_a_link_laid_in_the_folder_that_is_written_is_not_followed(
         (target.parent / PARTIAL / laid).symlink_to(outside if laid == "assets" else outside / "file")
 
     monkeypatch.setattr(publish_module, "_make", and_lay)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(DestinationError, match=rf"{laid}: expected to make it, found that something else made it"):
         checkpoints.merge(source, target)
     assert names(outside) == []
 
