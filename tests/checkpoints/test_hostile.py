@@ -150,9 +150,6 @@ def test_what_is_hostile_is_refused_quickly(tmp_path: Path, what: str) -> None:
     message = str(caught.value)
     assert str(source) in message and (file in message or "File name too long" in message)
     assert len(message) < 3000 and printable(message) == message
-    with pytest.raises(CheckpointError):
-        checkpoints.merge(source, tmp_path / "target")
-    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_what_is_odd_but_valid_is_read(tmp_path: Path) -> None:
@@ -323,7 +320,7 @@ def only_our_errors(untouched: Path, data: st.DataObject) -> None:
 NO_DEADLINE = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-@settings(NO_DEADLINE, max_examples=40)
+@settings(NO_DEADLINE, max_examples=30)
 @given(data=st.data())
 def test_only_our_errors_come_out(untouched: Path, data: st.DataObject) -> None:
     only_our_errors(untouched, data)
