@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.derived import case_label
+from benchmarks.save_figure import save_figure
 from benchmarks.schema import Record, Report
 
 GIB = 1 << 30
@@ -31,7 +32,7 @@ def draw(report: Report, path: Path) -> None:
         _panel(panel, _measured(report, case))
         panel.set_title(case_label(case))
     figure.suptitle(f"{report.environment.get('gpu_name') or 'no GPU'}, torch {report.environment.get('torch')}")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.derived import case_label
+from benchmarks.save_figure import save_figure
 from benchmarks.schema import Report
 from fxoffload.planner.plan import Plan
 
@@ -51,7 +52,7 @@ def draw(plans: Path, report: Report | None, path: Path) -> None:
         panel.set_title(case)
     if report is not None:
         figure.suptitle(f"{report.environment.get('gpu_name') or 'no GPU'}, torch {report.environment.get('torch')}")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

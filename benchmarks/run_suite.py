@@ -48,7 +48,9 @@ class Process:
     """``python -m benchmarks run`` of one run, its output in ``NAME.log``."""
 
     def __init__(self, run: Run, gpus: Sequence[str], limit_s: float, out: Path, settings: Sequence[str]) -> None:
-        self._log = (out / f"{run.name}.log").open("wb")
+        log = out / f"{run.name}.log"
+        log.unlink(missing_ok=True)
+        self._log = log.open("xb")  # a link at that name is removed, not followed
         environment = dict(os.environ)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import secrets
 import types
 import typing
 from dataclasses import dataclass, field
@@ -509,8 +510,13 @@ def decode(kind: Any, value: Any) -> Any:
     return value
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path`` at once, so that a killed process leaves the previous version whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    # Not fxoffload.files, which would import torch. The name cannot be guessed, so that no link lies there.
+    temporary = path.with_name(f".{secrets.token_hex(16)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

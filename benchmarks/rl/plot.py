@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl.records import RlResult
+from benchmarks.save_figure import save_figure
 from benchmarks.schema import Record, Report
 
 PANEL_INCHES = (7.0, 4.2)
@@ -34,7 +35,7 @@ def draw(report: Report, path: Path) -> None:
         axis.set_title(title)
     figure.suptitle(f"{report.environment.get('gpu_name') or 'no GPU'}, torch {report.environment.get('torch')}")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

@@ -9,20 +9,20 @@ from fxoffload.checkpoints.check_parameters import check_parameters
 from fxoffload.checkpoints.config_values import num_experts, whole_number, whole_numbers
 from fxoffload.checkpoints.errors import BrokenCheckpointError, gaps, ranges, some
 from fxoffload.checkpoints.families import Tower
-from fxoffload.checkpoints.find_family import section_of
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.layouts import Block, Experts
 from fxoffload.checkpoints.slices import stored_projections
 
 # More than any model has by far: a larger number is a mistake, and not worth a set of that size.
 MOST_LAYERS = 100_000
+MOST_EXPERTS = 100_000
 
 
 def check_experts(experts: Experts) -> None:
     """Raise BrokenCheckpointError for missing experts or layers, differing shapes or dtypes, a config that is wrong."""
     for block in experts.blocks.values():
-        config = config_of(experts, block.tower)
-        _check_complete(experts, block, num_experts(config))
+        config = experts.config_of(block.tower)
+        _check_complete(block, num_experts(config))
         for (projection, parameter), tensors in block.tensors.items():
             _check_alike(f"{block.name}: {projection} {parameter}", list(tensors.values()))
         check_parameters(experts, block, config)
@@ -59,17 +59,11 @@ def expected_layers(layers: str, config: Mapping[str, Any]) -> set[int] | None:
     return set(numbers)
 
 
-def config_of(experts: Experts, tower: Tower) -> Mapping[str, Any]:
-    """The part of the config that describes ``tower``."""
-    section = experts.section if tower.section is None else tower.section
-    return section_of(experts.checkpoint.config or {}, section)
-
-
 def _check_layers(experts: Experts, tower: Tower) -> None:
     """Layers from ``num_hidden_layers`` on are those of multi-token prediction; a checkpoint may leave them out."""
-    config = config_of(experts, tower)
+    config = experts.config_of(tower)
     expected = None if tower.optional else expected_layers(experts.family.layers, config)
-    if expected is None or _switched_off(experts, tower):
+    if expected is None or _switched_off(experts, tower) or _is_dense(experts, tower, config):
         return
     stem, found = _decoder(experts, tower, expected)
     where = f"layers of {stem or tower.prefix or 'the model'}"
@@ -89,6 +83,11 @@ def _check_layers(experts: Experts, tower: Tower) -> None:
 def _switched_off(experts: Experts, tower: Tower) -> bool:
     """The config describes the tower and says that the checkpoint leaves it out."""
     return tower.switch is not None and (experts.checkpoint.config or {}).get(tower.switch) is False
+
+
+def _is_dense(experts: Experts, tower: Tower, config: Mapping[str, Any]) -> bool:
+    """No layer of the tower has experts, and the config does not count any."""
+    return not num_experts(config) and all(block.tower != tower for block in experts.blocks.values())
 
 
 def _decoder(experts: Experts, tower: Tower, expected: Collection[int]) -> tuple[str, set[int]]:
@@ -123,17 +122,22 @@ def _check_layers_alike(blocks: list[Block]) -> None:
             )
 
 
-def _check_complete(experts: Experts, block: Block, said: int | None) -> None:
+def _check_complete(block: Block, said: int | None) -> None:
     expected = block.num_experts if said is None else said
+    if block.layout != "experts" and expected > MOST_EXPERTS:
+        raise BrokenCheckpointError(
+            f"{block.name}: expected at most {MOST_EXPERTS} experts, found {expected}; mend the config, or fetch the "
+            "shard again, whichever is wrong"
+        )
     source = "the highest number found" if said is None else "config.json"
     present = {projection for projection, _ in block.tensors}
-    missing = [name for name in stored_projections(experts.layout) if name not in present]
+    missing = [name for name in stored_projections(block.layout) if name not in present]
     if missing:
         raise BrokenCheckpointError(
             f"{block.name}: expected {', '.join(missing)} too, found {', '.join(sorted(present))}; "
             "fetch the shards that hold the rest"
         )
-    if experts.layout == "experts":
+    if block.layout == "experts":
         for (projection, parameter), tensors in block.tensors.items():
             _check_numbers(f"{block.name}: {projection} {parameter}", tensors, expected, source)
         return
@@ -146,7 +150,7 @@ def _check_complete(experts: Experts, block: Block, said: int | None) -> None:
         if not expected:
             raise BrokenCheckpointError(
                 f"{tensor.name}: expected at least one expert, found shape {list(tensor.shape)}; "
-                "a layer without experts has no such tensor"
+                "remove it, as a layer without experts has no such tensor"
             )
 
 

@@ -20,7 +20,7 @@ WORDS = ("U8", "I8", "U16", "I16", "U32", "I32")
 def check_parameters(experts: Experts, block: Block, config: Mapping[str, Any]) -> None:
     """gate and up are alike, down is their transpose, and every parameter is there for all three."""
     parameters = {parameter for _, parameter in block.tensors}
-    shapes = {parameter: _shapes(experts, block, parameter) for parameter in sorted(parameters)}
+    shapes = {parameter: _shapes(block, parameter) for parameter in sorted(parameters)}
     if "weight" not in shapes:
         raise BrokenCheckpointError(
             f"{block.name}: expected weights, found only {', '.join(sorted(parameters))}; "
@@ -41,11 +41,11 @@ def check_parameters(experts: Experts, block: Block, config: Mapping[str, Any]) 
         _check_scales(block, weights, shapes, size)
 
 
-def _shapes(experts: Experts, block: Block, parameter: str) -> Shapes:
+def _shapes(block: Block, parameter: str) -> Shapes:
     """Of one expert, in the layout of one tensor per expert."""
     found: dict[Projection, tuple[int, ...]] = {}
     for projection in PROJECTIONS:
-        shape = expert_shape(experts, block, projection, parameter)
+        shape = expert_shape(block, projection, parameter)
         if shape is not None:
             found[projection] = shape
     absent = [projection for projection in PROJECTIONS if projection not in found]

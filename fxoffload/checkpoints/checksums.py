@@ -110,7 +110,7 @@ def _part(
     report(size)
     array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
     found = []
-    for projection, matrix in _matrices(array, stored, experts.form):
+    for projection, matrix in _matrices(array, stored, block.form):
         name = single_name(experts.family, block.single_module(experts.family), number, projection, parameter)
         content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
         found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError
+from fxoffload.checkpoints.errors import BrokenCheckpointError, shortened
 from fxoffload.checkpoints.families import NUM_EXPERTS
 
 
@@ -62,4 +62,6 @@ def _is_whole(value: object) -> bool:
 
 
 def _wrong(name: str, expected: str, value: object) -> BrokenCheckpointError:
-    return BrokenCheckpointError(f"config.json: expected {name} to be {expected}, found {value!r}; mend the config")
+    return BrokenCheckpointError(
+        f"config.json: expected {name} to be {expected}, found {shortened(value)}; mend the config"
+    )

@@ -5,20 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
-from fxoffload.checkpoints.check_experts import check_experts
 from fxoffload.checkpoints.destination import Destination, choose_destination
-from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError
+from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError, about
 from fxoffload.checkpoints.families import FORMS, Form
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
-from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, detect
+from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, Mixed, detect, one_layout
 from fxoffload.checkpoints.notes import output_notes, source_notes
-from fxoffload.checkpoints.plan_conversion import choose_form, plan_conversion
-from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_shards
+from fxoffload.checkpoints.open_experts import open_experts
+from fxoffload.checkpoints.plan_conversion import choose_targets, plan_conversion
+from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_extras, plan_shards
 from fxoffload.checkpoints.publish import building
 from fxoffload.checkpoints.side_files import copy_side_files, side_file_bytes, sync, weights_mode, write_file
 from fxoffload.checkpoints.stream import write_shards
@@ -53,11 +53,12 @@ class Options(TypedDict, total=False):
 class Conversion:
     """What was done. ``seconds`` is wall time without the verification, the sync to the disk included.
 
-    ``notes`` say in sentences what could not be checked and what is not kept.
+    A layout is "mixed" where towers differ. ``num_shards`` counts files outside the index too. ``notes`` say in
+    sentences what could not be checked, what is not kept and what is not converted.
     """
 
-    source_layout: Layout
-    layout: Layout
+    source_layout: Layout | Mixed
+    layout: Layout | Mixed
     form: Form | None
     family: str
     num_tensors: int
@@ -74,6 +75,7 @@ def convert(
     to: str,
     *,
     form: str | None = None,
+    towers: Mapping[str, str] | None = None,
     shard_size: int | str = DEFAULT_SHARD_SIZE,
     workers: int | None = None,
     verify: bool = False,
@@ -87,8 +89,10 @@ def convert(
     ``to`` is "experts" (a tensor for each expert: gate and up [I, H], down [H, I]), "stacked" (gate_proj and up_proj
     [E, I, H], down_proj [E, H, I]) or "fused" (gate_up_proj [E, 2I, H], gate first; or another of the family's forms,
     by default its first: ``form``). E experts, I intermediate and H hidden features. The layout of the source is
-    detected. dtypes, all other tensors and all other files stay as they are; config.json is not edited.
+    detected, for each tower by itself. dtypes, all other tensors and all other files stay as they are; config.json is
+    not edited.
 
+    ``towers``: other layouts than ``to``, by how the names of a tower begin: {"mtp.": "experts"}.
     ``shard_size``: most bytes of tensors in a file (a larger tensor has its own), as bytes or as "5GB".
     ``workers``: threads, by default as many as there are CPUs, at most 8, at least 2.
     ``verify``: compare a checksum of every tensor with the source before ``target`` appears.
@@ -98,56 +102,61 @@ def convert(
     ``fsync``: on return the output is on the disk, and not only in the page cache.
     ``progress(stage, done, total)``: bytes of the stage "convert" or "verify"; may be called from any thread.
 
-    ``target`` appears whole or not at all. Raises CheckpointError: UnknownFamilyError, LayoutError (mixed, or already
-    as asked), BrokenCheckpointError (files, shapes or counts that do not agree), UnsupportedCheckpointError (pickled or
-    4-bit weights), DestinationError, DiskFullError, MismatchError (``verify``).
+    ``target`` appears whole or not at all. Raises CheckpointError: UnknownFamilyError, LayoutError (mixed within a
+    tower, or already as asked), BrokenCheckpointError (files, shapes or counts that do not agree),
+    UnsupportedCheckpointError (pickled or 4-bit weights), DestinationError, DiskFullError, MismatchError (``verify``).
     """
     begun = time.perf_counter()
-    experts = _open(source, pattern)
+    experts = open_experts(source, pattern)
     chosen = _one_of(to, LAYOUTS, "layout")
-    chosen_form = choose_form(experts, chosen, None if form is None else _one_of(form, FORMS, "form"))
-    outputs = plan_conversion(experts, chosen, chosen_form)
+    chosen_towers: dict[str, Layout] = {
+        name: _one_of(layout, LAYOUTS, "layout") for name, layout in (towers or {}).items()
+    }
+    chosen_form = None if form is None else _one_of(form, FORMS, "form")
     checkpoint = experts.checkpoint
-    shards = plan_shards(outputs, parse_bytes(shard_size, "shard_size"), checkpoint.metadata)
+    with about(source):
+        targets = choose_targets(experts, chosen, chosen_form, chosen_towers)
+        outputs = plan_conversion(experts, targets)
+    indexed = [output for output in outputs if output.path not in checkpoint.extras]
+    shards = plan_shards(indexed, parse_bytes(shard_size, "shard_size"), checkpoint.metadata)
+    index = build_index(shards, indexed, checkpoint.index_metadata)
+    files = [*shards, *plan_extras(outputs, checkpoint.extras)]
     num_workers = _check_workers(workers)
     destination = choose_destination(checkpoint, target, overwrite=overwrite)
-    index = build_index(shards, outputs, checkpoint.index_metadata)
-    num_file_bytes = sum(s.num_bytes for s in shards) + len(index or b"") + side_file_bytes(checkpoint)
+    num_file_bytes = sum(file.num_bytes for file in files) + len(index or b"") + side_file_bytes(checkpoint)
     verification = None
     try:
         with building(destination, num_file_bytes) as folder:
-            _write(experts, shards, index, folder, num_workers, fsync, progress)
+            _write(experts, files, index, folder, num_workers, fsync, progress)
             seconds = time.perf_counter() - begun
             if verify:
-                output = detect(open_checkpoint(folder), pattern)
+                output = open_experts(folder, pattern)
                 verification = verify_experts(experts, output, num_workers, _stage(progress, "verify"))
             check_unchanged(checkpoint)
     except OSError as error:
         raise _explained(error, destination, num_file_bytes) from error
     return Conversion(
         experts.layout,
-        chosen,
-        chosen_form,
+        one_layout(target.layout for target in targets.values()),
+        next((target.form for target in targets.values() if target.form), None),
         experts.family.name,
         len(outputs),
-        len(shards),
+        len(files),
         sum(output.num_bytes for output in outputs),
         seconds,
         verification,
-        notes=(*source_notes(experts), *output_notes(experts, chosen, len(shards))),
+        notes=(*source_notes(experts), *output_notes(experts, targets, len(shards))),
     )
 
 
 def merge(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
-    """``convert(source, target, to="stacked", ...)`` for a source of one tensor per expert, else LayoutError."""
-    _expect(
-        source, options.get("pattern"), ("experts",), 'merge stacks one tensor per expert; use convert(to="stacked")'
-    )
+    """``convert(source, target, to="stacked", ...)`` for a source with one tensor per expert, else LayoutError."""
+    _expect(source, options.get("pattern"), ("experts",), "merge stacks one tensor per expert")
     return convert(source, target, "stacked", **options)
 
 
 def split(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
-    """``convert(source, target, to="experts", ...)`` for a stacked or fused source, else LayoutError."""
+    """``convert(source, target, to="experts", ...)`` for a source with a stacked or fused tower, else LayoutError."""
     _expect(source, options.get("pattern"), ("stacked", "fused"), "there is nothing to split")
     return convert(source, target, "experts", **options)
 
@@ -162,21 +171,17 @@ def verify(
 ) -> Verification:
     """Prove that two folders hold the same weights and files, in whatever layouts, by a checksum of every tensor.
 
+    Weights that are not the model's are compared byte by byte; the notes of the result name them.
+
     Raises MismatchError, which names what differs, and the errors of ``convert`` for a checkpoint that cannot be read.
     """
-    pair = _open(source, pattern), _open(output, pattern)
+    pair = open_experts(source, pattern), open_experts(output, pattern)
     return verify_experts(*pair, _check_workers(workers), _stage(progress, "verify"))
-
-
-def _open(folder: Folder, pattern: str | None) -> Experts:
-    experts = detect(open_checkpoint(folder), pattern)
-    check_experts(experts)
-    return experts
 
 
 def _write(
     experts: Experts,
-    shards: list[Shard],
+    files: list[Shard],
     index: bytes | None,
     folder: Path,
     workers: int,
@@ -184,7 +189,7 @@ def _write(
     progress: StageProgress | None,
 ) -> None:
     mode = weights_mode(experts.checkpoint)
-    write_shards(shards, folder, workers, mode=mode, fsync=fsync, progress=_stage(progress, "convert"))
+    write_shards(files, folder, workers, mode=mode, fsync=fsync, progress=_stage(progress, "convert"))
     copy_side_files(experts.checkpoint, folder, fsync=fsync)
     if index is not None:
         write_file(folder / INDEX_NAME, index, mode=mode, fsync=fsync)
@@ -199,6 +204,11 @@ def _explained(error: OSError, destination: Destination, num_bytes: int) -> Exce
             f"{destination.final.parent}: expected files of the size of a shard to be allowed, found a limit below it "
             "(of the file system, or ulimit -f); nothing was left behind: give a smaller shard_size (--shard-size)"
         )
+    if error.errno == errno.EEXIST:
+        return DestinationError(
+            f"{error.filename}: expected to make it, found that something else made it meanwhile; nothing was left "
+            "behind: write where nobody else does"
+        )
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return DiskFullError(
@@ -207,10 +217,14 @@ def _explained(error: OSError, destination: Destination, num_bytes: int) -> Exce
     )
 
 
-def _expect(source: Folder, pattern: str | None, layouts: tuple[Layout, ...], advice: str) -> None:
-    found = detect(open_checkpoint(source), pattern).layout
-    if found not in layouts:
-        raise LayoutError(f"{source}: expected the layout {' or '.join(layouts)}, found {found}; {advice}")
+def _expect(source: Folder, pattern: str | None, layouts: tuple[Layout, ...], reason: str) -> None:
+    with about(source):
+        found = {block.layout for block in detect(open_checkpoint(source), pattern).blocks.values()}
+    if not found.intersection(layouts):
+        raise LayoutError(
+            f"{source}: expected the layout {' or '.join(layouts)}, found {' and '.join(sorted(found))}; {reason}: use "
+            "convert for any other layout"
+        )
 
 
 def _one_of(value: str, known: Iterable[Name], what: str) -> Name:
@@ -218,14 +232,14 @@ def _one_of(value: str, known: Iterable[Name], what: str) -> Name:
     for name in known:
         if name == value:
             return name
-    raise CheckpointError(f"expected a {what} of {', '.join(known)}, found {value!r}")
+    raise CheckpointError(f"expected a {what} of {', '.join(known)}, found {value!r}; name one of these")
 
 
 def _check_workers(workers: int | None) -> int:
     if workers is None:
         return max(2, min(8, len(os.sched_getaffinity(0))))
     if workers < 1:
-        raise CheckpointError(f"expected at least 1 worker, found {workers}")
+        raise CheckpointError(f"expected at least 1 worker, found {workers}; leave it out for one per CPU")
     return workers
 
 

@@ -7,20 +7,27 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxoffload.checkpoints.check_experts import check_experts
 from fxoffload.checkpoints.families import Form
 from fxoffload.checkpoints.header import StoredTensor
-from fxoffload.checkpoints.index import open_checkpoint
-from fxoffload.checkpoints.layouts import Block, Layout, detect
+from fxoffload.checkpoints.layouts import Block, Layout, Mixed
 from fxoffload.checkpoints.notes import source_notes
+from fxoffload.checkpoints.open_experts import open_experts
 from fxoffload.checkpoints.slices import expert_shape
+
+# Stem, layout, form, experts, shape of gate, dtypes.
+Alike = tuple[str, Layout, Form | None, int, tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class TowerInspection:
-    """Layers of one decoder that are alike: ``prefix`` is how their keys begin, ``shape`` is [I, H] of gate."""
+    """Layers of one decoder that are alike: ``prefix`` is how their keys begin, ``shape`` is [I, H] of gate.
+
+    ``form`` is set for the fused layout.
+    """
 
     prefix: str
+    layout: Layout
+    form: Form | None
     layers: tuple[int, ...]
     num_experts: int
     shape: tuple[int, ...]
@@ -30,14 +37,16 @@ class TowerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A whole checkpoint. ``form`` is set for the fused layout; ``bytes_by_dtype`` counts every tensor.
+    """A whole checkpoint. ``layout`` is "mixed" where towers differ; ``form`` is set where all are fused in one form.
 
-    ``notes`` say in sentences what could not be checked.
+    ``bytes_by_dtype`` counts every tensor. ``extra_files`` hold tensors of the model and are not in the index;
+    ``foreign_weights`` are other weights, which are not converted, with the reason. ``notes`` say in sentences what
+    could not be checked, and what is not converted.
     """
 
     folder: str
     family: str
-    layout: Layout
+    layout: Layout | Mixed
     form: Form | None
     towers: tuple[TowerInspection, ...]
     num_shards: int
@@ -45,6 +54,8 @@ class Inspection:
     num_bytes: int
     bytes_by_dtype: dict[str, int]
     other_files: tuple[str, ...]
+    extra_files: tuple[str, ...]
+    foreign_weights: dict[str, str]
     notes: tuple[str, ...] = ()
 
 
@@ -54,14 +65,14 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
     ``pattern`` describes a family that is not known, as for ``convert``. Raises CheckpointError for a checkpoint that
     cannot be converted, as ``convert`` does.
     """
-    experts = detect(open_checkpoint(folder), pattern)
-    check_experts(experts)
+    experts = open_experts(folder, pattern)
     checkpoint = experts.checkpoint
-    alike: dict[tuple[str, int, tuple[int, ...], tuple[str, ...]], list[Block]] = {}
+    alike: dict[Alike, list[Block]] = {}
     for block in experts.blocks.values():
         dtypes = tuple(sorted({tensor.dtype for tensor in block.all_tensors()}))
-        shape = expert_shape(experts, block, "gate", "weight") or ()
-        alike.setdefault((block.stem, block.num_experts, shape, dtypes), []).append(block)
+        shape = expert_shape(block, "gate", "weight") or ()
+        key = (block.stem, block.layout, block.form, block.num_experts, shape, dtypes)
+        alike.setdefault(key, []).append(block)
     towers = tuple(_tower(*key, blocks) for key, blocks in alike.items())
     return Inspection(
         str(checkpoint.folder),
@@ -74,17 +85,24 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         checkpoint.num_bytes,
         _bytes_by_dtype(checkpoint.tensors.values()),
         tuple(path.as_posix() for path in checkpoint.other_files),
+        tuple(path.name for path in checkpoint.extras),
+        dict(checkpoint.foreign),
         source_notes(experts),
     )
 
 
 def _tower(
-    prefix: str, num_experts: int, shape: tuple[int, ...], dtypes: tuple[str, ...], blocks: list[Block]
+    prefix: str,
+    layout: Layout,
+    form: Form | None,
+    num_experts: int,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    blocks: list[Block],
 ) -> TowerInspection:
     num_bytes = sum(tensor.num_bytes for block in blocks for tensor in block.all_tensors())
-    return TowerInspection(
-        prefix, tuple(sorted(block.layer for block in blocks)), num_experts, shape, dtypes, num_bytes
-    )
+    layers = tuple(sorted(block.layer for block in blocks))
+    return TowerInspection(prefix, layout, form, layers, num_experts, shape, dtypes, num_bytes)
 
 
 def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:

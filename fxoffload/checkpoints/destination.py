@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxoffload.checkpoints.errors import DestinationError, some
-from fxoffload.checkpoints.index import INDEX_NAME, SINGLE_NAME, Checkpoint
+from fxoffload.checkpoints.errors import CheckpointError, DestinationError, some
+from fxoffload.checkpoints.index import INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
+from fxoffload.checkpoints.read_json import read_json
 
-SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 # More links on the way to a file than the kernel follows.
 MAX_LINKS = 64
 
@@ -48,7 +47,7 @@ class Destination:
 def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, overwrite: bool) -> Destination:
     """Check that ``target`` may be written, as far as that can be said without its lock. Raises DestinationError."""
     if not os.fspath(target):
-        raise DestinationError("expected a folder to write into, found an empty name")
+        raise DestinationError("expected a folder to write into, found an empty name; name the folder")
     path = Path(target)
     # The parent as the kernel finds it: "link/../name" is beside what the link leads to.
     final = Path(os.path.realpath(path) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name))
@@ -57,7 +56,7 @@ def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, ov
     real_source = Path(os.path.realpath(source.folder))
     if final == real_source or final.is_relative_to(real_source) or real_source.is_relative_to(final):
         relation = "the source" if final == real_source else "inside the source, or around it"
-        raise DestinationError(f"{target} is {relation} ({source.folder}); expected a folder apart from it")
+        raise DestinationError(f"{target} is {relation} ({source.folder}); write into a folder apart from it")
     if not final.parent.is_dir():
         raise DestinationError(f"expected a folder to write into, found no {final.parent}; make it first")
     destination = Destination(source, final, overwrite)
@@ -74,7 +73,7 @@ def check_replaceable(destination: Destination) -> None:
     if not destination.overwrite:
         raise DestinationError(f"{final} exists; write elsewhere, or replace it with --overwrite (overwrite=True)")
     if final.is_symlink() or not final.is_dir():
-        raise DestinationError(f"{final} is no folder; expected a checkpoint folder to replace")
+        raise DestinationError(f"{final} is no folder; name a checkpoint's folder to replace, or write elsewhere")
     if Path.cwd().is_relative_to(final):
         raise DestinationError(f"{final} is the current folder, or around it; go elsewhere to replace it")
     if _is_mount_point(final):
@@ -85,7 +84,8 @@ def check_replaceable(destination: Destination) -> None:
             f"{final} holds files but none of {INDEX_NAME}, {SINGLE_NAME}: it is no checkpoint, and is not replaced; "
             "remove it yourself"
         )
-    known = _weights(final) | {path.as_posix() for path in destination.source.other_files}
+    source = destination.source
+    known = _weights(final) | {path.as_posix() for path in source.other_files} | {path.name for path in source.extras}
     strays = [name for name in entries if name not in known and not SHARD_NAME.fullmatch(name)]
     if strays:
         raise DestinationError(
@@ -98,7 +98,7 @@ def _check_apart(destination: Destination) -> None:
     """The source needs nothing that is, or that a killed run left, where the output goes."""
     source = destination.source
     ours = (destination.final, destination.partial, destination.old, destination.trash)
-    names = (*(path.name for path in source.shards), INDEX_NAME, *source.other_files)
+    names = (*(path.name for path in source.files), INDEX_NAME, *source.other_files)
     for name in names:
         for place in _places(source.folder / name):
             inside = [folder for folder in ours if place.is_relative_to(folder)]
@@ -155,8 +155,8 @@ def _entries(folder: Path) -> Iterator[str]:
 def _weights(folder: Path) -> set[str]:
     """What the checkpoint in ``folder`` says its weights are."""
     try:
-        names = json.loads((folder / INDEX_NAME).read_bytes())["weight_map"].values()
+        names = read_json(folder / INDEX_NAME, finite=False)["weight_map"].values()
         listed = {name for name in names if isinstance(name, str) and name.endswith(".safetensors")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, CheckpointError, LookupError, TypeError, AttributeError):
         listed = set()
     return {INDEX_NAME, SINGLE_NAME} | listed

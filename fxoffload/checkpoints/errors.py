@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 
 class CheckpointError(ValueError):
@@ -38,11 +42,31 @@ class MismatchError(CheckpointError):
     """The output does not hold what the source holds."""
 
 
+@contextlib.contextmanager
+def about(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """CheckpointErrors raised inside name ``folder``, where they name nothing in it."""
+    try:
+        yield
+    except CheckpointError as error:
+        # A path, and not the same letters in a sentence: a folder may be called "a".
+        name = os.fspath(Path.cwd() if Path(folder) == Path() else Path(folder))
+        if not re.search(rf"(?:^|(?<=\s)){re.escape(name)}(?=[/:;]|$)", str(error)):
+            error.args = (f"{name}: {error}",)
+        raise
+
+
 def some(keys: Iterable[str], limit: int = 5) -> str:
     """The first ``limit`` keys, and how many more there are."""
     listed = list(keys)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+    shown = (key if key.isprintable() and len(key) <= 1000 else shortened(key) for key in listed[:limit])
+    return ", ".join(shown) + more
+
+
+def shortened(value: object, limit: int = 200) -> str:
+    """``value`` as Python writes it, and no more of it than a message can take."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def ranges(numbers: Collection[int]) -> str:

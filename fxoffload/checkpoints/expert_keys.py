@@ -48,7 +48,8 @@ class KeyReader:
     """Reads the names of one family."""
 
     def __init__(self, family: Family) -> None:
-        stem = r".*?(?<![^.])layers\." if family.stem is None else re.escape(family.stem)
+        # layers., blocks., h.: any list of modules, at any depth.
+        stem = r"(?:[^.]+\.)+?" if family.stem is None else re.escape(family.stem)
         head = rf"(?P<prefix>{stem})(?P<layer>{NUMBER})\."
         shared = "|".join(re.escape(module) for module in (family.module, family.other_module) if module)
         names = "|".join(re.escape(name) for name in family.projections)
@@ -84,7 +85,7 @@ class KeyReader:
         layer: int | None = None,
     ) -> ExpertKey:
         layer = int(match["layer"]) if layer is None else layer
-        tower = next((t for t in self._family.towers if match["prefix"].startswith(t.prefix)), Tower(""))
+        tower = next((t for t in self._family.towers if f".{t.prefix}" in f".{match['prefix']}"), Tower(""))
         return ExpertKey(match["block"], match["prefix"], tower, layer, expert, projection, parameter)
 
 

@@ -38,10 +38,11 @@ FORMS: dict[Form, str] = {
 
 @dataclass(frozen=True)
 class Tower:
-    """The decoder whose keys begin with ``prefix``; its part of the config is at the dotted path ``section``.
+    """The decoder or encoder with ``prefix`` in its keys, at their beginning or after a dot.
 
-    ``optional``: the config does not say which of its layers have experts. ``switch``: the config's key that is false
-    where a checkpoint leaves out a tower that its config describes.
+    ``section`` is the dotted path of its part of the config. ``optional``: the config does not say which of its layers
+    have experts. ``switch``: the config's key that is false where a checkpoint leaves out a tower that its config
+    describes.
     """
 
     prefix: str
@@ -50,14 +51,33 @@ class Tower:
     switch: str | None = None
 
 
+def _towers(*decoders: Tower, parts: str = "") -> tuple[Tower, ...]:
+    """Those that any model may have, and ``decoders``; the first that fits a key counts.
+
+    Layers of multi-token prediction have experts as the decoder's have. An encoder has its own, and its config at the
+    dotted path ``parts``.
+    """
+    encoders = (
+        ("visual.", "vision"),
+        ("vision_tower.", "vision"),
+        ("vision_model.", "vision"),
+        ("audio_tower.", "audio"),
+    )
+    return (
+        Tower("mtp.", optional=True),
+        *(Tower(prefix, f"{parts}{kind}_config", optional=True) for prefix, kind in encoders),
+        *decoders,
+    )
+
+
 @dataclass(frozen=True)
 class Family:
     """How one architecture stores its experts.
 
-    ``module`` follows ``layers.{layer}.`` in the keys; ``other_module`` may stand there instead where experts share a
-    tensor: what transformers calls it in memory, where the files have another name. ``projections`` are the names of
-    gate, up and down in the layout of one tensor per expert. ``forms`` are those of the fused layout, the one to write
-    first. A tower's section is where the model type was found, unless it says so itself.
+    ``module`` follows ``layers.{layer}.`` in the keys, or another list's name and number; ``other_module`` may stand
+    there instead where experts share a tensor: what transformers calls it in memory, where the files have another name.
+    ``projections`` are the names of gate, up and down in the layout of one tensor per expert. ``forms`` are those of
+    the fused layout, the one to write first. A tower's section is where the model type was found, unless it says so.
     """
 
     name: str
@@ -67,7 +87,7 @@ class Family:
     other_module: str | None = None
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     forms: tuple[Form, ...] = ("concatenated",)
-    towers: tuple[Tower, ...] = (Tower("mtp.", optional=True), Tower(""))
+    towers: tuple[Tower, ...] = _towers(Tower(""))
     # Set by a pattern: literal text before ``layers.{layer}.``, with the numbers of layers under another name.
     stem: str | None = None
 
@@ -88,10 +108,11 @@ FAMILIES = (
         "qwen3_omni_moe",
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_talker"),
         "sparse_step",
-        towers=(
+        towers=_towers(
             Tower("thinker.", "thinker_config.text_config"),
             Tower("talker.", "talker_config.text_config", switch="enable_audio_output"),
             Tower("", "text_config"),
+            parts="thinker_config.",
         ),
     ),
     Family(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fxoffload.checkpoints.config_values import counts_experts
-from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, some
+from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, shortened, some
 from fxoffload.checkpoints.families import FAMILIES, Family, Tower
 
 # Where multimodal configs keep their language model, outermost first.
@@ -38,7 +38,7 @@ def find_family(
         if isinstance(found, str) and found in known:
             return known[found], _counting_section(config or {}, section)
         if found is not None:
-            seen.append(repr(found))
+            seen.append(shortened(found))
     keys = list(keys)
     experts = [key for key in keys if "expert" in key] or keys
     raise UnknownFamilyError(
@@ -61,6 +61,11 @@ def section_of(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return config
 
 
+def tower_config(config: Mapping[str, Any] | None, section: str, tower: Tower) -> Mapping[str, Any]:
+    """The part of ``config`` that describes ``tower``; ``section`` is the one that counts the model's experts."""
+    return section_of(config or {}, section if tower.section is None else tower.section)
+
+
 def quantization_of(config: Mapping[str, Any] | None, section: Mapping[str, Any]) -> Mapping[str, Any]:
     """``quantization_config`` of a section of ``config``, else of the whole; empty where there is none."""
     return section_of(section, "quantization_config") or section_of(config or {}, "quantization_config")
@@ -73,10 +78,12 @@ def parse_pattern(pattern: str) -> Family:
         pattern,
     )
     if match is None:
-        raise CheckpointError(f"expected a pattern such as {EXAMPLE!r}, found {pattern!r}")
+        raise CheckpointError(f"expected a pattern such as {EXAMPLE!r}, found {pattern!r}; write an expert's key so")
     gate, up, down = match["names"].split("|")
     if len({gate, up, down}) < 3:
-        raise CheckpointError(f"expected three different names for gate, up and down, found {match['names']!r}")
+        raise CheckpointError(
+            f"expected three different names for gate, up and down, found {match['names']!r}; write {EXAMPLE!r} so"
+        )
     return Family(
         name="pattern",
         model_types=(),

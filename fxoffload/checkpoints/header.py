@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError
+from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError, shortened
+from fxoffload.checkpoints.read_json import MOST_BYTES, check_name, parse_json
 
 # Bits of one element. F4 and the F6 pair are packed: a row need not end at a byte.
 DTYPE_BITS = {
@@ -40,8 +41,8 @@ DTYPE_BITS = {
     "I64": 64,
     "U64": 64,
 }
-# The library's own limit: a longer header is an attack or a torn file.
-MOST_HEADER_BYTES = 100_000_000
+# As many as an array of numpy 1 has at most. The product of 300,000 sizes would take half a minute.
+MOST_DIMENSIONS = 32
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,15 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        if len(prefix) < 8 or length > min(size - 8, MOST_BYTES):
             raise BrokenCheckpointError(
-                f"{path}: expected a safetensors header of at most {MOST_HEADER_BYTES} bytes, found {size} bytes of "
+                f"{path}: expected a safetensors header of at most {MOST_BYTES} bytes, found {size} bytes of "
                 f"file and a header of {length}; the file is truncated or no safetensors file: fetch it again"
             )
         text = file.read(length)
-    try:
-        entries = json.loads(text)
-        metadata = _metadata(path, entries.pop("__metadata__", None))
-        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, (BrokenCheckpointError, UnsupportedCheckpointError)):
-            raise
-        raise BrokenCheckpointError(
-            f"{path}: the safetensors header cannot be read ({error}); fetch it again"
-        ) from error
+    entries = parse_json(path, text)
+    metadata = _metadata(path, entries.pop("__metadata__", None))
+    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
     _check_offsets(path, tensors, 8 + length, size)
     return tensors, metadata
@@ -102,7 +96,9 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
 def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor. Raises UnsupportedCheckpointError for a dtype that is not of this list."""
     if dtype not in DTYPE_BITS:
-        raise UnsupportedCheckpointError(f"expected one of the dtypes {', '.join(DTYPE_BITS)}, found {dtype!r}")
+        raise UnsupportedCheckpointError(
+            f"expected one of the dtypes {', '.join(DTYPE_BITS)}, found {dtype!r}; use one of these"
+        )
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
@@ -112,22 +108,27 @@ def _metadata(path: Path, found: object) -> dict[str, str]:
         return {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise BrokenCheckpointError(
-            f"{path}: expected __metadata__ to be an object of texts, found {_shortened(found)}; write the file again "
+            f"{path}: expected __metadata__ to be an object of texts, found {shortened(found)}; write the file again "
             "with the safetensors library"
         )
     return found
 
 
-def _tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> StoredTensor:
-    shape = _whole_numbers(path, name, entry, "shape")
-    begin, end = _whole_numbers(path, name, entry, "data_offsets")
-    dtype = entry["dtype"]
-    if dtype not in DTYPE_BITS:
-        raise UnsupportedCheckpointError(
-            f"{path}: expected {name} to be one of the dtypes {', '.join(DTYPE_BITS)}, found {dtype!r}; convert a "
-            "checkpoint of these"
+def _tensor(path: Path, name: str, entry: object, start: int) -> StoredTensor:
+    check_name(path, name)
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise BrokenCheckpointError(
+            f"{path}: expected dtype, shape and data_offsets of {name}, found {shortened(entry)}; the header cannot be "
+            "read: fetch the file again"
         )
-    dtype = str(dtype)
+    shape = _whole_numbers(path, name, entry, "shape", most=MOST_DIMENSIONS)
+    begin, end = _whole_numbers(path, name, entry, "data_offsets", least=2, most=2)
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise UnsupportedCheckpointError(
+            f"{path}: expected {name} to be one of the dtypes {', '.join(DTYPE_BITS)}, found {shortened(dtype)}; "
+            "convert a checkpoint of these"
+        )
     expected = num_bytes_of(dtype, shape)
     if end - begin != expected:
         raise BrokenCheckpointError(
@@ -137,19 +138,22 @@ def _tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> S
     return StoredTensor(name, dtype, shape, path, start + begin, end - begin)
 
 
-def _whole_numbers(path: Path, name: str, entry: Mapping[str, object], key: str) -> tuple[int, ...]:
+def _whole_numbers(
+    path: Path, name: str, entry: Mapping[str, object], key: str, *, most: int, least: int = 0
+) -> tuple[int, ...]:
     """Sizes and offsets as they are: 5.9 or "6" made a number would be another tensor than other readers see."""
     values = entry[key]
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+    if not isinstance(values, list) or not least <= len(values) <= most or not all(map(_is_size, values)):
+        count = f"{most}" if least == most else f"at most {most}"
         raise BrokenCheckpointError(
-            f"{path}: expected {key} of {name} to be whole numbers, found {_shortened(values)}; fetch the file again"
+            f"{path}: expected {key} of {name} to be {count} whole numbers below 2**63, found {shortened(values)}; "
+            "fetch the file again"
         )
     return tuple(values)
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _check_offsets(path: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:

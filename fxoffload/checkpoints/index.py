@@ -6,18 +6,23 @@ Only headers and JSON are read; no tensor is.
 from __future__ import annotations
 
 import errno
-import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, UnsupportedCheckpointError, some
+from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, shortened, some
 from fxoffload.checkpoints.header import StoredTensor, read_header
+from fxoffload.checkpoints.not_a_checkpoint import no_folder, no_weights
+from fxoffload.checkpoints.read_json import check_name, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
+# Size and time of a file that is not there.
+_NO_FILE = (-1, -1)
 # Of the clone or the download and not of the model: they describe the source's files, and would be wrong beside others.
 NOT_COPIED = (".git", ".cache/huggingface")
 
@@ -26,10 +31,12 @@ NOT_COPIED = (".git", ".cache/huggingface")
 class Checkpoint:
     """A verified folder of safetensors shards.
 
-    ``tensors`` are in the order of the shards and of the offsets in them; ``metadata`` is the shards' own,
+    ``tensors`` are in the order of the files and of the offsets in them; ``metadata`` is the shards' own,
     ``index_metadata`` the index's. ``other_files`` are paths relative to ``folder``, links followed.
     ``conflicts`` are the names in the shards' metadata on which they differ; these are not in ``metadata``.
     ``stamps`` are size and modification time (ns) of each file, to notice that one changed since.
+    ``extras`` are files of the model that the index does not name, with the metadata of each; ``foreign`` are weights
+    in other_files, with the reason why they are not the model's. See extras.py.
     """
 
     folder: Path
@@ -41,6 +48,23 @@ class Checkpoint:
     other_files: tuple[Path, ...]
     stamps: Mapping[Path, tuple[int, int]]
     conflicts: tuple[str, ...] = ()
+    extras: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)
+    foreign: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All that hold tensors of the model."""
+        return (*self.shards, *self.extras)
+
+    @property
+    def has_index(self) -> bool:
+        return self.stamps[self.folder / INDEX_NAME] != _NO_FILE
+
+    @property
+    def kept_metadata(self) -> Mapping[str, Any]:
+        """Of the index: all but what counts its tensors, which every writer counts anew."""
+        counts = ("total_size", "total_parameters")
+        return {key: value for key, value in self.index_metadata.items() if key not in counts}
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +76,11 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
     Raises BrokenCheckpointError where files contradict each other, UnsupportedCheckpointError for pickled weights.
     """
+    if not os.fspath(folder):
+        raise CheckpointError("expected a checkpoint folder, found an empty name; name the folder")
     try:
+        if not os.path.isdir(folder):
+            raise no_folder(os.fspath(folder))
         return _open(Path(folder))
     except OSError as error:
         raise BrokenCheckpointError(
@@ -62,10 +90,6 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open(root: Path) -> Checkpoint:
-    if not root.is_dir():
-        raise CheckpointError(
-            f"expected a checkpoint folder, found {'a file' if root.exists() else 'nothing'} at {root}"
-        )
     weight_map, index_metadata = _read_index(root)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
     _check_listing(root, names)
@@ -78,7 +102,7 @@ def _open(root: Path) -> Checkpoint:
         for key, value in shard_metadata.items():
             metadata.setdefault(key, set()).add(value)
         if weight_map is not None:
-            _check_against_index(name, {tensor.name for tensor in found}, weight_map)
+            _check_against_index(root / name, {tensor.name for tensor in found}, weight_map)
         tensors.update({tensor.name: tensor for tensor in found})
     return Checkpoint(
         root,
@@ -96,7 +120,7 @@ def _open(root: Path) -> Checkpoint:
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise BrokenCheckpointError where a file was written to, or came to be, since the folder was opened."""
     changed = [path.name for path, stamp in checkpoint.stamps.items() if _stamp(path) != stamp]
-    now = _other_files(checkpoint.folder, [path.name for path in checkpoint.shards])
+    now = _other_files(checkpoint.folder, [path.name for path in checkpoint.files])
     changed += [path.as_posix() for path in now if checkpoint.folder / path not in checkpoint.stamps]
     if changed:
         raise BrokenCheckpointError(
@@ -109,38 +133,30 @@ def _read_index(root: Path) -> tuple[dict[str, str] | None, dict[str, Any]]:
     if not path.is_file():
         if (root / SINGLE_NAME).is_file():
             return None, {}
-        raise _no_weights(root)
-    index = _read_json(path)
+        raise no_weights(root)
+    index = read_json(path, finite=True)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BrokenCheckpointError(
             f"{path}: expected a weight_map of tensor names to files, found {type(weight_map).__name__}; fetch it again"
         )
-    bad = [f"{key}: {name}" for key, name in weight_map.items() if not isinstance(name, str) or Path(name).name != name]
+    bad = [f"{key}: {shortened(name)}" for key, name in weight_map.items() if not _is_file_name(name)]
     if bad:
         raise BrokenCheckpointError(
             f"{path}: expected names of files in the same folder, found {some(bad)}; fetch it again"
         )
+    for name in (*weight_map, *set(weight_map.values())):
+        check_name(path, name)
     metadata = index.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
-        raise BrokenCheckpointError(f"{path}: expected metadata to be an object, found {metadata!r}; mend the index")
+        raise BrokenCheckpointError(
+            f"{path}: expected metadata to be an object, found {shortened(metadata)}; mend the index"
+        )
     return weight_map, metadata or {}
 
 
-def _no_weights(root: Path) -> CheckpointError:
-    pickled = sorted(
-        p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth") and "training_args" not in p.name
-    )
-    if pickled:
-        return UnsupportedCheckpointError(
-            f"{root}: expected safetensors, found pickled weights: {some(pickled)}. Loading a pickle runs code and "
-            "needs it whole in RAM; write safetensors first, with from_pretrained(SRC) and save_pretrained(DST)"
-        )
-    loose = sorted(p.name for p in root.glob("*.safetensors"))
-    found = f"{len(loose)} files without an index: {some(loose)}" if loose else "neither"
-    return BrokenCheckpointError(
-        f"{root}: expected {INDEX_NAME} or {SINGLE_NAME}, found {found}; give the folder that has one, or fetch it"
-    )
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and Path(value).name == value and value not in ("", "..")
 
 
 def _check_listing(root: Path, names: list[str]) -> None:
@@ -149,7 +165,12 @@ def _check_listing(root: Path, names: list[str]) -> None:
         raise BrokenCheckpointError(
             f"{root}: expected {len(names)} shards, {len(missing)} missing: {some(missing)}; fetch them again"
         )
-    strays = sorted(p.name for p in root.glob("model*.safetensors") if p.name not in names)
+    # Of a file with another name, extras.py says whether it is the model's.
+    strays = sorted(
+        name
+        for name in {p.name for p in root.iterdir()} - set(names)
+        if name == SINGLE_NAME or SHARD_NAME.fullmatch(name)
+    )
     if strays:
         raise BrokenCheckpointError(
             f"{root}: expected the index to name every shard, found others: {some(strays)}; "
@@ -157,37 +178,31 @@ def _check_listing(root: Path, names: list[str]) -> None:
         )
 
 
-def _check_against_index(shard: str, found: set[str], weight_map: Mapping[str, str]) -> None:
-    said = {key for key, name in weight_map.items() if name == shard}
+def _check_against_index(shard: Path, found: set[str], weight_map: Mapping[str, str]) -> None:
+    said = {key for key, name in weight_map.items() if name == shard.name}
     problems = []
     if said - found:
         problems.append(f"said to be in it but not there: {some(sorted(said - found))}")
     if found - said:
         problems.append(f"in it but not said to be: {some(sorted(found - said))}")
     if problems:
-        raise BrokenCheckpointError(f"{shard}: the index lies; {'; '.join(problems)}")
+        raise BrokenCheckpointError(
+            f"{shard}: expected the tensors that {INDEX_NAME} lists for it, but the index lies: {'; '.join(problems)}; "
+            "fetch both again, from one revision, or mend the index"
+        )
 
 
 def _read_config(root: Path) -> Mapping[str, Any] | None:
     path = root / "config.json"
-    return _read_json(path) if path.is_file() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BrokenCheckpointError(f"{path}: expected JSON, found something else ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise BrokenCheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+    # transformers writes Infinity into some, and nothing of a config is written here.
+    return read_json(path, finite=False) if path.is_file() else None
 
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except FileNotFoundError:
-        return -1, -1
+        return _NO_FILE
     return status.st_size, status.st_mtime_ns
 
 
@@ -209,7 +224,10 @@ def _walk(root: Path, here: Path, above: tuple[str, ...]) -> Iterator[Path]:
     folders = [entry.name for entry in entries if entry.is_dir()]
     for name in (entry.name for entry in entries if not entry.is_dir()):
         if not os.path.isfile(root / here / name):
-            raise BrokenCheckpointError(f"{root / here / name}: expected a file, found a dangling link or a device")
+            raise BrokenCheckpointError(
+                f"{root / here / name}: expected a file, found a dangling link or a device; remove it, or fetch the "
+                "file that it stands for"
+            )
         if not os.access(root / here / name, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / here / name))
         yield here / name

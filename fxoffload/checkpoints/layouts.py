@@ -1,4 +1,4 @@
-"""Which of the three layouts a checkpoint has, read from its keys and shapes and never guessed.
+"""Which of the three layouts each tower of a checkpoint has, read from its keys and shapes and never guessed.
 
     experts   ...experts.{j}.gate_proj.weight [I, H], up_proj [I, H], down_proj [H, I]      one tensor per expert
     stacked   ...experts.gate_proj [E, I, H], up_proj [E, I, H], down_proj [E, H, I]
@@ -9,24 +9,29 @@ E experts, I intermediate and H hidden features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from fxoffload.checkpoints.config_values import whole_number
 from fxoffload.checkpoints.errors import (
     BrokenCheckpointError,
     LayoutError,
     UnknownFamilyError,
     UnsupportedCheckpointError,
+    shortened,
     some,
 )
 from fxoffload.checkpoints.expert_keys import FOUR_BIT, ExpertKey, KeyReader, Stored
+from fxoffload.checkpoints.extras import find_extras
 from fxoffload.checkpoints.families import Family, Form, Tower
-from fxoffload.checkpoints.find_family import EXAMPLE, find_family, quantization_of
+from fxoffload.checkpoints.find_family import EXAMPLE, find_family, quantization_of, tower_config
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import Checkpoint
 
 Layout = Literal["experts", "stacked", "fused"]
+# Of a whole checkpoint whose towers have several.
+Mixed = Literal["mixed"]
 LAYOUTS: tuple[Layout, ...] = ("experts", "stacked", "fused")
 
 # How the tensors of one projection are found: by parameter, then by expert (None: one tensor for all).
@@ -37,13 +42,17 @@ Tensors = dict[tuple[Stored, str], dict[int | None, StoredTensor]]
 class Block:
     """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them.
 
-    ``stem`` is how the name begins before the layer's number: the decoder's, for example ``model.layers.``.
+    ``stem`` is how the name begins before the layer's number: the decoder's, for example ``model.layers.``. ``group``
+    names the layers that have one ``layout`` and ``form`` (of the fused layout): the stem, or with the layer's number.
     """
 
     name: str
     stem: str
+    group: str
     tower: Tower
     layer: int
+    layout: Layout
+    form: Form | None = None
     tensors: Tensors = field(default_factory=dict)
 
     def all_tensors(self) -> list[StoredTensor]:
@@ -71,25 +80,48 @@ class Block:
 
 @dataclass(frozen=True)
 class Experts:
-    """A checkpoint and what its tensors are. ``form`` is set for the fused layout; ``others`` are not experts'."""
+    """A checkpoint and what its tensors are. ``others`` are not experts'.
+
+    ``section`` is the dotted path of the config's part that counts the experts.
+    """
 
     checkpoint: Checkpoint
     family: Family
     section: str
-    layout: Layout
-    form: Form | None
     blocks: Mapping[str, Block]
     others: Mapping[str, StoredTensor]
 
+    @property
+    def layout(self) -> Layout | Mixed:
+        """Of all blocks; "mixed" where towers differ."""
+        return one_layout(block.layout for block in self.blocks.values())
+
+    @property
+    def form(self) -> Form | None:
+        """Of the fused blocks, where all are fused and of one form."""
+        forms: set[Form | None] = {block.form for block in self.blocks.values()}
+        return forms.pop() if len(forms) == 1 else None
+
+    def config_of(self, tower: Tower) -> Mapping[str, Any]:
+        """The part of the config that describes ``tower``."""
+        return tower_config(self.checkpoint.config, self.section, tower)
+
+
+def one_layout(layouts: Iterable[Layout]) -> Layout | Mixed:
+    """The layout that all of ``layouts`` are."""
+    different = set(layouts)
+    return different.pop() if len(different) == 1 else "mixed"
+
 
 def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
-    """Find the family and the layout of every expert.
+    """Find the family, and the layout of each tower's experts, in the index and outside it.
 
-    Raises LayoutError for a mixture, UnknownFamilyError where no key is an expert's, UnsupportedCheckpointError for
-    4-bit weights. Completeness and shapes are check_experts' matter.
+    Raises LayoutError for a mixture within a tower, UnknownFamilyError where no key is an expert's,
+    UnsupportedCheckpointError for 4-bit weights. Completeness and shapes are check_experts' matter.
     """
     family, section = find_family(checkpoint.config, checkpoint.tensors, pattern)
     reader = KeyReader(family)
+    checkpoint = find_extras(checkpoint, reader, family)
     found = {name: reader.read(name) for name in checkpoint.tensors}
     expert_keys = {name: key for name, key in found.items() if key is not None}
     _check_known(expert_keys, checkpoint)
@@ -99,20 +131,45 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
             f"layers.N.{family.module}.0.{family.projections[0]}.weight, found none; keys: "
             f"{some([k for k in found if 'expert' in k] or list(found))}. Describe them with --pattern '{EXAMPLE}'"
         )
-    layout = _layout(expert_keys)
     blocks: dict[str, Block] = {}
-    for name, key in expert_keys.items():
-        block = blocks.setdefault(key.block, Block(key.block, key.stem, key.tower, key.layer))
+    for group, keys in _by_tower(expert_keys, checkpoint.config, section).items():
+        blocks |= _read_tower(family, group, keys, checkpoint.tensors)
+    others = {name: tensor for name, tensor in checkpoint.tensors.items() if found[name] is None}
+    return Experts(checkpoint, family, section, blocks, others)
+
+
+def _by_tower(
+    keys: Mapping[str, ExpertKey], config: Mapping[str, Any] | None, section: str
+) -> dict[str, dict[str, ExpertKey]]:
+    """Keys that have one layout: of one module's layers. A layer after the decoder's last one is a tower by itself.
+
+    DeepSeek and GLM store the layers of multi-token prediction there, and tools convert the others only.
+    """
+    towers: dict[str, dict[str, ExpertKey]] = {}
+    for name, key in keys.items():
+        num_layers = whole_number(tower_config(config, section, key.tower), "num_hidden_layers")
+        is_after = num_layers is not None and not key.tower.optional and key.layer >= num_layers
+        group = f"{key.stem}{key.layer}." if is_after else key.stem
+        towers.setdefault(group, {})[name] = key
+    return towers
+
+
+def _read_tower(
+    family: Family, group: str, keys: Mapping[str, ExpertKey], tensors: Mapping[str, StoredTensor]
+) -> dict[str, Block]:
+    layout = _layout(group, keys)
+    blocks: dict[str, Block] = {}
+    for name, key in keys.items():
+        block = blocks.setdefault(key.block, Block(key.block, key.stem, group, key.tower, key.layer, layout))
         if key.parameter is None:
             raise AssertionError(f"{name} was checked to be known")
         experts = block.tensors.setdefault((key.projection, key.parameter), {})
         if key.expert in experts:
             raise BrokenCheckpointError(f"{name} and {experts[key.expert].name} are the same expert's; remove one")
-        experts[key.expert] = checkpoint.tensors[name]
-    others = {name: tensor for name, tensor in checkpoint.tensors.items() if found[name] is None}
+        experts[key.expert] = tensors[name]
     _check_modules(family, blocks)
     form = _form(family, blocks) if layout == "fused" else None
-    return Experts(checkpoint, family, section, layout, form, blocks, others)
+    return {name: replace(block, form=form) for name, block in blocks.items()}
 
 
 def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
@@ -120,9 +177,9 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
     packed = [name for name in unknown if FOUR_BIT.search(name)]
     packed += [name for name in keys if checkpoint.tensors[name].dtype in ("F4", "F6_E2M3", "F6_E3M2")]
     if packed:
-        method = quantization_of(checkpoint.config, {}).get("quant_method")
+        method = shortened(quantization_of(checkpoint.config, {}).get("quant_method"))
         raise UnsupportedCheckpointError(
-            f"{checkpoint.folder}: the experts are packed below 8 bits (quant_method {method!r}): {some(packed)}. "
+            f"{checkpoint.folder}: the experts are packed below 8 bits (quant_method {method}): {some(packed)}. "
             "Their order is a kernel's; expected 8 bits or more: convert the checkpoint before quantization"
         )
     if unknown:
@@ -133,7 +190,7 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
 
 
 def _check_modules(family: Family, blocks: Mapping[str, Block]) -> None:
-    """The experts of all layers are under one of the family's two modules."""
+    """The experts of all layers of a tower are under one of the family's two modules."""
     by_module: dict[str, list[str]] = {}
     for name, block in blocks.items():
         by_module.setdefault(name.removeprefix(f"{block.stem}{block.layer}."), []).append(name)
@@ -144,7 +201,7 @@ def _check_modules(family: Family, blocks: Mapping[str, Block]) -> None:
         )
 
 
-def _layout(keys: Mapping[str, ExpertKey]) -> Layout:
+def _layout(group: str, keys: Mapping[str, ExpertKey]) -> Layout:
     by_layout: dict[str, list[str]] = {layout: [] for layout in LAYOUTS}
     merged_down = []
     for name, key in keys.items():
@@ -160,7 +217,10 @@ def _layout(keys: Mapping[str, ExpertKey]) -> Layout:
         by_layout["stacked"] = merged_down
     if len(present) > 1:
         listed = "; ".join(f"{layout}: {some(sorted(by_layout[layout]))}" for layout in present)
-        raise LayoutError(f"expected one layout, found a mixture: {listed}. Convert a checkpoint that is of one layout")
+        raise LayoutError(
+            f"expected one layout in all layers of {group}, found a mixture: {listed}. Convert a checkpoint "
+            "whose towers are of one layout each; fetch it again if a conversion was cut short"
+        )
     return present[0]  # type: ignore[return-value]
 
 
@@ -177,11 +237,15 @@ def _form(family: Family, blocks: Mapping[str, Block]) -> Form:
             raise BrokenCheckpointError(
                 f"{block.name}: expected gate_up_proj and down_proj of one of the forms "
                 f"{', '.join(family.forms)}, found {list(gate_up)} and {list(down)}; "
-                "E experts come first, then [2I, H] and [H, I], or transposed [H, 2I] and [I, H]"
+                "E experts come first, then [2I, H] and [H, I], or transposed [H, 2I] and [I, H]: fetch the "
+                "shards again"
             )
         fitting &= fits
     if not fitting:
-        raise LayoutError(f"expected one form of the fused layout, found several of {', '.join(family.forms)}")
+        raise LayoutError(
+            f"{next(iter(blocks.values())).stem}: expected one form of the fused layout, found several of "
+            f"{', '.join(family.forms)}; fetch the shards again that are of another checkpoint"
+        )
     return next(form for form in family.forms if form in fitting)
 
 

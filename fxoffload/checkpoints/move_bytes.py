@@ -91,7 +91,7 @@ def read_fully(file: int, view: memoryview, offset: int) -> None:
         if not done:
             raise BrokenCheckpointError(
                 f"expected {len(view)} more bytes at {offset} of {os.readlink(f'/proc/self/fd/{file}')}, found its "
-                "end; it was cut short while being read"
+                "end; it was cut short while being read: fetch it again, or convert when nothing writes to it"
             )
         view, offset = view[done:], offset + done
 

@@ -6,8 +6,10 @@ forms of the fused one, whose elements change places.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fxoffload.checkpoints.errors import BrokenCheckpointError, LayoutError, UnsupportedCheckpointError
 from fxoffload.checkpoints.expert_keys import Stored, merged_name, single_name
@@ -69,48 +71,84 @@ class OutputTensor:
     def num_bytes(self) -> int:
         return num_bytes_of(self.dtype, self.shape)
 
+    @property
+    def path(self) -> Path:
+        """The file of the source that holds the first bytes of it."""
+        return self._first.path
 
-def choose_form(experts: Experts, layout: Layout, form: Form | None) -> Form | None:
-    """The fused form to write, by default the family's first; None for other layouts.
+    @property
+    def offset(self) -> int:
+        """Where these are in that file."""
+        return self._first.offset
 
-    Raises LayoutError for a form that the family does not have, and when there is nothing to do.
+    @property
+    def _first(self) -> Copy | Piece:
+        step = self.steps[0]
+        return step if isinstance(step, Copy) else step.pieces[0]
+
+
+class Target(NamedTuple):
+    """What a block's experts become. ``form`` is set for the fused layout."""
+
+    layout: Layout
+    form: Form | None
+
+
+# By the block's name.
+Targets = Mapping[str, Target]
+
+
+def choose_targets(experts: Experts, to: Layout, form: Form | None, towers: Mapping[str, Layout]) -> Targets:
+    """``to`` for every tower but those that begin as ``towers`` say; of several beginnings the longest counts.
+
+    The fused form is ``form``, by default the family's first. Raises LayoutError for a form that the family does not
+    have, for a tower that the checkpoint does not have, and when there is nothing to do.
     """
     forms = experts.family.forms
-    if form is not None and (layout != "fused" or form not in forms):
+    layouts = {to, *towers.values()}
+    if form is not None and ("fused" not in layouts or form not in forms):
         raise LayoutError(
-            f"expected a form of {experts.family.name}'s fused layout ({', '.join(forms)}), found {form!r} for {layout}"
+            f"expected a form of {experts.family.name}'s fused layout ({', '.join(forms)}), found {form!r} for "
+            f"{', '.join(sorted(layouts))}; leave it out, or name one of these with fused"
         )
-    if layout == "fused":
-        form = form or forms[0]
-    if (layout, form) == (experts.layout, experts.form):
-        text = f" ({form})" if form and len(forms) > 1 else ""
+    _check_towers(experts, towers)
+    targets = {}
+    for name, block in experts.blocks.items():
+        beginning = max((start for start in towers if block.group.startswith(start)), key=len, default=None)
+        layout = to if beginning is None else towers[beginning]
+        targets[name] = Target(layout, form or forms[0] if layout == "fused" else None)
+    if all(targets[name] == (block.layout, block.form) for name, block in experts.blocks.items()):
+        text = f" ({experts.form})" if experts.form and len(forms) > 1 else ""
         raise LayoutError(
-            f"{experts.checkpoint.folder} is in the layout {layout}{text} already; there is nothing to do: ask "
-            "for another layout, or copy the folder"
+            f"{experts.checkpoint.folder}: is in the layout {experts.layout}{text} already; there is nothing to do: "
+            "ask for another layout, or copy the folder"
         )
-    return form
+    return targets
 
 
-def plan_conversion(experts: Experts, layout: Layout, form: Form | None) -> list[OutputTensor]:
+def _check_towers(experts: Experts, beginnings: Iterable[str]) -> None:
+    groups = sorted({block.group for block in experts.blocks.values()})
+    for beginning in beginnings:
+        if not any(group.startswith(beginning) for group in groups):
+            raise LayoutError(
+                f"expected a tower of {', '.join(groups)}, or how some begin, found {beginning!r}; name one of these"
+            )
+
+
+def plan_conversion(experts: Experts, targets: Targets) -> list[OutputTensor]:
     """The output's tensors in the order in which the source stores what they are made of.
 
-    ``form`` is what ``choose_form`` says.
+    ``targets`` is what ``choose_targets`` says.
     """
     outputs = [
         OutputTensor(t.name, t.dtype, t.shape, (Copy(t.path, t.offset, t.num_bytes, 0),))
         for t in experts.others.values()
     ]
     for block in experts.blocks.values():
-        outputs += _plan_block(experts, block, layout, form)
+        outputs += _plan_block(experts, block, *targets[block.name])
     _check_names(outputs)
-    shards = {path: number for number, path in enumerate(experts.checkpoint.shards)}
-
-    def place(output: OutputTensor) -> tuple[int, int]:
-        step = output.steps[0]
-        first = step if isinstance(step, Copy) else step.pieces[0]
-        return shards[first.path], first.offset
-
-    return sorted(outputs, key=place)
+    files = {path: number for number, path in enumerate(experts.checkpoint.files)}
+    return sorted(outputs, key=lambda output: (files[output.path], output.offset))
 
 
 def _plan_block(experts: Experts, block: Block, layout: Layout, form: Form | None) -> list[OutputTensor]:
@@ -122,16 +160,15 @@ def _plan_block(experts: Experts, block: Block, layout: Layout, form: Form | Non
                     name = single_name(
                         experts.family, block.single_module(experts.family), expert, _plain(stored), parameter
                     )
-                    outputs.append(_plan_tensor(experts, block, name, stored, parameter, form, [expert], stack=False))
+                    outputs.append(_plan_tensor(block, name, stored, parameter, form, [expert], stack=False))
             else:
                 name = merged_name(block.name, stored, parameter)
                 numbers = list(range(block.num_experts))
-                outputs.append(_plan_tensor(experts, block, name, stored, parameter, form, numbers, stack=True))
+                outputs.append(_plan_tensor(block, name, stored, parameter, form, numbers, stack=True))
     return outputs
 
 
 def _plan_tensor(
-    experts: Experts,
     block: Block,
     name: str,
     stored: Stored,
@@ -143,16 +180,16 @@ def _plan_tensor(
 ) -> OutputTensor:
     """One tensor that holds ``stored`` of the experts ``numbers``."""
     projections: list[Projection] = [p for p in PROJECTIONS if holder("fused", p) == stored or p == stored]
-    shape = expert_shape(experts, block, projections[0], parameter)
+    shape = expert_shape(block, projections[0], parameter)
     if shape is None:
         raise AssertionError(f"{name}: check_experts found {parameter} for every projection")
-    dtype = _common_dtype(experts, block, projections, parameter)
+    dtype = _common_dtype(block, projections, parameter)
     part = part_shape(shape, stored, form)
     part_bytes = num_bytes_of(dtype, part)
     steps: list[Step] = []
     for position, expert in enumerate(numbers):
         target = position * part_bytes
-        pieces = [_piece(experts, block, expert, p, parameter, shape, form) for p in projections]
+        pieces = [_piece(block, expert, p, parameter, shape, form) for p in projections]
         # What is empty is a copy of nothing in every form: a step with no bytes to put in order has no size to plan by.
         if not part_bytes or all(piece.taken.contiguous and piece.put.contiguous for piece in pieces):
             steps += [_copy(piece, shape, dtype, target) for piece in pieces]
@@ -162,7 +199,6 @@ def _plan_tensor(
 
 
 def _piece(
-    experts: Experts,
     block: Block,
     expert: int,
     projection: Projection,
@@ -171,18 +207,16 @@ def _piece(
     form: Form | None,
 ) -> Piece:
     """Where one projection of one expert is in the source, and where it goes in the expert's part of the output."""
-    tensor, start, num_bytes = source_part(experts, block, expert, holder(experts.layout, projection), parameter)
-    taken = slice_of(shape, projection, experts.form)
+    tensor, start, num_bytes = source_part(block, expert, holder(block.layout, projection), parameter)
+    taken = slice_of(shape, projection, block.form)
     put = slice_of(shape, projection, form)
     return Piece(tensor.path, tensor.offset + start, num_bytes, taken, put)
 
 
-def source_part(
-    experts: Experts, block: Block, expert: int, stored: Stored, parameter: str
-) -> tuple[StoredTensor, int, int]:
+def source_part(block: Block, expert: int, stored: Stored, parameter: str) -> tuple[StoredTensor, int, int]:
     """The tensor that holds this, and the expert's part of it: start and length in bytes."""
     tensors = block.tensors[stored, parameter]
-    if experts.layout == "experts":
+    if block.layout == "experts":
         tensor = tensors[expert]
         return tensor, 0, tensor.num_bytes
     tensor = tensors[None]
@@ -196,16 +230,19 @@ def _copy(piece: Piece, shape: tuple[int, ...], dtype: str, target: int) -> Copy
     return Copy(piece.path, offset, num_bytes_of(dtype, shape), target + piece.put.offset * itemsize)
 
 
-def _common_dtype(experts: Experts, block: Block, projections: list[Projection], parameter: str) -> str:
-    tensors = {p: next(iter(block.tensors[holder(experts.layout, p), parameter].values())) for p in projections}
+def _common_dtype(block: Block, projections: list[Projection], parameter: str) -> str:
+    tensors = {p: next(iter(block.tensors[holder(block.layout, p), parameter].values())) for p in projections}
     dtypes = {p: tensor.dtype for p, tensor in tensors.items()}
     if len(set(dtypes.values())) > 1:
         listed = ", ".join(f"{dtype} in {tensors[p].name}" for p, dtype in dtypes.items())
-        raise BrokenCheckpointError(f"{block.name}: expected gate and up of one dtype to fuse them, found {listed}")
+        raise BrokenCheckpointError(
+            f"{block.name}: expected gate and up of one dtype to fuse them, found {listed}; stack them"
+        )
     dtype = next(iter(dtypes.values()))
     if DTYPE_BITS[dtype] % 8:
         raise UnsupportedCheckpointError(
-            f"{block.name}: {dtype} is packed below 8 bits; convert the unpacked checkpoint"
+            f"{block.name}: expected 8 bits or more, found {dtype}, which is packed; convert the checkpoint before "
+            "quantization"
         )
     return dtype
 
@@ -215,7 +252,8 @@ def _check_names(outputs: list[OutputTensor]) -> None:
     for output in outputs:
         if output.name in seen:
             raise LayoutError(
-                f"the output would hold {output.name} twice; the source holds a tensor of that name already"
+                f"the output would hold {output.name} twice, as the source has a tensor of that name beside those that "
+                "it is made of; remove the one that is wrong"
             )
         seen.add(output.name)
 

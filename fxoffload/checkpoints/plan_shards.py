@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fxoffload.checkpoints.header import DTYPE_BITS, build_header
@@ -37,6 +38,19 @@ def plan_shards(outputs: Sequence[OutputTensor], shard_size_bytes: int, metadata
         groups[-1].append(output)
         filled += output.num_bytes
     return [_shard(_name(n, len(groups)), group, with_format(metadata)) for n, group in enumerate(groups, 1)]
+
+
+def plan_extras(outputs: Sequence[OutputTensor], extras: Mapping[Path, Mapping[str, str]]) -> list[Shard]:
+    """A file for each of ``extras``, the source's outside the index, with the metadata that it has there.
+
+    One whose tensors are all stacked into those of another is left out.
+    """
+    made = []
+    for path, metadata in extras.items():
+        held = [output for output in outputs if output.path == path]
+        if held:
+            made.append(_shard(path.name, held, with_format(metadata)))
+    return made
 
 
 def with_format(metadata: Mapping[str, str]) -> dict[str, str]:

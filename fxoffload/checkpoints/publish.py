@@ -134,7 +134,10 @@ def _publish(destination: Destination, claim: Claim) -> None:
         sync(final.parent)
         return
     if not destination.overwrite:
-        raise DestinationError(f"{final} appeared while the checkpoint was being written; nothing was replaced")
+        raise DestinationError(
+            f"{final} appeared while the checkpoint was being written; nothing was replaced: write elsewhere, or "
+            "use --overwrite"
+        )
     check_replaceable(destination)  # it may hold other files than hours ago
     claim.note(old=identity(final), new=identity(partial), durable=True)
     os.rename(final, old)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import filecmp
 import os
-import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
-from fxoffload.checkpoints.errors import MismatchError
+from fxoffload.checkpoints.errors import MismatchError, some
 from fxoffload.checkpoints.index import Checkpoint
+from fxoffload.checkpoints.move_bytes import ByteMover
 
 
 def side_file_bytes(checkpoint: Checkpoint) -> int:
@@ -20,18 +21,21 @@ def side_file_bytes(checkpoint: Checkpoint) -> int:
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path, *, fsync: bool) -> None:
     """Copy them with their permissions; links become files."""
+    mover = ByteMover(lambda num_bytes: None, lambda: False)
+    made = {Path()}
     for path in checkpoint.other_files:
-        target = folder / path
-        _make_folders(checkpoint.folder, folder, path.parent)
-        shutil.copyfile(checkpoint.folder / path, target)
-        shutil.copymode(checkpoint.folder / path, target)
-        if fsync:
-            sync(target)
+        _make_folders(checkpoint.folder, folder, path.parent, made)
+        with (checkpoint.folder / path).open("rb") as source, create_file(folder / path, 0o600) as target:
+            status = os.fstat(source.fileno())
+            mover.copy(source.fileno(), 0, target.fileno(), 0, status.st_size)
+            os.fchmod(target.fileno(), stat.S_IMODE(status.st_mode))
+            if fsync:
+                os.fsync(target.fileno())
 
 
 def write_file(path: Path, content: bytes, *, mode: int, fsync: bool) -> None:
     """Write a whole new file, with the permissions ``mode`` less the umask."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+    with create_file(path, mode) as file:
         file.write(content)
     if fsync:
         sync(path)
@@ -40,7 +44,7 @@ def write_file(path: Path, content: bytes, *, mode: int, fsync: bool) -> None:
 def weights_mode(checkpoint: Checkpoint) -> int:
     """The permissions that all of the source's weights give; the owner can read."""
     mode = 0o666
-    for path in checkpoint.shards:
+    for path in checkpoint.files:
         mode &= os.stat(path).st_mode
     return mode | stat.S_IRUSR
 
@@ -62,14 +66,24 @@ def compare_side_files(source: Checkpoint, output: Checkpoint) -> None:
 def _raise_for(what: str, output: Checkpoint, paths: Iterable[Path]) -> None:
     listed = [str(path) for path in paths]
     if listed:
-        raise MismatchError(f"expected every file of the source, found {what} {output.folder}: {', '.join(listed)}")
+        raise MismatchError(
+            f"expected every file of the source, found {what} {output.folder}: {some(listed)}; convert again, or copy "
+            "the source's files there"
+        )
 
 
-def _make_folders(source: Path, target: Path, below: Path) -> None:
-    """The folders of ``below``, no more open than the source's."""
-    for path in [*below.parents, below][-len(below.parts) :] if below.parts else []:
-        mode = stat.S_IMODE(os.stat(source / path).st_mode) & 0o777
-        (target / path).mkdir(mode | stat.S_IRWXU, exist_ok=True)
+def create_file(path: Path, mode: int) -> BinaryIO:
+    """A new file to write, with the permissions ``mode`` less the umask. A link that lies there is an error."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
+
+
+def _make_folders(source: Path, target: Path, below: Path, made: set[Path]) -> None:
+    """The folders of ``below`` but those ``made`` before, no more open than the source's."""
+    for path in [*reversed(below.parents), below]:
+        if path not in made:
+            mode = stat.S_IMODE(os.stat(source / path).st_mode) & 0o777
+            (target / path).mkdir(mode | stat.S_IRWXU)
+            made.add(path)
 
 
 def sync(path: Path) -> None:

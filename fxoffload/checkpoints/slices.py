@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError
 from fxoffload.checkpoints.expert_keys import Stored
 from fxoffload.checkpoints.families import Form, Projection
-from fxoffload.checkpoints.layouts import Block, Experts, Layout
+from fxoffload.checkpoints.layouts import Block, Layout
 
 _STORED: dict[str, tuple[Stored, ...]] = {
     "experts": ("gate", "up", "down"),
@@ -57,28 +57,30 @@ def part_shape(shape: tuple[int, ...], stored: Stored, form: Form | None) -> tup
     if stored == "gate_up":
         if not shape:
             raise UnsupportedCheckpointError(
-                "a single number per expert for each of gate and up has no fused layout; convert to stacked instead"
+                "expected gate and up with a row at least, found a single number per expert for each, which has no "
+                "fused layout; convert to stacked instead"
             )
         shape = (2 * shape[0], *shape[1:])
     return shape[::-1] if form != "concatenated" else shape
 
 
-def expert_shape(experts: Experts, block: Block, projection: Projection, parameter: str) -> tuple[int, ...] | None:
+def expert_shape(block: Block, projection: Projection, parameter: str) -> tuple[int, ...] | None:
     """The shape of one expert's ``parameter`` in the layout of one tensor per expert; None where there is none."""
-    stored = holder(experts.layout, projection)
+    stored = holder(block.layout, projection)
     tensors = block.tensors.get((stored, parameter))
     if not tensors:
         return None
     tensor = next(iter(tensors.values()))
-    if experts.layout == "experts":
+    if block.layout == "experts":
         return tensor.shape
     shape = tensor.shape[1:]
-    if experts.form not in (None, "concatenated"):
+    if block.form not in (None, "concatenated"):
         shape = shape[::-1]
     if stored == "gate_up":
         if not shape or shape[0] % 2:
             raise BrokenCheckpointError(
-                f"{tensor.name}: expected as many rows for gate as for up, found shape {list(tensor.shape)}"
+                f"{tensor.name}: expected as many rows for gate as for up, found shape {list(tensor.shape)}; fetch the "
+                "shard again"
             )
         shape = (shape[0] // 2, *shape[1:])
     return shape
@@ -86,6 +88,11 @@ def expert_shape(experts: Experts, block: Block, projection: Projection, paramet
 
 def slice_of(shape: tuple[int, ...], projection: Projection, form: Form | None) -> Slice:
     """Where ``projection`` of one expert, [R, C] by itself, lies in the expert's part of a stored tensor."""
+    if len(shape) > 2 and form not in (None, "concatenated"):
+        raise UnsupportedCheckpointError(
+            f"expected at most two dimensions of an expert's {projection} to transpose, found {list(shape)}; convert a "
+            "checkpoint in the layout experts or stacked, to one of these"
+        )
     rows = shape[0] if shape else 1
     columns = math.prod(shape[1:])
     second = projection == "up"

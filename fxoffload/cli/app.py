@@ -12,6 +12,7 @@ from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
 from fxoffload.cli.bench import bench
 from fxoffload.cli.moe import app as moe
+from fxoffload.cli.moe_tables import printable
 from fxoffload.errors import FxOffloadError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -40,7 +41,7 @@ def main() -> None:
     try:
         app(prog_name="fxoffload")
     except (CheckpointError, FxOffloadError, OSError) as error:
-        print(f"fxoffload: {error}", file=sys.stderr)
+        print(f"fxoffload: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except InterruptedBySignal as error:
         left = "; the destination is as it was, or whole" if sys.argv[1:2] == ["moe"] else ""

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fxoffload.bench.run import bench as measure
 from fxoffload.bench.show import is_measured, render
+from fxoffload.files import replace_file
 
 LIMIT_S = 180.0
 
@@ -26,8 +27,8 @@ def bench(
     Plain Inductor, with checkpointing, fxoffload's default, fxoffload at checkpointing's peak: step time and peak
     memory, each in a process of its own. Without a GPU: a rehearsal in seconds, which says that it is one.
     """
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise typer.BadParameter(f"expected an existing folder for the file, found no {json_file.resolve().parent}")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"expected an existing folder for the file, found no {json_file.parent.resolve()}")
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("") as status:
@@ -36,6 +37,6 @@ def bench(
         report = measure(limit_s, lambda name: print(f"{name} ...", file=sys.stderr, flush=True))
     typer.echo(render(report))
     if json_file is not None:
-        json_file.write_text(report.to_json())
+        replace_file(json_file, report.to_json().encode())
     if not any(is_measured(row) for row in report.rows):
         raise typer.Exit(1)

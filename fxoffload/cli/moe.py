@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,15 +14,21 @@ from fxoffload import checkpoints
 from fxoffload.checkpoints.convert import DEFAULT_SHARD_SIZE
 from fxoffload.checkpoints.families import FORMS
 from fxoffload.checkpoints.find_family import EXAMPLE
-from fxoffload.cli.moe_tables import describe_conversion, describe_verification, print_inspection, progress_bar
+from fxoffload.cli.moe_tables import (
+    describe_conversion,
+    describe_verification,
+    print_inspection,
+    printable,
+    progress_bar,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Convert MoE checkpoints between one tensor per expert, stacked experts and fused gate and up projections.",
 )
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="The checkpoint's folder.")]
 # As text: a Path of an empty name would be the current folder.
+Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint's folder.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to write; must not exist.")]
 ShardSize = Annotated[str, typer.Option(help="Most bytes of tensors in a file, for example 5GB or 2GiB.")]
 Workers = Annotated[int | None, typer.Option(help="Threads; by default one per CPU, 2 to 8.")]
@@ -34,6 +39,10 @@ Overwrite = Annotated[
 Pattern = Annotated[str | None, typer.Option(help=f"An expert's key, for a family that is not known: '{EXAMPLE}'.")]
 Fsync = Annotated[bool, typer.Option("--fsync/--no-fsync", help="Return once the output is on the disk.")]
 Fused = Annotated[str | None, typer.Option(help="; ".join(f"{name}: {text}" for name, text in FORMS.items()))]
+Towers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="BEGINNING=LAYOUT", help="Another layout for a tower, by how its keys begin: mtp.=experts."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -73,6 +82,7 @@ def convert(
     target: Target,
     to: Annotated[str, typer.Option(help="experts, stacked or fused.")],
     form: Fused = None,
+    tower: Towers = None,
     shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     workers: Workers = None,
     verify: Verify = False,
@@ -81,7 +91,19 @@ def convert(
     fsync: Fsync = True,
 ) -> None:
     """Any of the three layouts -> another."""
-    _run(checkpoints.convert, locals())
+    arguments = locals()
+    towers = _parse_towers(arguments.pop("tower"))
+    _run(checkpoints.convert, {**arguments, "towers": towers})
+
+
+def _parse_towers(words: list[str] | None) -> dict[str, str]:
+    towers = {}
+    for word in words or ():
+        beginning, _, layout = word.rpartition("=")
+        if not beginning or beginning in towers:
+            raise typer.BadParameter(f"expected --tower BEGINNING=LAYOUT, once for a beginning, found {word!r}")
+        towers[beginning] = layout
+    return towers
 
 
 @app.command()
@@ -99,19 +121,19 @@ def _run(work: Callable[..., checkpoints.Conversion], arguments: dict[str, Any])
     with progress_bar() as progress:
         done = work(**arguments, progress=progress)
     try:
-        typer.echo(describe_conversion(done, arguments["target"]))
-    except OSError as error:
+        typer.echo(printable(describe_conversion(done, arguments["target"])))
+    except (OSError, UnicodeError) as error:
         raise OSError(f"{arguments['target']} is whole, but this could not be printed: {error}") from error
 
 
 @app.command("verify")
 def verify_folders(
     source: Source,
-    output: Annotated[Path, typer.Argument(metavar="DST", help="A folder that should hold the same weights.")],
+    output: Annotated[str, typer.Argument(metavar="DST", help="A folder that should hold the same weights.")],
     workers: Workers = None,
     pattern: Pattern = None,
 ) -> None:
     """Prove that two folders hold the same weights and files, in whatever layouts."""
     with progress_bar() as progress:
         done = checkpoints.verify(source, output, pattern=pattern, workers=workers, progress=progress)
-    typer.echo(describe_verification(done))
+    typer.echo(printable(describe_verification(done)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from fxoffload.checkpoints import Conversion, Inspection, Verification
 from fxoffload.checkpoints.errors import ranges
@@ -37,18 +37,24 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def print_inspection(found: Inspection, console: Console) -> None:
     """What it is, one row for each group of layers that are alike, and the whole below."""
-    layout = found.layout if found.form is None else f"{found.layout} ({found.form})"
-    table = Table("layers", "experts", "gate \\[I, H]", "dtypes", "bytes")
+    layouts = {_with_form(tower.layout, tower.form): tower.layout for tower in found.towers}
+    mixed, several_forms = len(layouts) > 1, len({tower.form for tower in found.towers if tower.form}) > 1
+    layout = f"mixed: {', '.join(layouts)}" if mixed else next(iter(layouts))
+    whole = [Column("layers", no_wrap=True), *([Column("layout", no_wrap=True)] if mixed else [])]
+    folded = [Column(name, overflow="fold") for name in ("experts", "gate \\[I, H]", "dtypes", "bytes")]
+    table = Table(*whole, *folded)
     for tower in found.towers:
         table.add_row(
-            escape(f"{tower.prefix}{{{ranges(tower.layers)}}}"),
+            escape(printable(f"{tower.prefix}{{{ranges(tower.layers)}}}")),
+            *([_with_form(tower.layout, tower.form if several_forms else None)] if mixed else []),
             str(tower.num_experts),
             escape(str(list(tower.shape))),
             ", ".join(tower.dtypes),
             format_bytes(tower.num_bytes),
         )
     dtypes = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items())
-    console.print(escape(f"{found.folder}: {found.family}, layout {layout}"), soft_wrap=True, highlight=False)
+    head = printable(f"{found.folder}: {found.family}, layout {layout}")
+    console.print(escape(head), soft_wrap=True, highlight=False)
     console.print(table)
     console.print(
         f"{found.num_tensors} tensors in {found.num_shards} shards, {format_bytes(found.num_bytes)}: {dtypes}; "
@@ -57,12 +63,12 @@ def print_inspection(found: Inspection, console: Console) -> None:
         highlight=False,
     )
     for note in found.notes:
-        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+        console.print(f"note: {escape(printable(note))}", soft_wrap=True, highlight=False)
 
 
 def describe_conversion(done: Conversion, target: str) -> str:
     """One line, another for each note, and another where it was verified."""
-    layout = done.layout if done.form is None else f"{done.layout} ({done.form})"
+    layout = _with_form(done.layout, done.form)
     rate = done.num_bytes / 1e9 / max(done.seconds, 1e-9)
     text = (
         f"{target}: {done.source_layout} -> {layout}, {done.num_tensors} tensors in {done.num_shards} shards, "
@@ -73,7 +79,18 @@ def describe_conversion(done: Conversion, target: str) -> str:
 
 
 def describe_verification(done: Verification) -> str:
-    return (
+    text = (
         f"verified: {done.num_tensors} tensors (one per expert), {format_bytes(done.num_bytes)}, equal bit for bit; "
         f"fingerprint {done.fingerprint}"
     )
+    return "\n".join([text, *(f"note: {note}" for note in done.notes)])
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal obeys or UTF-8 lacks: names of files may be any bytes."""
+    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
+
+
+def _with_form(layout: str, form: str | None) -> str:
+    return layout if form is None else f"{layout} ({form})"

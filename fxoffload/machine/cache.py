@@ -8,11 +8,11 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from fxoffload.errors import OptionsError
+from fxoffload.files import replace_file
 from fxoffload.machine.devices import Identity
 from fxoffload.machine.profile import MachineProfile
 
@@ -75,15 +75,7 @@ def store(identity: Identity, profile: MachineProfile) -> None:
 def write(path: Path, profile: MachineProfile) -> None:
     """Write a profile's file, and its folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(profile.to_json())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(path, profile.to_json().encode())
 
 
 @contextlib.contextmanager
@@ -93,7 +85,8 @@ def locked(identity: Identity) -> Iterator[None]:
         try:
             path = path_of(identity)
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path.with_suffix(".lock"), "a"))
+            file = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
         except (OSError, RuntimeError) as error:
             log.debug("measuring without a lock: %s", error)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fxoffload.files import replace_file
 from fxoffload.planner import plan_json, plan_plot, plan_table
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.timeline import to_chrome_trace
@@ -223,7 +224,7 @@ class Plan:
             )
         about = {"plan": plan_table.describe(self), "summary": self.summary}
         trace = {**to_chrome_trace(self.simulation), "otherData": about}
-        plan_json.replace_file(path, json.dumps(trace).encode())
+        replace_file(path, json.dumps(trace).encode())
 
     def plot(self, path: str | os.PathLike[str], *, size_inches: tuple[float, float] = (12.0, 4.8)) -> None:
         """Draw memory over the step, and the frontier of peak against time, with matplotlib.
@@ -238,4 +239,4 @@ class Plan:
             ValueError: matplotlib cannot write that format.
             OSError: the file cannot be written.
         """
-        plan_json.replace_file(path, plan_plot.draw(self, path, size_inches))
+        replace_file(path, plan_plot.draw(self, path, size_inches))

@@ -1,4 +1,4 @@
-"""Frozen dataclasses and named tuples as JSON text and back, checked field by field; and files that are never half.
+"""Frozen dataclasses and named tuples as JSON text and back, checked field by field.
 
 A field may be a string, an integer, a finite number, a literal, a tuple of one kind, another such class, or None where
 its type says so.
@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import types
 import typing
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, TypeVar
+
+from fxoffload.files import replace_file as replace_file
 
 T = TypeVar("T")
 
@@ -61,27 +61,6 @@ def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = ()) ->
             "read it with the fxoffload that wrote it, or plan again and write it with this one"
         )
     return _decode_fields(kind, found, what, skip)
-
-
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file in one step: whoever reads it sees all or nothing of it.
-
-    Raises:
-        FileNotFoundError: its folder does not exist.
-        OSError: it cannot be written.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"expected the folder of {str(path)!r} to exist; create {str(path.parent)!r} first")
-    # Not a file of mkstemp: nobody else could read that one.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 # -- to text -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fxoffload import checkpoints
 from fxoffload.cli import app as app_module
 from fxoffload.cli.app import app, main
 from tests.checkpoints.making import FAMILY, TINY, as_layout, assert_same, expert_state, load, make, other_state
+from tests.checkpoints.test_towers import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 QWEN = FAMILY["qwen3_moe"]
@@ -168,3 +169,41 @@ import fxoffload.cli.app
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_towers_on_the_command_line(tmp_path: Path, run: Run) -> None:
+    source = PUBLISHED["Qwen3.5-MoE"].save(tmp_path / "a")
+    code, out, _ = run("moe", "inspect", source)
+    assert code == 0 and "layout mixed: fused (concatenated), experts" in out
+    rows = [line for line in out.splitlines() if ".layers.{" in line]
+    assert [line.replace("│", " ").split()[:2] for line in rows] == [
+        ["model.language_model.layers.{0-1}", "fused"],
+        ["mtp.layers.{0}", "experts"],
+    ]
+    towers = json.loads(run("moe", "inspect", source, "--json")[1])["towers"]
+    assert [(t["layout"], t["form"]) for t in towers] == [("fused", "concatenated"), ("experts", None)]
+    code, out, _ = run("moe", "convert", source, tmp_path / "b", "--to", "fused", "--verify")
+    assert code == 0 and "mixed -> fused (concatenated)" in out
+    words = ("moe", "convert", tmp_path / "b", tmp_path / "c", "--to", "fused", "--verify")
+    assert run(*words, "--tower", "mtp.=experts")[0] == 0
+    assert_same(load(tmp_path / "c"), load(source))
+    for wrong in ("mtp.", "=experts", "mtp.=x"):
+        assert run(*words, "--overwrite", "--tower", wrong)[0] != 0
+
+
+def test_weights_beside_the_index_are_named(tmp_path: Path, run: Run) -> None:
+    source = make(tmp_path / "a")
+    (source / "pytorch_model.bin").touch()
+    (source / "\x1b]0;x.gguf").touch()
+    found = json.loads(run("moe", "inspect", source, "--json")[1])
+    assert found["extra_files"] == [] and set(found["foreign_weights"]) == {"pytorch_model.bin", "\x1b]0;x.gguf"}
+    for words, count in (
+        (("inspect", source), 1),
+        (("merge", source, tmp_path / "b", "--verify"), 2),
+        (("verify", source, tmp_path / "b"), 1),
+    ):
+        code, out, _ = run("moe", *words)
+        notes = [line for line in out.splitlines() if line.startswith("note: ")]
+        assert code == 0 and len(notes) == count
+        assert all("pytorch_model.bin" in note and r"'\x1b]0;x.gguf'" in note for note in notes)
+        assert "\x1b" not in out

@@ -52,6 +52,7 @@ def refuse(folder: Path, error: type[Exception], *words: str, to: str = "stacked
     with pytest.raises(error, match="(?s)" + ".*".join(re.escape(word) for word in words)) as caught:
         checkpoints.convert(folder, folder.with_name("target"), to)
     assert isinstance(caught.value, ValueError)
+    assert str(folder) in str(caught.value)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     return str(caught.value)
 
@@ -383,3 +384,17 @@ def test_shared_experts_and_routers_are_not_experts(tmp_path: Path) -> None:
     found = checkpoints.inspect(make(tmp_path / "source"))
     assert found.towers[0].num_bytes == 2 * 4 * 3 * 5 * 6 * 2
     assert found.bytes_by_dtype["F32"] == 4 * 4
+
+
+@pytest.mark.parametrize("source_layout", ["experts", "fused"])
+def test_what_has_no_transpose_is_not_transposed(tmp_path: Path, source_layout: str) -> None:
+    """A scale of three dimensions: reversed, it is not the transposed matrix."""
+    family = FAMILY["gpt_oss"]
+    state = expert_state(family, TINY)
+    for name in list(state):
+        state[f"{name}_scale"] = torch.zeros(2, 3, 2)
+    if source_layout == "fused":
+        state = as_layout(family, state, "fused", "interleaved")
+    source = save(tmp_path / "source", state, config_for(family, TINY))
+    to = "fused" if source_layout == "experts" else "stacked"
+    refuse(source, UnsupportedCheckpointError, "source: expected at most two dimensions of an expert's", to=to)

@@ -559,7 +559,7 @@ def test_a_disk_that_fills_up(source: Path, target: Path, monkeypatch: pytest.Mo
     module, name = {
         "write": (os, "copy_file_range"),
         "reserve": (os, "posix_fallocate"),
-        "side file": (shutil, "copyfile"),
+        "side file": (os, "fchmod"),
     }[place]
     monkeypatch.setattr(module, name, full)
     with pytest.raises(DiskFullError, match="was full before all were written; nothing was left behind"):
@@ -788,3 +788,32 @@ def test_the_output_is_synced_before_it_appears(source: Path, target: Path, monk
     synced.clear()
     checkpoints.merge(source, target.with_name("other"), fsync=False)
     assert synced == [str(target.parent)]
+
+
+@pytest.mark.parametrize("laid", ["tokenizer.json", "assets"])
+def test_a_link_laid_in_the_folder_that_is_written_is_not_followed(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, laid: str
+) -> None:
+    """Where the source's folder can be written by others, so can the copy."""
+    outside = target.parent / "outside"
+    outside.mkdir()
+    make_partial = publish_module._make
+
+    def and_lay(destination: object, claim: object) -> None:
+        make_partial(destination, claim)  # type: ignore[arg-type]
+        (target.parent / PARTIAL / laid).symlink_to(outside if laid == "assets" else outside / "file")
+
+    monkeypatch.setattr(publish_module, "_make", and_lay)
+    with pytest.raises(DestinationError, match=rf"{laid}: expected to make it, found that something else made it"):
+        checkpoints.merge(source, target)
+    assert names(outside) == []
+
+
+@pytest.mark.parametrize("content", ["", "{}"])
+def test_another_file_linked_to_the_name_of_the_lock_is_not_written(source: Path, target: Path, content: str) -> None:
+    victim = target.parent / "victim"
+    victim.write_text(content)
+    (target.parent / LOCK).hardlink_to(victim)
+    with pytest.raises(DestinationError, match=r"expected .*-lock to be a lock of an earlier run"):
+        checkpoints.merge(source, target)
+    assert victim.read_text() == content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from dataclasses import replace
@@ -430,12 +431,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "trace.json"
     path.write_text("before")
 
-    def fail(self: Path, content: bytes) -> int:
-        with open(self, "wb") as file:
-            file.write(content[:10])
+    def fail(temporary: Path, to: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         plan().save_trace(path)
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]

@@ -198,7 +198,7 @@ class Ledger:
         file = -1
         try:
             if self._folder is not None:
-                file = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                file = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 ledger_files.lock_within(file, _LOCK_S)
         except OSError as error:
             log.debug("booking host memory without a lock: %s", error)
@@ -245,7 +245,7 @@ class Ledger:
             if not self._totals[0]:
                 self._path.unlink(missing_ok=True)
                 return
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 # In one call and without emptying it first: a reader finds the old numbers or the new ones.
                 booked, backed = self._totals

@@ -1,0 +1,102 @@
+"""Finds weights outside the index: the model's, which are converted, and others.
+
+A file such as mtp.safetensors is the model's where its tensors have the model's names, some are experts, and the index
+has none of them. It stays a file of its own. All others are copied as they are, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, some
+from fxoffload.checkpoints.expert_keys import ExpertKey, KeyReader
+from fxoffload.checkpoints.families import Family
+from fxoffload.checkpoints.header import StoredTensor, read_header
+from fxoffload.checkpoints.index import INDEX_NAME, Checkpoint
+from fxoffload.checkpoints.not_a_checkpoint import NO_WEIGHTS, PICKLES
+from fxoffload.checkpoints.read_json import read_json
+
+OTHER_FORMATS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".npz", ".npy", ".onnx", ".distcp", ".nemo")
+
+
+def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Checkpoint:
+    """``checkpoint`` with the tensors of extra files, and with the reasons why other weights are not the model's.
+
+    Raises BrokenCheckpointError for two that hold one tensor.
+    """
+    extras: dict[Path, Mapping[str, str]] = {}
+    foreign: dict[str, str] = {}
+    tensors = dict(checkpoint.tensors)
+    indexed: dict[str, ExpertKey | None] = {}
+    holders: dict[str, Path] = {}
+    other_indexes = dict(_other_indexes(checkpoint))
+    for path in checkpoint.other_files:
+        name = path.as_posix()
+        if name.lower().endswith(OTHER_FORMATS) and not NO_WEIGHTS.fullmatch(path.name):
+            foreign[name] = "it is no safetensors file"
+        elif path.suffix.lower() == ".safetensors" and path.parent != Path():
+            foreign[name] = "it is in a folder of its own"
+        elif name in other_indexes:
+            foreign[name] = f"{other_indexes[name]} names it, the index of another checkpoint"
+        elif path.suffix.lower() == ".safetensors":
+            try:
+                found, metadata = read_header(checkpoint.folder / path)
+            except CheckpointError as error:
+                foreign[name] = f"it cannot be read: {error}"
+                continue
+            indexed = indexed or {name: reader.read(name) for name in checkpoint.tensors}
+            reason = _why_foreign(found, indexed, reader, family)
+            if reason is not None:
+                foreign[name] = reason
+                continue
+            _check_once(found, holders)
+            extras[checkpoint.folder / path] = metadata
+            tensors |= {tensor.name: tensor for tensor in found}
+            holders |= {tensor.name: tensor.path for tensor in found}
+    names = {path.name for path in extras}
+    others = tuple(path for path in checkpoint.other_files if path.as_posix() not in names)
+    return replace(checkpoint, tensors=tensors, other_files=others, extras=extras, foreign=foreign)
+
+
+def _why_foreign(
+    found: list[StoredTensor], indexed: Mapping[str, ExpertKey | None], reader: KeyReader, family: Family
+) -> str | None:
+    """Why a file is not the model's; None where it is. The answer is the same in every layout of the index."""
+    keys = {tensor.name: reader.read(tensor.name) for tensor in found}
+    there = {_place(key) for key in indexed.values() if key is not None}
+    again = [name for name, key in keys.items() if name in indexed or (key is not None and _place(key) in there)]
+    if again:
+        return f"it holds what the index has too ({some(again)})"
+    beginnings = {name.split(".")[0] for name in indexed} | {tower.prefix.split(".")[0] for tower in family.towers}
+    strangers = [name for name in keys if name.split(".")[0] not in beginnings]
+    if strangers:
+        return f"its tensors have other names than the model's ({some(strangers)})"
+    unknown = [name for name, key in keys.items() if key is not None and key.parameter is None]
+    if unknown:
+        return f"it holds other than weights, biases and scales of experts ({some(unknown)})"
+    return None if any(keys.values()) else "it holds no experts"
+
+
+def _place(key: ExpertKey) -> tuple[str, int]:
+    return key.stem, key.layer
+
+
+def _check_once(found: list[StoredTensor], holders: Mapping[str, Path]) -> None:
+    for tensor in found:
+        if tensor.name in holders:
+            raise BrokenCheckpointError(
+                f"{tensor.path}: expected one file with {tensor.name}, found it in {holders[tensor.name].name} too; "
+                f"remove the file that is not the model's, or name the right one in {INDEX_NAME}"
+            )
+
+
+def _other_indexes(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """The files that another index in the folder names, each with the name of that index."""
+    for path in checkpoint.other_files:
+        if path.parent == Path() and path.name.endswith(".safetensors.index.json"):
+            weight_map: Any = read_json(checkpoint.folder / path, finite=False).get("weight_map")
+            if isinstance(weight_map, dict):
+                yield from ((name, path.name) for name in weight_map.values() if isinstance(name, str))
