@@ -234,7 +234,7 @@ def test_a_mistake_is_one_warning() -> None:
     broken = FakeClock(times(step))
     broken.temp_bytes = mock.Mock(side_effect=RuntimeError("lost an event"))  # type: ignore[method-assign]
     followed = Followed(PlanGoal(None, 0.02), [broken, FakeClock(times(step))], step)
-    with pytest.warns(UserWarning, match="goes on with its plan as it is: lost an event") as caught:
+    with pytest.warns(UserWarning, match="goes on with its plan as it is: RuntimeError: lost an event") as caught:
         followed.replan.poll()
     assert len(caught) == 1
     assert followed.graph.planned == "the first"
