@@ -334,11 +334,12 @@ class PhaseManager:
         device: torch.device | str | None = None,
         names: Collection[str] | None = None,
         model: str | None = None,
+        as_saved: bool | None = None,
     ) -> WeightStream:
         """(name, tensor on the device) of every weight, in buckets, from wherever they are; the model stays there.
 
-        See ``fxoffload.phases.weight_sync.weights.stream_weights`` for the arguments and for how long a tensor is
-        valid.
+        Names and shapes are those that ``save_pretrained`` writes; with ``as_saved=False`` those in memory. See
+        ``fxoffload.phases.weight_sync.weights.stream_weights`` for the arguments.
         """
         transition = Transition("stream", (PARAMS, BUFFERS))
 
@@ -348,11 +349,13 @@ class PhaseManager:
             transition.finish()
             self._record(transition)
 
-        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, ended)
+        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, as_saved, ended)
 
-    def weights_on_device(self, model: str | None = None) -> contextlib.AbstractContextManager[WeightsOnDevice]:
+    def weights_on_device(
+        self, model: str | None = None, as_saved: bool | None = None
+    ) -> contextlib.AbstractContextManager[WeightsOnDevice]:
         """The simple way: loads parameters and buffers, yields them by name, and offloads again what was away."""
-        return weights_on_device(self, model)
+        return weights_on_device(self, model, as_saved)
 
     # -- host memory and records ---------------------------------------------------------------------------------------
 
