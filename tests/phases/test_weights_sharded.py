@@ -21,6 +21,7 @@ TWO = (
     "placements",
     "fsdp1",
     "fsdp1_original_parameters",
+    "mixture_of_experts",
     "early_close",
 )
 FOUR = ("fsdp2_on_tensor_parallel", "hybrid_sharding", "placements")

@@ -61,11 +61,13 @@ class Maker:
             for step in saved.steps[name]:
                 yield step.output, self._make(step, computed)
 
-    @torch.no_grad()
     def _make(self, step: Step, computed: Computed) -> Tensor:
         inputs = self._waiting
-        with self._ledger.charged(step.new_bytes):
+        self._ledger.charge(step.new_bytes)
+        try:
             made = inputs[step.done[0]] if step.is_input else step.recipe.make(inputs, computed)
+        finally:
+            self._ledger.discharge(step.new_bytes)
         for name in step.done:
             inputs.pop(name)
             self._ledger.discharge(self._charged.pop(name, 0))

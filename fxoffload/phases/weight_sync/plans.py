@@ -65,26 +65,27 @@ class Planned(NamedTuple):
 
 
 class _Remembered:
-    """Of a plan: looks without their tensors, and units without theirs.
+    """Of all weights: looks without their tensors, and units without theirs.
 
     Args:
-        units: one for each look; None where nothing of it is handed out.
         asked: what transformers answered from.
+
+    Attributes:
+        saved: how the weights are made that are handed out.
+        plan: of all of them, once it was made.
     """
 
-    def __init__(
-        self, looks: Sequence[Look], units: Sequence[Unit | None], made: Planned, asked: Sequence[Any]
-    ) -> None:
+    def __init__(self, looks: Sequence[Look], units: Sequence[Unit], saved: Saved | None, asked: Sequence[Any]) -> None:
         self._told = [look.told for look in looks]
         self._cut_by = [look.cut_by for look in looks]
-        self._units = [None if unit is None else unit.without_tensors() for unit in units]
-        self._plan, self._saved, self._asked = made.plan, made.saved, tuple(asked)
+        self._units = [unit.without_tensors() for unit in units]
+        self._asked = tuple(asked)
+        self.saved = saved
+        self.plan: Plan | None = None
 
-    def of(self, looks: Sequence[Look]) -> Planned:
-        """The same, of the tensors that were looked at."""
-        pairs = zip(self._units, looks, strict=True)
-        units = [unit.with_tensors(look.local, look.aliases) for unit, look in pairs if unit is not None]
-        return Planned(units, self._plan, self._saved)
+    def units_of(self, looks: Sequence[Look]) -> list[Unit]:
+        """The units, of the tensors that were looked at."""
+        return [unit.with_tensors(look.local, look.aliases) for unit, look in zip(self._units, looks, strict=True)]
 
     def fits(self, looks: Sequence[Look], asked: Sequence[Any]) -> bool:
         """Whether planning these would come to the same."""
@@ -122,38 +123,47 @@ class WeightPlans:
             entries = entries_of(modules)
             models = saved_models(modules) if as_saved else []
             asked = [fact for _, one in models for fact in facts_of(one)]
-            looks = None if names is not None else _looks(entries)
+            looks = _looks(entries)
             key = (id(model), bucket_bytes, full, dtype, as_saved)
             known = self._known.get(key)
             if known is not None and looks is not None and known.fits(looks, asked):
-                return known.of(looks)
-            found = units_of(entries, full=full, dtype=dtype)
-            units, saved = _chosen(found, saved_of(models, modules, weights_of(found)), names)
-            needed = [unit for unit in units if unit is not None]
-            loads = [unit.load for unit in needed]
-            planned = Planned(needed, plan_buckets(loads, bucket_bytes, bytes_beside(needed, saved)), saved)
-            if looks is not None and len(units) == len(looks):
-                self._known.pop(key, None)
-                while len(self._known) >= _MOST:
-                    self._known.pop(next(iter(self._known)), None)
-                self._known[key] = _Remembered(looks, units, planned, asked)
-            return planned
+                units = known.units_of(looks)
+            else:
+                units = units_of(entries, full=full, dtype=dtype)
+                known = _Remembered(looks or (), units, saved_of(models, modules, weights_of(units)), asked)
+                if looks is not None and len(units) == len(looks):
+                    self._remember(key, known)
+            units, saved = _chosen(units, known.saved, names)
+            plan = known.plan if names is None else None
+            if plan is None:
+                plan = plan_buckets([unit.load for unit in units], bucket_bytes, bytes_beside(units, saved))
+            if names is None:
+                known.plan = plan
+            return Planned(units, plan, saved)
+
+    def _remember(self, key: Hashable, known: _Remembered) -> None:
+        self._known.pop(key, None)
+        while len(self._known) >= _MOST:
+            self._known.pop(next(iter(self._known)), None)
+        self._known[key] = known
 
 
 def _chosen(
     units: Sequence[Unit], saved: Saved | None, names: Collection[str] | None
-) -> tuple[list[Unit | None], Saved | None]:
-    """Some names only, and what they are made of."""
-    if saved is None:
-        if names is None:
-            return list(units), None
-        needed: Collection[str] = check_names(names, [named.name for unit in units for named in unit.named])
-    else:
+) -> tuple[list[Unit], Saved | None]:
+    """What is needed for some names, or for all."""
+    needed: Collection[str]
+    if saved is not None:
         if names is not None:
             hint = "; give as_saved=False for names as they are in memory"
             saved = saved.only(check_names(names, saved.recipes, hint))
         needed = saved.steps
-    return [only(unit, needed) for unit in units], saved
+    elif names is not None:
+        needed = check_names(names, [named.name for unit in units for named in unit.named])
+    else:
+        return list(units), None
+    chosen = (only(unit, needed) for unit in units)
+    return [unit for unit in chosen if unit is not None], saved
 
 
 def _looks(entries: Sequence[Entry]) -> list[Look] | None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -102,7 +101,7 @@ class Recipe:
             view = inputs[self.inputs[0]].as_strided(*self.cut)
             return view.clone(memory_format=torch.contiguous_format)
         found = self._value(self.node, inputs, computed)
-        if isinstance(self.node, Call) and self.node.new_bytes and self.node not in self.kept:
+        if _is_new(self.node, self.kept):
             return found.contiguous()
         return found.clone(memory_format=torch.contiguous_format)
 
@@ -120,7 +119,7 @@ class Recipe:
             is_meta = isinstance(leaf, torch.device) and leaf.type == "meta"
             return inputs[self.inputs[0]].device if is_meta else leaf
 
-        args, kwargs = pytree.tree_map(filled, (node.args, node.kwargs))
+        args, kwargs = _mapped((node.args, node.kwargs), filled)
         found = node.op(*args, **kwargs)
         if node in self.kept:
             computed[node] = found
@@ -146,16 +145,30 @@ def _as_tensor(index: Any) -> Any:
     return torch.tensor(index, device="cpu") if isinstance(index, list) else index
 
 
-class _Known(NamedTuple):
-    tensor: Tensor  # is kept, for its id must not be given to another one
-    node: Node
-    uncopied: Tensor | None  # the same values as a view of the input, where there is one
+class _Made(NamedTuple):
+    """How a tensor was made.
+
+    Attributes:
+        tensor: is kept, for its id must not be given to another one.
+        done: the operator with its arguments, which others of its results share; None: it is an input.
+        at: which of several results.
+        name: of the only input that it is a view of, if copies in between do not count.
+        view: that view.
+    """
+
+    tensor: Tensor
+    done: _Done | None
+    at: int | None
+    name: str
+    view: Tensor | None
 
 
-def recipe_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
-    """The input as it is."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    return Recipe((name,), shape, dtype, Cut(shape, contiguous_stride(shape), 0), Input(name), nbytes, frozenset())
+@dataclass(eq=False, slots=True)
+class _Done:
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    new_bytes: int
 
 
 class Recorder(TorchDispatchMode):
@@ -167,10 +180,11 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._known: dict[int, _Known] = {}
         self._indices = _IndicesWithValues()
+        self._made: dict[int, _Made] = {}
+        self._nodes: dict[int, Call] = {}
         for name, tensor in inputs.items():
-            self._known.setdefault(id(tensor), _Known(tensor, Input(name), tensor.detach()))
+            self._made.setdefault(id(tensor), _Made(tensor, None, None, name, tensor))
 
     def __enter__(self) -> Recorder:
         self._indices.__enter__()
@@ -183,82 +197,98 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if op._schema.is_mutable:
             raise NotRecorded(f"{op} writes to a tensor")
+        read = list(_tensors_in((args, kwargs)))
         found = op(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        made = [found] if isinstance(found, Tensor) else list(_tensors_in(found))
         if not any(tensor.is_meta for tensor in (*read, *made)):
             return found  # of constants
-        if unknown := [tensor for tensor in read if tensor.is_meta and id(tensor) not in self._known]:
-            raise NotRecorded(f"{op} reads a tensor of shape {tuple(unknown[0].shape)} that is not in the state dict")
-        self._record(op, args, kwargs, found, made)
+        for tensor in read:
+            if tensor.is_meta and id(tensor) not in self._made:
+                raise NotRecorded(f"{op} reads a tensor of shape {tuple(tensor.shape)} that is not in the state dict")
+        done = _Done(op, tuple(args), kwargs, 0 if op.is_view else sum(tensor.nbytes for tensor in made))
+        name, views = self._views(done, made)
+        for index, (tensor, view) in enumerate(zip(made, views, strict=True)):
+            self._made[id(tensor)] = _Made(tensor, done, None if tensor is found else index, name, view)
         return found
 
-    def _record(self, op: Any, args: Any, kwargs: Any, found: Any, made: list[Tensor]) -> None:
-        new_bytes = 0 if op.is_view else sum(tensor.nbytes for tensor in made)
-        read, options = pytree.tree_map(self._node_of, (tuple(args), dict(kwargs)))
-        call = Call(op, read, options, new_bytes)
-        uncopied = self._uncopied(op, args, kwargs, found, made)
-        if isinstance(found, Tensor):
-            self._known[id(found)] = _Known(found, call, uncopied[0])
-        else:
-            for index, tensor in enumerate(made):
-                self._known[id(tensor)] = _Known(tensor, Item(call, index), uncopied[index])
-
-    def _node_of(self, leaf: Any) -> Any:
-        known = self._known.get(id(leaf)) if isinstance(leaf, Tensor) else None
-        return leaf if known is None else known.node
-
-    def _uncopied(self, op: Any, args: Any, kwargs: Any, found: Any, made: list[Tensor]) -> list[Any]:
-        """What is made, as views of the input, where that is possible."""
-        none = [None] * len(made)
-        known = self._known.get(id(args[0])) if args else None
-        if known is None or known.uncopied is None or op is aten.as_strided.default:
+    def _views(self, done: _Done, made: list[Tensor]) -> tuple[str, Sequence[Tensor | None]]:
+        """What is made as views of an input, where it can be, and the name of that."""
+        none = "", [None] * len(made)
+        source = self._made.get(id(done.args[0])) if done.args else None
+        if source is None or source.view is None or done.op is aten.as_strided.default:
             return none
-        if op in _COPIES:
-            return [known.uncopied] if made[0].dtype == known.uncopied.dtype else none
-        if not op.is_view:
+        if done.op in _COPIES:
+            return (source.name, [source.view]) if made[0].dtype == source.view.dtype else none
+        if not done.op.is_view:
             return none
-        try:
-            views = pytree.tree_leaves(op(known.uncopied, *args[1:], **kwargs))
-        except RuntimeError:
-            return none  # its strides do not allow that
+        views = made
+        if source.view is not source.tensor:  # there was a copy
+            try:
+                found = done.op(source.view, *done.args[1:], **done.kwargs)
+            except RuntimeError:
+                return none  # its strides do not allow that
+            views = [found] if isinstance(found, Tensor) else list(found)
         are_alike = all(
-            view.shape == copy.shape and view.dtype == known.uncopied.dtype
-            for view, copy in zip(views, made, strict=True)
+            view.shape == copy.shape and view.dtype == source.view.dtype for view, copy in zip(views, made, strict=True)
         )
-        return views if are_alike else none
+        return (source.name, views) if are_alike else none
 
     def recipes(self, outputs: Mapping[str, Tensor]) -> dict[str, Recipe]:
         """How the tensors are made, by their names."""
-        unknown = [name for name, tensor in outputs.items() if id(tensor) not in self._known]
-        if unknown:
-            raise NotRecorded(f"{unknown[0]!r} is not made of the tensors that were given")
-        known = {name: self._known[id(tensor)] for name, tensor in outputs.items()}
-        uses: Counter[Node] = Counter()
-        for one in known.values():
-            if one.uncopied is None:
-                uses.update(set(_below(one.node)))
+        made = {name: self._made.get(id(tensor)) for name, tensor in outputs.items()}
+        found: dict[str, Recipe] = {}
+        nodes: dict[str, Node] = {}
+        for name, one in made.items():
+            if one is None:
+                raise NotRecorded(f"{name!r} is not made of the tensors that were given")
+            if one.view is not None and not (one.view.is_conj() or one.view.is_neg()):
+                found[name] = _cut_from(one.name, one.view)
+            else:
+                nodes[name] = self._node(one)
+        below = {name: dict.fromkeys(_below(node)) for name, node in nodes.items()}
+        uses = Counter(node for names in below.values() for node in names)
         kept = frozenset(node for node, count in uses.items() if count > 1 and isinstance(node, Call))
-        return {name: _recipe(one, kept) for name, one in known.items()}
+        computed = {name: _computed(outputs[name], node, below[name], kept) for name, node in nodes.items()}
+        return {name: found.get(name) or computed[name] for name in outputs}
+
+    def _node(self, made: _Made) -> Node:
+        if made.done is None:
+            return Input(made.name)
+        call = self._nodes.get(id(made.done))
+        if call is None:
+            args, kwargs = _mapped((made.done.args, made.done.kwargs), self._node_in_place)
+            call = self._nodes[id(made.done)] = Call(made.done.op, args, kwargs, made.done.new_bytes)
+        return call if made.at is None else Item(call, made.at)
+
+    def _node_in_place(self, leaf: Any) -> Any:
+        made = self._made.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        return leaf if made is None else self._node(made)
 
 
-def _recipe(known: _Known, kept: frozenset[Call]) -> Recipe:
-    below = dict.fromkeys(_below(known.node))
-    inputs = tuple(node.name for node in below if isinstance(node, Input))
-    cut = None
-    if known.uncopied is not None and not (known.uncopied.is_conj() or known.uncopied.is_neg()):
-        view = known.uncopied
-        cut = Cut(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+def recipe_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
+    """The input as it is."""
+    return _cut_from(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _cut_from(name: str, view: Tensor) -> Recipe:
+    cut = Cut(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+    return Recipe((name,), cut.size, view.dtype, cut, Input(name), view.nbytes, frozenset())
+
+
+def _computed(output: Tensor, node: Node, below: Iterable[Node], kept: frozenset[Call]) -> Recipe:
+    inputs = tuple({node.name: None for node in below if isinstance(node, Input)})
     if not inputs:
-        raise NotRecorded(f"a tensor of shape {tuple(known.tensor.shape)} is made of none of the model's")
-    tensor, new_bytes = known.tensor, known.tensor.nbytes
-    if cut is not None:
-        return Recipe(inputs, tuple(tensor.shape), tensor.dtype, cut, known.node, new_bytes, frozenset())
+        raise NotRecorded(f"a tensor of shape {tuple(output.shape)} is made of none of the model's")
     calls = {node for node in below if isinstance(node, Call)}
-    new_bytes += sum(node.new_bytes for node in calls - kept)
-    return Recipe(inputs, tuple(tensor.shape), tensor.dtype, None, known.node, new_bytes, kept & calls)
+    new_bytes = sum(call.new_bytes for call in calls - kept) + (0 if _is_new(node, kept) else output.nbytes)
+    return Recipe(inputs, tuple(output.shape), output.dtype, None, node, new_bytes, kept & calls)
+
+
+def _is_new(node: Node, kept: frozenset[Call]) -> bool:
+    """Whether a value has memory that nothing else has."""
+    return isinstance(node, Call) and node.new_bytes > 0 and node not in kept
 
 
 def _below(node: Node) -> Iterator[Node]:
@@ -267,9 +297,32 @@ def _below(node: Node) -> Iterator[Node]:
     if isinstance(node, Item):
         yield from _below(node.call)
     elif isinstance(node, Call):
-        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        for leaf in _leaves((node.args, node.kwargs)):
             if isinstance(leaf, (Input, Call, Item)):
                 yield from _below(leaf)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments of an operator with each leaf changed. ``tree_map`` takes ten times as long."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_mapped(one, change) for one in tree])
+    if isinstance(tree, dict):
+        return {key: _mapped(one, change) for key, one in tree.items()}
+    return change(tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _leaves(one)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -333,6 +333,8 @@ def check_names(names: Collection[str], known: Collection[str], hint: str = "") 
 def only(unit: Unit, names: Collection[str]) -> Unit | None:
     """A unit that hands out these names alone; None where it has none of them."""
     kept = tuple(one for one in unit.named if one.name in names)
+    if len(kept) == len(unit.named):
+        return unit
     return replace(unit, named=kept) if kept else None
 
 
