@@ -20,6 +20,7 @@ from fxoffload.phases.weight_sync import bucket_stream
 from fxoffload.phases.weight_sync.buckets import Load, plan_buckets
 from fxoffload.phases.weight_sync.cuts import Cut, boxes, region
 from fxoffload.phases.weight_sync.weights import stream_weights, weights_on_device
+from tests.phases.delayed import DelayedCopies
 
 
 class Model(nn.Module):
@@ -212,6 +213,22 @@ def test_the_model_may_return_while_it_is_streamed() -> None:
             manager.onload("params", wait=False)
         if i == 8:
             manager.offload("params", wait=False)
+
+
+def test_host_memory_is_not_released_while_weights_are_copied_from_it() -> None:
+    copies = DelayedCopies()
+    manager = PhaseManager(Model(), device_types=("cpu",), make_copies=lambda device: copies)
+    expected = reference(manager.models[""])
+    manager.offload("params", "buffers").wait()
+    arriving = manager.onload("params", "buffers", wait=False)
+    stream = stream_weights(manager, 300)
+    kept = dict([next(stream)])  # what comes next is being copied from the host
+    arriving.wait()
+    assert manager.release_host_memory() > 0
+    assert not copies.is_busy
+    kept |= stream
+    assert {name: torch.equal(kept[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)
+    manager.close()
 
 
 def test_the_ledger_holds_a_stream_to_its_promise() -> None:

@@ -346,6 +346,29 @@ def test_what_one_tensor_is_made_of_waits_and_counts() -> None:
     manager.close()
 
 
+def test_tensor_subclasses_are_renamed_and_not_converted(mixtral: PreTrainedModel) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def double(name: str) -> nn.Parameter:
+        value = mixtral.get_parameter(name).detach()
+        return nn.Parameter(TwoTensor(value.clone(), value + 1))
+
+    expected = saved_weights(mixtral)
+    layer = mixtral.model.layers[0]
+    layer.mlp.gate.weight = double("model.layers.0.mlp.gate.weight")
+    gate = expected.pop("model.layers.0.block_sparse_moe.gate.weight")
+    parts = {f"model.layers.0.block_sparse_moe.gate.weight.{name}": gate + n for n, name in enumerate("ab")}
+    assert_equal(streamed(mixtral), expected | parts)
+    with managed(mixtral).weights_on_device() as weights:
+        assert weights["model.layers.0.block_sparse_moe.gate.weight"] is layer.mlp.gate.weight
+    layer.mlp.experts.down_proj = double("model.layers.0.mlp.experts.down_proj")
+    with pytest.raises(UnsupportedError, match="inside a tensor subclass.*Give as_saved=False"):
+        streamed(mixtral)
+    with pytest.raises(UnsupportedError, match="sharded or quantized"):
+        managed(mixtral).weights_on_device().__enter__()
+    assert "model.layers.0.mlp.experts.down_proj.a" in streamed(mixtral, as_saved=False)
+
+
 def test_the_twin_of_a_model_is_not_kept(mixtral: PreTrainedModel) -> None:
     manager = managed(mixtral)
     stream = manager.stream_weights()

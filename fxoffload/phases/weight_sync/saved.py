@@ -213,9 +213,7 @@ def _twin(prefix: str, modules: Modules, tensors: Mapping[str, Tensor]) -> tuple
     twins: dict[str, nn.Module] = {}
     for name, module in inner.items():
         if id(module) not in made:
-            twin = made[id(module)] = object.__new__(private.class_before_sharding(module))
-            absent = {attribute: None for attribute, value in module._parameters.items() if value is None}
-            twin.__dict__.update(module.__dict__, _modules={}, _parameters=absent, _buffers={})
+            made[id(module)] = _empty_twin(module)
         twins[name] = made[id(module)]
         if name != prefix:
             parent, _, leaf = name.rpartition(".")
@@ -231,6 +229,14 @@ def _twin(prefix: str, modules: Modules, tensors: Mapping[str, Tensor]) -> tuple
             parts.add(name)
         twins[parent]._parameters[leaf] = tensor  # type: ignore[assignment]
     return twins[prefix], parts
+
+
+def _empty_twin(module: nn.Module) -> nn.Module:
+    if not transformers.is_pretrained_model(module):
+        return nn.Module()
+    twin = object.__new__(private.class_before_sharding(module))
+    twin.__dict__.update(module.__dict__, _modules={}, _parameters={}, _buffers={})
+    return twin
 
 
 def _is_saved_whole(prefix: str, model: nn.Module, modules: Modules) -> bool:

@@ -1,9 +1,9 @@
 """What a weight sync hands out: the names of a state dict, and where the bytes behind them lie.
 
 [Note: Names]
-Names are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP, activation
-checkpointing), in its order, with persistent buffers: what a checkpoint of the unwrapped model would hold, which is
-what weight loaders (vLLM's ``load_weights``) know. With three exceptions:
+Names in memory are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP,
+activation checkpointing), in its order, with persistent buffers. They are what is handed out, but for models of
+transformers, which have others in checkpoints; see [Note: As saved]. With three exceptions:
 - A tensor with several names (tied weights) is copied once; its other names follow the first one directly.
 - The parameters in an FSDP1 flat parameter come together, where its module comes.
 - A wrapper subclass that is no DTensor (a quantized weight) is handed out as the plain tensors inside, called
