@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, core_model_loading
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming
 
 from fxoffload import _transformers_private
@@ -64,6 +64,8 @@ def mixtral() -> PreTrainedModel:
 
 @pytest.mark.parametrize("family", [*MOE, *VISION, *OTHERS])
 def test_families(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
     model = tiny_model(family)
     assert_equal(streamed(model), saved_weights(model))
 
@@ -316,7 +318,7 @@ class Padded(Written):
 @pytest.mark.parametrize("operation", [Written, Counted])
 def test_a_conversion_that_cannot_be_done_later_is_refused(operation: type[Written]) -> None:
     model = tiny_model("llama")
-    model._weight_conversions = [WeightConverter("lm_head.weight", "lm_head.weight", [operation()])]  # type: ignore
+    model._weight_conversions = [WeightConverter("lm_head.weight", "lm_head.weight", operations=[operation()])]  # type: ignore
     with pytest.raises(UnsupportedError, match=r"how it saves LlamaForCausalLM, found .*Give as_saved=False"):
         streamed(model)
     assert_equal(streamed(model, as_saved=False), model.state_dict())
@@ -324,14 +326,14 @@ def test_a_conversion_that_cannot_be_done_later_is_refused(operation: type[Writt
 
 def test_a_conversion_that_computes() -> None:
     model = tiny_model("llama")
-    model._weight_conversions = [WeightConverter("lm_head.weight", "lm_head.weight", [Padded()])]  # type: ignore
+    model._weight_conversions = [WeightConverter("lm_head.weight", "lm_head.weight", operations=[Padded()])]  # type: ignore
     assert_equal(streamed(model), saved_weights(model))
 
 
 def test_what_one_tensor_is_made_of_waits_and_counts() -> None:
     model = tiny_model("llama")
     both = ["self_attn.q_proj.weight", "self_attn.o_proj.weight"]
-    model._weight_conversions = [WeightConverter("self_attn.qo.weight", both, [Chunk(0)])]  # type: ignore
+    model._weight_conversions = [WeightConverter("self_attn.qo.weight", both, operations=[Chunk(0)])]  # type: ignore
     expected = saved_weights(model)
     assert_equal(streamed(model), expected)
     manager = managed(model)
@@ -362,7 +364,7 @@ def test_tensor_subclasses_are_renamed_and_not_converted(mixtral: PreTrainedMode
     with managed(mixtral).weights_on_device() as weights:
         assert weights["model.layers.0.block_sparse_moe.gate.weight"] is layer.mlp.gate.weight
     layer.mlp.experts.down_proj = double("model.layers.0.mlp.experts.down_proj")
-    with pytest.raises(UnsupportedError, match="inside a tensor subclass.*Give as_saved=False"):
+    with pytest.raises(UnsupportedError, match=r"inside a tensor subclass.*Give as_saved=False"):
         streamed(mixtral)
     with pytest.raises(UnsupportedError, match="sharded or quantized"):
         managed(mixtral).weights_on_device().__enter__()

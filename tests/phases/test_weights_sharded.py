@@ -21,7 +21,6 @@ TWO = (
     "placements",
     "fsdp1",
     "fsdp1_original_parameters",
-    "mixture_of_experts",
     "early_close",
 )
 FOUR = ("fsdp2_on_tensor_parallel", "hybrid_sharding", "placements")
@@ -91,6 +90,11 @@ def test_two_ranks(two: Ranks, case: str) -> None:
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks(four: Ranks, case: str) -> None:
     check(four, case)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_saved_in_another_shape(tmp_path: Path) -> None:
+    check(run(tmp_path, 2, ("mixture_of_experts",)), "mixture_of_experts")
 
 
 @pytest.mark.parametrize("case", ["fsdp2_even", "fsdp2_uneven", "fsdp1", "tensor_parallel"])

@@ -28,11 +28,11 @@ class Maker:
 
     def take(self, unit: Unit, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What is handed out now that a unit is there; each with memory of its own, but for names of one tensor."""
-        regions = unit.regions
-        for (start, shape), names in regions.items():
+        for (start, shape), names in unit.regions.items():
             part = whole.view(-1)[start:][: torch.Size(shape).numel()].view(shape)
-            with self._ledger.charged(part.nbytes if len(regions) > 1 else 0):
-                if len(regions) > 1:
+            is_whole = part.nbytes == whole.nbytes
+            with self._ledger.charged(0 if is_whole else part.nbytes):
+                if not is_whole:
                     part = part.clone()
                 for name in names:
                     if self._saved is None:

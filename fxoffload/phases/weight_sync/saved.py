@@ -153,11 +153,11 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
     waiting: dict[str, int] = {}
     most = 0
     for unit in units:
-        whole, regions = unit.numel * unit.dtype.itemsize, unit.regions
+        whole = unit.numel * unit.dtype.itemsize
         most = max(most, sum(waiting.values()) + whole)
-        for (_, shape), names in regions.items():
+        for (_, shape), names in unit.regions.items():
             nbytes = math.prod(shape) * unit.dtype.itemsize
-            own = nbytes if len(regions) > 1 else 0
+            own = nbytes if nbytes != whole else 0  # a part of what FSDP1 flattened is copied
             for name in names:
                 steps = saved.steps[name] if saved is not None else []
                 kept = saved.kept_bytes(name) if saved is not None else 0
