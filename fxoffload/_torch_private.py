@@ -115,6 +115,14 @@ def fsdp2_is_used() -> bool:
     return any(isinstance(ref(), fsdp.FSDPState) for ref in list(states._module_state_mapping.data.values()))
 
 
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, as it was before ``fully_shard`` or ``replicate`` changed it."""
+    homes = (("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed._composable.replicate", "DDP"))
+    mixed_in = tuple(getattr(sys.modules[home], name, ()) for home, name in homes if home in sys.modules)
+    classes = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in classes if not issubclass(kind, mixed_in))
+
+
 def fsdp2_groups(module: Any) -> list[Any]:
     """The ``FSDPParamGroup`` s of one ``FSDPModule``: torch 2.11 knows at most one."""
     state = module._get_fsdp_state()

@@ -120,6 +120,7 @@ class PhaseManager:
         )
         self._transit.guards = Guards(self)
         self.weight_plans = WeightPlans()
+        self._streamed_to: set[torch.device] = set()
         self._blocks: list[Phase] = []
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None
@@ -158,12 +159,13 @@ class PhaseManager:
         return own[0] if own else None
 
     def host_pieces(self, holding: Holding) -> list[tuple[int, Tensor]]:
-        """(offset, bytes) of a holding in the host image, without a copy."""
+        """(offset, bytes) of a holding in the host image, without a copy: the next offload writes over them."""
         assert holding.block is not None
         return self.image.pieces(holding.block, holding.nbytes)
 
     def copies(self, device: torch.device) -> CopyStreams:
-        """The copy streams of a device."""
+        """The copy streams of a device, for a stream of weights."""
+        self._streamed_to.add(device)
         return self._transit.mover.copies(device)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
@@ -334,11 +336,12 @@ class PhaseManager:
         device: torch.device | str | None = None,
         names: Collection[str] | None = None,
         model: str | None = None,
+        as_saved: bool | None = None,
     ) -> WeightStream:
         """(name, tensor on the device) of every weight, in buckets, from wherever they are; the model stays there.
 
-        See ``fxoffload.phases.weight_sync.weights.stream_weights`` for the arguments and for how long a tensor is
-        valid.
+        Names and shapes are those that ``save_pretrained`` writes; with ``as_saved=False`` those in memory. See
+        ``fxoffload.phases.weight_sync.weights.stream_weights`` for the arguments.
         """
         transition = Transition("stream", (PARAMS, BUFFERS))
 
@@ -348,11 +351,13 @@ class PhaseManager:
             transition.finish()
             self._record(transition)
 
-        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, ended)
+        return stream_weights(self, bucket_bytes, dtype, full, device, names, model, as_saved, ended)
 
-    def weights_on_device(self, model: str | None = None) -> contextlib.AbstractContextManager[WeightsOnDevice]:
+    def weights_on_device(
+        self, model: str | None = None, as_saved: bool | None = None
+    ) -> contextlib.AbstractContextManager[WeightsOnDevice]:
         """The simple way: loads parameters and buffers, yields them by name, and offloads again what was away."""
-        return weights_on_device(self, model)
+        return weights_on_device(self, model, as_saved)
 
     # -- host memory and records ---------------------------------------------------------------------------------------
 
@@ -369,6 +374,8 @@ class PhaseManager:
                 raise RuntimeError(
                     f"expected everything on the device, found {self.state}: call onload() before release_host_memory()"
                 )
+            for device in self._streamed_to:  # streams of weights may still be reading
+                self._transit.mover.copies(device).wait_for_copies()
             self._transit.ledger.forget_blocks()
             return self.image.release()
 

@@ -87,6 +87,12 @@ class DelayedCopies:
     def synchronize(self) -> None:
         self.run_all()
 
+    wait_for_copies = synchronize
+
+    @property
+    def is_busy(self) -> bool:
+        return self.num_made < len(self._queue)
+
     def run_all(self) -> None:
         """The link catches up."""
         self._run(len(self._queue))

@@ -33,9 +33,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each plan that was made."""
     made: list[int] = []
 
-    def plan(loads: list[object], limit: int) -> object:
+    def plan(loads: list[object], *limits: int) -> object:
         made.append(len(loads))
-        return real(loads, limit)  # type: ignore[arg-type]
+        return real(loads, *limits)  # type: ignore[arg-type]
 
     real = weight_plans.plan_buckets
     monkeypatch.setattr(weight_plans, "plan_buckets", plan)

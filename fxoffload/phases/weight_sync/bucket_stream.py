@@ -3,8 +3,8 @@
 [Note: Order of a weight stream]
 The reload stream copies and casts, the process groups' streams gather, the consumer's stream unpacks. When bucket i is
 asked for:
-1. the consumer's stream waits for what landed of i, and puts the tensors together in ``out``; what it did with bucket
-   i - 1 comes before that in its order, so that the tensors of i - 1 end here. Bucket i + 1 lands meanwhile;
+1. the consumer's stream waits for what landed of i, and puts the tensors together, each in memory of its own. Bucket
+   i + 1 lands meanwhile;
 2. the reload stream waits for that, then the next bucket lands where i was: this rank's slots are copied from the host,
    or cast from the stage, and the gathers start, what is not gathered is copied from the host;
 3. the stage is free as soon as it was cast: the parts of the bucket behind that are copied, beside the gathers.
@@ -14,6 +14,7 @@ See [Note: Memory of a bucket] for the buffers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import deque
@@ -42,12 +43,17 @@ class Ledger:
         self.held_bytes = 0
         self.peak_bytes = 0
 
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for a buffer.
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a tensor.
 
         Raises:
             AssertionError: more than was promised: a bug in fxoffload.
         """
+        self.charge(math.prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def charge(self, nbytes: int) -> None:
+        """Counts memory that is about to be allocated; raises as ``take`` does."""
         if self.held_bytes + nbytes > self.limit_bytes:
             raise AssertionError(
                 f"a weight stream would hold {format_bytes(self.held_bytes + nbytes)} on the device, more than 2 "
@@ -55,11 +61,23 @@ class Ledger:
             )
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def give_back(self, *buffers: Tensor) -> None:
+    def discharge(self, nbytes: int) -> None:
+        """The stream holds so many bytes no longer."""
+        self.held_bytes -= nbytes
+
+    @contextlib.contextmanager
+    def charged(self, nbytes: int) -> Iterator[None]:
+        """Counts memory that is held in this block."""
+        self.charge(nbytes)
+        try:
+            yield
+        finally:
+            self.discharge(nbytes)
+
+    def give_back(self, *tensors: Tensor) -> None:
         """The stream holds these no longer."""
-        self.held_bytes -= sum(buffer.numel() for buffer in buffers)
+        self.discharge(sum(tensor.nbytes for tensor in tensors))
 
 
 class BucketStream:
@@ -84,25 +102,24 @@ class BucketStream:
         self._ledger, self._still = ledger, still
         self._landed: deque[tuple[list[Any], list[Any]]] = deque()  # works and events, by bucket
         self._stage_filled: Any = None
-        self._stage = ledger.take(plan.stage_bytes, device)
+        self._stage = ledger.take((plan.stage_bytes,), torch.uint8, device)
         # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
         self._landings: list[Tensor] = []
-        self._out = self._large = ledger.take(0, device)
+        self._wholes: dict[int, Tensor] = {}  # by the index of a unit; until they were handed out
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
         if index == 0:
             for i in range(self._plan.landings):
-                self._landings.append(self._ledger.take(self._plan.landing_bytes, self._stage.device))
+                landing = self._ledger.take((self._plan.landing_bytes,), torch.uint8, self._stage.device)
+                self._landings.append(landing)
                 self._copies.reload_waits_for_compute()  # whoever had the memory before
                 with self._still.copying():
                     if i == 0:
                         self._fill_stage(0)
                     self._land(i)
                     self._fill_stage(i + 1)
-            self._out = self._ledger.take(self._plan.out_bytes, self._stage.device)
-            self._large = self._ledger.take(self._plan.large_bytes, self._stage.device)
         self._wait()
         for lane in self._plan.buckets[index].lanes:
             for piece in lane.pieces:
@@ -113,11 +130,15 @@ class BucketStream:
             self._fill_stage(index + self._plan.landings + 1)
 
     def whole(self, piece: Piece) -> Tensor:
-        """The tensor that a piece belongs to, in its buffer."""
-        unit = self._units[piece.index]
-        nbytes = unit.numel * unit.dtype.itemsize
-        buffer = self._large if piece.out is None else self._out[piece.out :]
-        return buffer[:nbytes].view(unit.dtype).view(unit.shape)
+        """The tensor that a piece belongs to."""
+        if piece.index not in self._wholes:
+            unit = self._units[piece.index]
+            self._wholes[piece.index] = self._ledger.take(unit.shape, unit.dtype, self._stage.device)
+        return self._wholes[piece.index]
+
+    def let_go(self, piece: Piece) -> None:
+        """The tensor was handed out: it belongs to the consumer now."""
+        self._ledger.give_back(self._wholes.pop(piece.index))
 
     def close(self) -> None:
         """Finishes what was started and gives the memory back. The consumer's stream waits for the copies."""
@@ -129,8 +150,8 @@ class BucketStream:
             self._copies.synchronize()  # of copies whose waits were not reached
             raise
         finally:
-            self._ledger.give_back(self._stage, *self._landings, self._out, self._large)
-            del self._stage, self._landings, self._out, self._large
+            self._ledger.give_back(self._stage, *self._landings, *self._wholes.values())
+            del self._stage, self._landings, self._wholes
 
     def _wait(self) -> None:
         """For the next bucket that was begun."""
@@ -230,9 +251,9 @@ class BucketStream:
         return work
 
     def _unpack(self, lane: Lane, piece: Piece, landing: Tensor) -> None:
+        unit, whole = self._units[piece.index], self.whole(piece)
         if piece.start == piece.stop:
             return
-        unit, whole = self._units[piece.index], self.whole(piece)
         load = unit.load
         slots = landing[lane.base : lane.base + lane.ranks * lane.slot_bytes].view(lane.ranks, lane.slot_bytes)
         nbytes = (piece.stop - piece.start) * unit.landed_dtype.itemsize

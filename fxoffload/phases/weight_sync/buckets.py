@@ -8,10 +8,10 @@ landings    buckets i + 1 and i + 2: what needs no gathering is copied here, and
             Two, for else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket. Three where
             tensors are gathered and none is cast, for else nothing would be copied while one is gathered.
 stage       this rank's parts of gathered tensors that are cast first, as they are copied from the host, of bucket i + 3
-out         bucket i: whole tensors, which the consumer reads
 
-Together they are at most twice ``bucket_bytes``. A tensor that does not fit into ``out`` alone passes through several
-buckets of its own and is put together in another buffer, as large as the largest such tensor.
+With the whole tensors of bucket i, which are handed out, they are at most twice ``bucket_bytes``. Each of these has
+memory of its own; see [Note: Whose a weight is]. A tensor that does not fit beside the buffers passes through several
+buckets of its own.
 
 A plan is made from sizes that are the same on all ranks, so that all ranks gather alike.
 """
@@ -66,7 +66,6 @@ class Piece:
         index: of the tensor.
         staged: where its bytes begin in the stage; meaningless for what is not staged.
         landed: where they begin in each rank's slot of its lane.
-        out: where the whole tensor begins in ``out``; None: it is put together in the buffer for large ones.
         last: whether the tensor is whole now.
     """
 
@@ -75,7 +74,6 @@ class Piece:
     stop: int
     staged: int
     landed: int
-    out: int | None
     last: bool
 
 
@@ -103,20 +101,26 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets, the number of landings, and the sizes of the buffers; ``limit_bytes``: what was promised, 2 buckets
-    + the largest tensor."""
+    """All buckets, the number of landings, and the sizes of the buffers.
+
+    Attributes:
+        out_bytes: of the whole tensors of a bucket, at most; a bucket of one large tensor is left out.
+        limit_bytes: that was promised: two buckets and ``large_bytes`` of ``plan_buckets``.
+    """
 
     buckets: tuple[Bucket, ...]
     landings: int
     stage_bytes: int
     landing_bytes: int
     out_bytes: int
-    large_bytes: int
     limit_bytes: int
 
 
-def plan_buckets(loads: Sequence[Load], bucket_bytes: int) -> Plan:
+def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | None = None) -> Plan:
     """See [Note: Memory of a bucket]. Tensors keep their order.
+
+    Args:
+        large_bytes: that the stream may hold beside its buckets; by default the largest tensor.
 
     Raises:
         ValueError: ``bucket_bytes`` is too small for one element.
@@ -132,8 +136,7 @@ def plan_buckets(loads: Sequence[Load], bucket_bytes: int) -> Plan:
         stage_bytes=max((b.stage_bytes for b in found), default=0),
         landing_bytes=max((b.landing_bytes for b in found), default=0),
         out_bytes=max((b.out_bytes for b in found), default=0),
-        large_bytes=packer.large_bytes,
-        limit_bytes=2 * bucket_bytes + max((load.out_bytes for load in loads), default=0),
+        limit_bytes=2 * bucket_bytes + (large_bytes or max((load.out_bytes for load in loads), default=0)),
     )
 
 
@@ -158,7 +161,6 @@ class _Packer:
         self._max_stage = int(2 * bucket_bytes * self._stage_share / self._shares)
         self._max_landing = int(2 * bucket_bytes * self._landing_share / self._shares)
         self.buckets: list[Bucket] = []
-        self.large_bytes = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -182,7 +184,7 @@ class _Packer:
         first = self._max_out >> max(_SMALLER_FIRST - len(self.buckets), 0)
         if not fits or (self._out and self._out + needed[2] > first):
             self.close_bucket()
-        self._put(index, 0, load.elements, self._out)
+        self._put(index, 0, load.elements)
         self._out += needed[2]
 
     def _add_large(self, index: int) -> None:
@@ -192,11 +194,9 @@ class _Packer:
             step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_item)
         if step < 1:
             self._refuse(load)
-        self.large_bytes = max(self.large_bytes, load.out_bytes)
         for start in range(0, load.elements, step):
             self.close_bucket()
-            self._put(index, start, min(load.elements, start + step), None)
-        # The next large tensor is written over this one: not before the consumer is done with it.
+            self._put(index, start, min(load.elements, start + step))
         self.close_bucket()
 
     def _refuse(self, load: Load) -> None:
@@ -208,10 +208,10 @@ class _Packer:
             f"from each of {load.ranks} rank{'s' if load.ranks > 1 else ''}; give at least {format_bytes(least)}"
         )
 
-    def _put(self, index: int, start: int, stop: int, out: int | None) -> None:
+    def _put(self, index: int, start: int, stop: int) -> None:
         load = self._loads[index]
         slot = self._slots.get(load.lane, 0)
-        self._pieces.append(Piece(index, start, stop, self._stage, slot, out, stop == load.elements))
+        self._pieces.append(Piece(index, start, stop, self._stage, slot, stop == load.elements))
         self._stage += aligned(_stage_bytes(load, stop - start))
         landed = aligned((stop - start) * _landed_item(load))
         self._slots[load.lane] = slot + landed

@@ -4,7 +4,8 @@
 A rollout engine gets the same weights after every step. To find out what there is and to pack it takes the host 8 ms
 for 355 sharded tensors (a CPU rehearsal), in which nothing is copied; a stream of 6.3 GB takes 0.13 s (an H200). All of
 that follows from what a ``Look`` has, which is compared in 2 ms. No tensor is held: those that are streamed are the
-ones that were looked at.
+ones that were looked at. What transformers says of how a model is saved is remembered with it, for the same class,
+config and conversions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,16 @@ from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync.buckets import Plan, plan_buckets
-from fxoffload.phases.weight_sync.units import Entry, Unit, entries_of, units_of
+from fxoffload.phases.weight_sync.saved import Saved, bytes_beside, facts_of, saved_models, saved_of, weights_of
+from fxoffload.phases.weight_sync.units import (
+    Entry,
+    Unit,
+    check_names,
+    clean_modules,
+    entries_of,
+    only,
+    units_of,
+)
 
 _MOST = 8  # a manager's models, by different arguments
 
@@ -46,23 +56,43 @@ class Look:
     aliases: tuple[Tensor, ...] = ()
 
 
-class _Remembered:
-    """Of a plan: looks without their tensors, and units without theirs."""
+class Planned(NamedTuple):
+    """What is handed out; ``saved``: how it is made of the units, None where nothing is to be made."""
 
-    def __init__(self, looks: Sequence[Look], units: Sequence[Unit], plan: Plan) -> None:
+    units: list[Unit]
+    plan: Plan
+    saved: Saved | None
+
+
+class _Remembered:
+    """Of all weights: looks without their tensors, and units without theirs.
+
+    Args:
+        asked: what transformers answered from.
+
+    Attributes:
+        saved: how the weights are made that are handed out.
+        plan: of all of them, once it was made.
+    """
+
+    def __init__(self, looks: Sequence[Look], units: Sequence[Unit], saved: Saved | None, asked: Sequence[Any]) -> None:
         self._told = [look.told for look in looks]
         self._cut_by = [look.cut_by for look in looks]
         self._units = [unit.without_tensors() for unit in units]
-        self.plan = plan
+        self._asked = tuple(asked)
+        self.saved = saved
+        self.plan: Plan | None = None
 
     def units_of(self, looks: Sequence[Look]) -> list[Unit]:
         """The units, of the tensors that were looked at."""
         return [unit.with_tensors(look.local, look.aliases) for unit, look in zip(self._units, looks, strict=True)]
 
-    def fits(self, looks: Sequence[Look]) -> bool:
+    def fits(self, looks: Sequence[Look], asked: Sequence[Any]) -> bool:
         """Whether planning these would come to the same."""
-        return self._told == [look.told for look in looks] and all(
-            _are_the_same(mine.cut_by, others) for mine, others in zip(looks, self._cut_by, strict=True)
+        return (
+            self._told == [look.told for look in looks]
+            and all(_are_the_same(mine.cut_by, others) for mine, others in zip(looks, self._cut_by, strict=True))
+            and _are_the_same(tuple(asked), self._asked)
         )
 
 
@@ -80,28 +110,60 @@ class WeightPlans:
         full: bool = True,
         dtype: torch.dtype | None = None,
         names: Collection[str] | None = None,
-    ) -> tuple[list[Unit], Plan]:
+        as_saved: bool = True,
+    ) -> Planned:
         """What is handed out, and its buckets.
 
         Raises:
-            UnsupportedError: a tensor that cannot be read in pieces.
+            UnsupportedError: a tensor that cannot be read in pieces, or a model that cannot be handed out as saved.
             ValueError: an unknown name, a ``dtype`` that is not floating, ``bucket_bytes`` too small.
         """
         with untouched():
-            entries = entries_of(model)
-            looks = None if names is not None else _looks(entries)
-            key = (id(model), bucket_bytes, full, dtype)
+            modules = clean_modules(model)
+            entries = entries_of(modules)
+            models = saved_models(modules) if as_saved else []
+            asked = [fact for _, one in models for fact in facts_of(one)]
+            looks = _looks(entries)
+            key = (id(model), bucket_bytes, full, dtype, as_saved)
             known = self._known.get(key)
-            if known is not None and looks is not None and known.fits(looks):
-                return known.units_of(looks), known.plan
-            units = units_of(entries, full=full, dtype=dtype, names=names)
-            plan = plan_buckets([unit.load for unit in units], bucket_bytes)
-            if looks is not None and len(units) == len(looks):
-                self._known.pop(key, None)
-                while len(self._known) >= _MOST:
-                    self._known.pop(next(iter(self._known)), None)
-                self._known[key] = _Remembered(looks, units, plan)
-            return units, plan
+            if known is not None and looks is not None and known.fits(looks, asked):
+                units = known.units_of(looks)
+            else:
+                units = units_of(entries, full=full, dtype=dtype)
+                known = _Remembered(looks or (), units, saved_of(models, modules, weights_of(units)), asked)
+                if looks is not None and len(units) == len(looks):
+                    self._remember(key, known)
+            units, saved = _chosen(units, known.saved, names)
+            plan = known.plan if names is None else None
+            if plan is None:
+                plan = plan_buckets([unit.load for unit in units], bucket_bytes, bytes_beside(units, saved))
+            if names is None:
+                known.plan = plan
+            return Planned(units, plan, saved)
+
+    def _remember(self, key: Hashable, known: _Remembered) -> None:
+        self._known.pop(key, None)
+        while len(self._known) >= _MOST:
+            self._known.pop(next(iter(self._known)), None)
+        self._known[key] = known
+
+
+def _chosen(
+    units: Sequence[Unit], saved: Saved | None, names: Collection[str] | None
+) -> tuple[list[Unit], Saved | None]:
+    """What is needed for some names, or for all."""
+    needed: Collection[str]
+    if saved is not None:
+        if names is not None:
+            hint = "; give as_saved=False for names as they are in memory"
+            saved = saved.only(check_names(names, saved.recipes, hint))
+        needed = saved.steps
+    elif names is not None:
+        needed = check_names(names, [named.name for unit in units for named in unit.named])
+    else:
+        return list(units), None
+    chosen = (only(unit, needed) for unit in units)
+    return [unit for unit in chosen if unit is not None], saved
 
 
 def _looks(entries: Sequence[Entry]) -> list[Look] | None:

@@ -1,9 +1,9 @@
 """What a weight sync hands out: the names of a state dict, and where the bytes behind them lie.
 
 [Note: Names]
-Names are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP, activation
-checkpointing), in its order, with persistent buffers: what a checkpoint of the unwrapped model would hold, which is
-what weight loaders (vLLM's ``load_weights``) know. With three exceptions:
+Names in memory are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP,
+activation checkpointing), in its order, with persistent buffers. They are what is handed out, but for models of
+transformers, which have others in checkpoints; see [Note: As saved]. With three exceptions:
 - A tensor with several names (tied weights) is copied once; its other names follow the first one directly.
 - The parameters in an FSDP1 flat parameter come together, where its module comes.
 - A wrapper subclass that is no DTensor (a quantized weight) is handed out as the plain tensors inside, called
@@ -86,6 +86,14 @@ class Unit:
         """Of the whole."""
         return math.prod(self.shape)
 
+    @property
+    def regions(self) -> dict[tuple[int, tuple[int, ...]], list[str]]:
+        """(first element, shape) of what is handed out, to the names of it."""
+        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for one in self.named:
+            found.setdefault((one.start, one.shape), []).append(one.name)
+        return found
+
     @functools.cached_property
     def own_shape(self) -> tuple[int, ...]:
         """What this rank holds of it."""
@@ -125,22 +133,20 @@ class Unit:
 _KnownCuts = dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]]
 
 
+# Every module of a model under every clean name; see ``clean_modules``.
+Modules = Sequence[tuple[str, nn.Module]]
+
+
 # All names of a tensor, or the module's name of a flat parameter.
 Entry = tuple[list[str], Tensor | FlatParameterInfo]
 
 
-def units_of(
-    entries: Sequence[Entry],
-    *,
-    full: bool = True,
-    dtype: torch.dtype | None = None,
-    names: Collection[str] | None = None,
-) -> list[Unit]:
+def units_of(entries: Sequence[Entry], *, full: bool = True, dtype: torch.dtype | None = None) -> list[Unit]:
     """Everything that is handed out of these.
 
     Raises:
         UnsupportedError: a tensor that cannot be read in pieces.
-        ValueError: an unknown name, or a ``dtype`` that is not floating.
+        ValueError: a ``dtype`` that is not floating.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"expected a floating dtype to cast weights to, found {dtype}")
@@ -152,26 +158,25 @@ def units_of(
                 units += _tensor_units(names_of_one, found, full, dtype, known)
             else:
                 units.append(_flat_unit(names_of_one[0], found, full, dtype))
-    return units if names is None else _selected(units, names)
+    return units
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(modules: Modules) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their clean names, tied ones under every name.
 
     Raises:
         UnsupportedError: FSDP1 flattened parameters.
     """
-    entries = entries_of(model)
+    entries = entries_of(modules)
     weights = {name: found for names, found in entries if isinstance(found, Tensor) for name in names}
     if len(weights) < sum(len(names) for names, _ in entries):
         raise UnsupportedError("FSDP1 keeps parts of flattened parameters only: use stream_weights() for whole ones")
     return weights
 
 
-def entries_of(model: nn.Module) -> list[Entry]:
+def entries_of(modules: Modules) -> list[Entry]:
     """Everything with a name, in the order of first names; see [Note: Names]."""
     with untouched():
-        modules = list(_clean_modules(model))
         flats = {id(m): flat for _, m in modules if (flat := private.flat_parameter_of(m)) is not None}
         inside = {(id(owner), attribute) for flat in flats.values() for owner, attribute in flat.members}
         found: dict[int, Entry] = {}
@@ -184,8 +189,9 @@ def entries_of(model: nn.Module) -> list[Entry]:
         return list(found.values())
 
 
-def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module, again under every name, in the order of the state dict."""
+def clean_modules(model: nn.Module) -> Modules:
+    """Every module, again under every name, in the order of the state dict. A wrapper has the name of what it wraps."""
+    found = []
     clean: dict[str, tuple[str, bool]] = {}
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -194,7 +200,8 @@ def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         hidden = not path or leaf in _TRANSPARENT or (above_is_parallel and leaf == "module")
         name = above if hidden else _join(above, leaf)
         clean[path] = name, isinstance(module, parallel)
-        yield name, module
+        found.append((name, module))
+    return found
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -302,18 +309,33 @@ def _out_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _selected(units: Sequence[Unit], names: Collection[str]) -> list[Unit]:
+def check_names(names: Collection[str], known: Collection[str], hint: str = "") -> set[str]:
+    """The names as a set.
+
+    Args:
+        hint: ends the message.
+
+    Raises:
+        ValueError: one is not known.
+    """
     wanted = {names} if isinstance(names, str) else set(names)
-    known = [named.name for unit in units for named in unit.named]
     unknown = sorted(wanted.difference(known))
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.3) or known[:3]
+        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.3) or list(known)[:3]
         raise ValueError(
-            f"expected names out of the state dict's {len(known)}, found {unknown[0]!r}"
+            f"expected names out of the {len(known)} that are streamed, found {unknown[0]!r}"
             f"{f' and {len(unknown) - 1} others' if len(unknown) > 1 else ''}; there are {', '.join(map(repr, near))}"
+            f"{hint}"
         )
-    kept = (replace(unit, named=tuple(one for one in unit.named if one.name in wanted)) for unit in units)
-    return [unit for unit in kept if unit.named]
+    return wanted
+
+
+def only(unit: Unit, names: Collection[str]) -> Unit | None:
+    """A unit that hands out these names alone; None where it has none of them."""
+    kept = tuple(one for one in unit.named if one.name in names)
+    if len(kept) == len(unit.named):
+        return unit
+    return replace(unit, named=kept) if kept else None
 
 
 def _join(prefix: str, name: str) -> str:

@@ -1,10 +1,14 @@
 """Weight sync: the named weights of a model on the device, with or without bringing the model there.
 
-[Note: How long a weight is valid]
-``stream_weights`` hands out views of a buffer: they hold their values until the next bucket begins, which is when a
-later ``next()`` needs one. Work that was queued on the stream that is current at ``next()`` is waited for before the
-buffer is written again; whoever reads on another stream lets the current stream wait for it first. Keep a copy of what
-must live longer (``.clone()``).
+[Note: Whose a weight is]
+Each tensor that ``stream_weights`` hands out has memory of its own and belongs to whoever asked for it, to keep and to
+write to, also after the stream has ended. So ``dict(stream)`` is the whole model on the device. A loop that keeps
+nothing has the last tensor until it gets the next one: that one, and whatever is kept, comes on top of what the stream
+may hold. It is PyTorch's memory as any other: allocated on the stream that is current at ``next()``. Who uses it on
+another one calls ``record_stream``, or lets the first one wait before the last reference goes.
+
+Rejected: views of a buffer, which later buckets overwrite. Nothing tells a view that is still needed (``dict(stream)``,
+a numpy array, a handle that was sent to another process) from the variable of a loop.
 
 With ``full=True`` and shards each bucket is one collective for each way in which tensors are cut (and for each mesh
 dimension that cuts them): all ranks iterate alike, with the same arguments, and as far. Ending early (``close()``, the
@@ -16,25 +20,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping
 from types import TracebackType
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fxoffload.errors import UnsupportedError
 from fxoffload.gc_pause import gc_paused
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.handle import Handle
-from fxoffload.phases.moving.storages import Where
+from fxoffload.phases.moving.storages import Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, PARAMS
 from fxoffload.phases.weight_sync.bucket_stream import BucketStream, Ledger
-from fxoffload.phases.weight_sync.buckets import Plan
-from fxoffload.phases.weight_sync.plans import WeightPlans
+from fxoffload.phases.weight_sync.making import Maker
+from fxoffload.phases.weight_sync.plans import Planned, WeightPlans
+from fxoffload.phases.weight_sync.saved import Saved, Weight, memory_of, saved_models, saved_of
 from fxoffload.phases.weight_sync.source import Stored, WeightSource
 from fxoffload.phases.weight_sync.stand_still import StandStill
-from fxoffload.phases.weight_sync.units import Unit, named_tensors
+from fxoffload.phases.weight_sync.units import Modules, Unit, clean_modules, named_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.sizes import parse_bytes
 
@@ -67,26 +74,24 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         units: what they are made of.
         nbytes: that this process copies from its host image or its device, if the stream is read to its end.
         delivered_bytes: those of them whose tensors were handed out so far.
-        ledger: the device memory of the stream.
+        ledger: the device memory that the stream holds; what was handed out is not counted.
         still: what is charged with the waits for it.
     """
 
     def __init__(
         self,
-        units: list[Unit],
-        plan: Plan,
+        planned: Planned,
         start: Callable[[Ledger], BucketStream],
         ended: Callable[[WeightStream], object],
         still: StandStill,
     ) -> None:
-        self.plan = plan
-        self.units = units
+        self.units, self.plan, saved = planned
         with untouched():
-            self.nbytes = sum(unit.own_bytes for unit in units)
+            self.nbytes = sum(unit.own_bytes for unit in self.units)
         self.delivered_bytes = 0
-        self.ledger = Ledger(plan.limit_bytes)
+        self.ledger = Ledger(self.plan.limit_bytes)
         self._ended, self.still = ended, still
-        self._items = self._run(units, start)
+        self._items = self._run(start, Maker(saved, self.ledger))
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._items)
@@ -109,21 +114,20 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(
-        self, units: list[Unit], start: Callable[[Ledger], BucketStream]
-    ) -> Generator[tuple[str, Tensor], None, None]:
+    def _run(self, start: Callable[[Ledger], BucketStream], maker: Maker) -> Generator[tuple[str, Tensor], None, None]:
         with contextlib.ExitStack() as stack:
             stack.callback(self._ended, self)
+            stack.callback(maker.close)
             buckets = stack.enter_context(contextlib.closing(start(self.ledger)))
             for index, bucket in enumerate(self.plan.buckets):
                 with record_function("fxoffload::stream_weights"):
                     buckets.advance(index)
                 for piece in bucket.finished:
-                    self.delivered_bytes += units[piece.index].own_bytes
-                    flat = buckets.whole(piece).view(-1)
-                    for named in units[piece.index].named:
-                        yield named.name, flat[named.start :][: _numel(named.shape)].view(named.shape)
-                    del flat
+                    unit = self.units[piece.index]
+                    self.delivered_bytes += unit.own_bytes
+                    yield from maker.take(unit, buckets.whole(piece))
+                    buckets.let_go(piece)
+                    maker.settle()
 
 
 def stream_weights(
@@ -134,32 +138,45 @@ def stream_weights(
     device: torch.device | str | None = None,
     names: Collection[str] | None = None,
     model: str | None = None,
+    as_saved: bool | None = None,
     ended: Callable[[WeightStream], object] = lambda stream: None,
 ) -> WeightStream:
     """The weights of a model on the device, in buckets, read from wherever they are; the model stays there.
 
-    Names are those of the state dict without wrappers; see [Note: Names]. Tensors are contiguous. See [Note: How long a
-    weight is valid] for what the consumer may do with them. At most two buckets and the largest tensor (for FSDP1 the
-    largest flat parameter) are on the device.
+    Names are those of the checkpoint; see [Note: As saved] for models of transformers and [Note: Names] for others.
+    Tensors are contiguous, each with memory of its own; see [Note: Whose a weight is]. The stream holds at most two
+    buckets, the largest tensor in memory (for FSDP1 the largest flat parameter) and one tensor that is made of it.
 
     Args:
-        bucket_bytes: half of what the stream may hold on the device beside a tensor larger than a bucket.
+        bucket_bytes: half of what the stream may hold on the device beside the largest tensor and what is made of it.
         dtype: to cast floating tensors to, on the device, and before they are gathered where that makes fewer bytes.
         full: whether to gather tensors that are sharded. Else each rank gets its own part: of a DTensor the local
             tensor, of what FSDP1 flattened a vector of those elements that lie here.
         device: by default the one that the model lives on.
-        names: only these; the same on all ranks.
+        names: only these, as they are handed out; the same on all ranks.
         model: which one, where the manager has several.
+        as_saved: whether names and shapes are those that ``save_pretrained`` writes; else those in memory. By default
+            with ``full=True`` alone: checkpoints know no parts.
         ended: called when a stream that was begun is over, or was given up.
 
     Raises:
-        ValueError: an unknown name or model, a dtype that is not floating, a bucket too small for an element.
-        UnsupportedError: a tensor that cannot be read in pieces.
+        ValueError: an unknown name or model, a dtype that is not floating, a bucket too small for an element,
+            ``as_saved=True`` with ``full=False``.
+        UnsupportedError: a tensor that cannot be read in pieces; a model of which transformers cannot say how it would
+            be saved.
     """
+    if as_saved and not full:
+        raise ValueError(
+            "expected as_saved=True with full=True, found full=False: a checkpoint has whole tensors. Give "
+            "as_saved=False for the parts of the tensors in memory"
+        )
     limit = parse_bytes(bucket_bytes, "bucket_bytes")
     with untouched(), gc_paused():  # nothing is copied meanwhile
         of = _model(manager.models, model)
-        units, plan = manager.weight_plans.plan(of, limit, full=full, dtype=dtype, names=names)
+        planned = manager.weight_plans.plan(
+            of, limit, full=full, dtype=dtype, names=names, as_saved=full if as_saved is None else as_saved
+        )
+        units, plan, _ = planned
         where = _device(units, device)
     still = StandStill(where)
     read = WeightSource(manager, still).copies
@@ -167,11 +184,14 @@ def stream_weights(
     def start(ledger: Ledger) -> BucketStream:
         return BucketStream(plan, units, read, manager.copies(where), where, ledger, still)
 
-    return WeightStream(units, plan, start, ended, still)
+    return WeightStream(planned, start, ended, still)
 
 
-class WeightsOnDevice(dict[str, Tensor]):
-    """Weights by name.
+class WeightsOnDevice(Mapping[str, Tensor]):
+    """Weights by name, while they are on the device.
+
+    What is in memory as it is saved is the parameter or the buffer itself. Anything else is made, with memory of its
+    own, each time that it is asked for.
 
     Attributes:
         load_seconds: that bringing them took; exactly 0.0 if they were there.
@@ -181,20 +201,57 @@ class WeightsOnDevice(dict[str, Tensor]):
     load_seconds = 0.0
     offload_seconds = 0.0
 
+    def __init__(self, tensors: dict[str, Tensor], saved: Saved | None) -> None:
+        self._tensors = tensors
+        self._recipes = saved.recipes if saved is not None else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._recipes is None:
+            return self._tensors[name]
+        recipe = self._recipes[name]
+        inputs = {one: self._tensors[one] for one in recipe.inputs}
+        first = inputs[recipe.inputs[0]]
+        if recipe.is_input(tuple(first.shape)):
+            return first
+        with torch.no_grad():
+            return recipe.make({one: tensor.detach().contiguous() for one, tensor in inputs.items()}, {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors if self._recipes is None else self._recipes)
+
+    def __len__(self) -> int:
+        return len(self._tensors if self._recipes is None else self._recipes)
+
+    def clear(self) -> None:
+        """Lets go of all of them."""
+        self._tensors, self._recipes = {}, None
+
 
 @contextlib.contextmanager
-def weights_on_device(manager: Moved, model: str | None = None) -> Iterator[WeightsOnDevice]:
+def weights_on_device(
+    manager: Moved, model: str | None = None, as_saved: bool | None = None
+) -> Iterator[WeightsOnDevice]:
     """The simple way: brings parameters and buffers to the device, and takes back at the end what was on the host.
 
     What was arriving is waited for, and stays: somebody has called for it.
 
     Sharded parameters stay DTensors. The manager's transitions record what was moved; there are none where nothing was.
 
+    Args:
+        model: which one, where the manager has several.
+        as_saved: as of ``stream_weights``; by default True.
+
     Raises:
         ValueError: an unknown model.
-        UnsupportedError: FSDP1, whose parameters are parts of a shard: use ``stream_weights``.
+        UnsupportedError: FSDP1, whose parameters are parts of a shard, or a shard that is saved in another shape: use
+            ``stream_weights``. A model of which transformers cannot say how it would be saved.
     """
-    weights = WeightsOnDevice(named_tensors(_model(manager.models, model)))
+    with untouched():
+        modules = clean_modules(_model(manager.models, model))
+        tensors = named_tensors(modules)
+        saved = _saved_from(modules, tensors) if as_saved is not False else None
+    weights = WeightsOnDevice(tensors, saved)
+    del tensors, modules
     places = {group: manager.where(group) for group in (PARAMS, BUFFERS)}
     missing = [group for group, where in places.items() if where is not Where.DEVICE]
     away = [group for group in missing if places[group] is not Where.ARRIVING]
@@ -210,6 +267,24 @@ def weights_on_device(manager: Moved, model: str | None = None) -> Iterator[Weig
             began = time.perf_counter()
             manager.offload(*away).wait()
             weights.offload_seconds = time.perf_counter() - began
+
+
+def _saved_from(modules: Modules, tensors: Mapping[str, Tensor]) -> Saved | None:
+    weights = {name: Weight(tuple(tensor.shape), tensor.dtype, _memory_of(tensor)) for name, tensor in tensors.items()}
+    saved = saved_of(saved_models(modules), modules, weights)
+    for name, recipe in saved.recipes.items() if saved is not None else ():
+        inputs = [tensors[one] for one in recipe.inputs]
+        if any(is_traceable_wrapper_subclass(one) for one in inputs) and not recipe.is_input(tuple(inputs[0].shape)):
+            raise UnsupportedError(
+                f"expected plain tensors, found {recipe.inputs[0]!r} sharded or quantized, and {name!r} is made of it "
+                "when the model is saved: use stream_weights(), or as_saved=False for names and shapes as in memory"
+            )
+    return saved
+
+
+def _memory_of(tensor: Tensor) -> Hashable:
+    inner = plain_tensors(tensor)
+    return memory_of(tensor) if len(inner) == 1 and inner[0] is tensor else id(tensor)
 
 
 def _model(models: Mapping[str, nn.Module], name: str | None) -> nn.Module:
@@ -231,7 +306,3 @@ def _device(units: list[Unit], device: torch.device | str | None) -> torch.devic
         listed = ", ".join(sorted(map(str, away_from_cpu)))
         raise ValueError(f"the model's tensors are on {listed}: say on which device= they shall be handed out")
     return next(iter(away_from_cpu or found), torch.device("cpu"))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

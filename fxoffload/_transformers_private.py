@@ -1,0 +1,86 @@
+"""Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it.
+
+Nothing here imports transformers: a model of it can only be there where somebody has.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+_said: set[str] = set()
+
+
+def is_pretrained_model(module: nn.Module) -> bool:
+    """Whether a module is a ``transformers.PreTrainedModel``."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether PEFT has put an adapter around a layer: its weights have other names then, and no checkpoint has them."""
+    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_saved_in_another_way(model: Any) -> bool:
+    """Whether ``save_pretrained`` writes adapters alone, or asks a quantizer: others than this model's."""
+    return getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None
+
+
+def knows_what_is_saved() -> bool:
+    """Whether this version of transformers can be asked; if not, says so once."""
+    if _missing := [name for name, found in _apis().items() if found is None]:
+        import transformers
+
+        if transformers.__version__ not in _said:
+            _said.add(transformers.__version__)
+            log.warning(
+                "expected transformers to have %s, found none in version %s: stream_weights() and weights_on_device() "
+                "hand out names and shapes as they are in memory, which for mixture-of-experts and vision models are "
+                "not those of a checkpoint. Use a transformers that has them (5.0 to 5.24 do), or rename yourself",
+                " and ".join(_missing),
+                transformers.__version__,
+            )
+        return False
+    return True
+
+
+def as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``save_pretrained`` would write for a state dict of a model: names, shapes and values.
+
+    Some weights are left out, of tied ones all but one; then names and layouts become those of the checkpoint.
+
+    Args:
+        model: is asked for its classes, its config and the shapes of its parameters.
+        tensors: its state dict: meta tensors are the model's own parameters. Is emptied.
+
+    Raises:
+        Exception: whatever a conversion of transformers raises.
+    """
+    apis = _apis()
+    for name in model._keys_to_ignore_on_save or ():
+        tensors.pop(name, None)
+    try:
+        kept = apis["modeling_utils.remove_tied_weights_from_state_dict"](dict(tensors), model)
+    except RuntimeError:
+        kept = tensors  # tied weights that the model does not declare: save_pretrained refuses, and we send each name
+    return apis["core_model_loading.revert_weight_conversion"](model, kept)
+
+
+def conversions_of(model: Any) -> Any:
+    """What a model's names and layouts in memory follow from, beside its class: what it was loaded with."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def _apis() -> dict[str, Any]:
+    found = {}
+    for path in ("modeling_utils.remove_tied_weights_from_state_dict", "core_model_loading.revert_weight_conversion"):
+        module, _, name = path.partition(".")
+        found[path] = getattr(sys.modules.get(f"transformers.{module}"), name, None)
+    return found

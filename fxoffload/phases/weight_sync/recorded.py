@@ -1,0 +1,330 @@
+"""Operations on tensors without values, recorded, and done later on those with values.
+
+[Note: Recorded conversions]
+How the weights in memory become those of a checkpoint is known to the code of transformers, which works on a whole
+state dict. It runs once, on meta tensors, and each operator is recorded. So it is known which tensors an output is made
+of, and an output can be made as soon as these are there. Rejected: a call of that code for each output (it walks the
+model and compiles its patterns each time, and some patterns depend on what was renamed before); a list of known
+conversions (each version has others).
+
+Where the operators come to a view of one input, a copy in between does not matter: the output is cut from the input
+directly. Else a fused ``gate_up_proj`` would be copied by halves before an expert is cut from one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """A named tensor."""
+
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """An operator on other nodes; ``new_bytes``: the memory that it allocates, 0 for a view."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    new_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One of the tensors that an operator returns."""
+
+    call: Call
+    index: int
+
+
+Node = Input | Call | Item
+Computed = MutableMapping[Call, Any]
+
+
+class Cut(NamedTuple):
+    """A view of the input, which is contiguous."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How one output is made.
+
+    Attributes:
+        inputs: the names of the tensors that it is made of.
+        shape, dtype: of the output.
+        cut: where it is a view of its only input.
+        node: where it is not.
+        new_bytes: the memory that making it takes, at most, beside that of ``kept``.
+        kept: operators that other outputs need too, and that are done once.
+    """
+
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cut: Cut | None
+    node: Node
+    new_bytes: int
+    kept: frozenset[Call]
+
+    def is_input(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is its input, of that shape, as it is."""
+        return self.shape == shape and self.cut == Cut(shape, contiguous_stride(shape), 0)
+
+    def make(self, inputs: Mapping[str, Tensor], computed: Computed) -> Tensor:
+        """The output, contiguous and in memory of its own.
+
+        Args:
+            inputs: contiguous.
+            computed: receives what other outputs need too.
+        """
+        if self.cut is not None:
+            view = inputs[self.inputs[0]].as_strided(*self.cut)
+            return view.clone(memory_format=torch.contiguous_format)
+        found = self._value(self.node, inputs, computed)
+        if _is_new(self.node, self.kept):
+            return found.contiguous()
+        return found.clone(memory_format=torch.contiguous_format)
+
+    def _value(self, node: Node, inputs: Mapping[str, Tensor], computed: Computed) -> Any:
+        if isinstance(node, Input):
+            return inputs[node.name]
+        if isinstance(node, Item):
+            return self._value(node.call, inputs, computed)[node.index]
+        if node in computed:
+            return computed[node]
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, (Input, Call, Item)):
+                return self._value(leaf, inputs, computed)
+            is_meta = isinstance(leaf, torch.device) and leaf.type == "meta"
+            return inputs[self.inputs[0]].device if is_meta else leaf
+
+        args, kwargs = _mapped((node.args, node.kwargs), filled)
+        found = node.op(*args, **kwargs)
+        if node in self.kept:
+            computed[node] = found
+        return found
+
+
+class NotRecorded(Exception):
+    """An operator whose result depends on values, or that writes."""
+
+
+class _IndicesWithValues(TorchFunctionMode):
+    """Makes tensors of the lists that meta tensors are indexed with: torch's own would be meta tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__getitem__:
+            tensor, index = args
+            index = tuple(map(_as_tensor, index)) if isinstance(index, tuple) else _as_tensor(index)
+            args = tensor, index
+        return function(*args, **(kwargs or {}))
+
+
+def _as_tensor(index: Any) -> Any:
+    return torch.tensor(index, device="cpu") if isinstance(index, list) else index
+
+
+class _Made(NamedTuple):
+    """How a tensor was made.
+
+    Attributes:
+        tensor: is kept, for its id must not be given to another one.
+        done: the operator with its arguments, which others of its results share; None: it is an input.
+        at: which of several results.
+        name: of the only input that it is a view of, if copies in between do not count.
+        view: that view.
+    """
+
+    tensor: Tensor
+    done: _Done | None
+    at: int | None
+    name: str
+    view: Tensor | None
+
+
+@dataclass(eq=False, slots=True)
+class _Done:
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    new_bytes: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is done to some meta tensors; see [Note: Recorded conversions].
+
+    Args:
+        inputs: contiguous meta tensors by name. Names of one tensor are names of one input, the first.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._indices = _IndicesWithValues()
+        self._made: dict[int, _Made] = {}
+        self._nodes: dict[int, Call] = {}
+        for name, tensor in inputs.items():
+            self._made.setdefault(id(tensor), _Made(tensor, None, None, name, tensor))
+
+    def __enter__(self) -> Recorder:
+        self._indices.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._indices.__exit__(*raised)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op._schema.is_mutable:
+            raise NotRecorded(f"{op} writes to a tensor")
+        read = list(_tensors_in((args, kwargs)))
+        found = op(*args, **kwargs)
+        made = [found] if isinstance(found, Tensor) else list(_tensors_in(found))
+        if not any(tensor.is_meta for tensor in (*read, *made)):
+            return found  # of constants
+        for tensor in read:
+            if tensor.is_meta and id(tensor) not in self._made:
+                raise NotRecorded(f"{op} reads a tensor of shape {tuple(tensor.shape)} that is not in the state dict")
+        done = _Done(op, tuple(args), kwargs, 0 if op.is_view else sum(tensor.nbytes for tensor in made))
+        name, views = self._views(done, made)
+        for index, (tensor, view) in enumerate(zip(made, views, strict=True)):
+            self._made[id(tensor)] = _Made(tensor, done, None if tensor is found else index, name, view)
+        return found
+
+    def _views(self, done: _Done, made: list[Tensor]) -> tuple[str, Sequence[Tensor | None]]:
+        """What is made as views of an input, where it can be, and the name of that."""
+        none = "", [None] * len(made)
+        source = self._made.get(id(done.args[0])) if done.args else None
+        if source is None or source.view is None or done.op is aten.as_strided.default:
+            return none
+        if done.op in _COPIES:
+            return (source.name, [source.view]) if made[0].dtype == source.view.dtype else none
+        if not done.op.is_view:
+            return none
+        views = made
+        if source.view is not source.tensor:  # there was a copy
+            try:
+                found = done.op(source.view, *done.args[1:], **done.kwargs)
+            except RuntimeError:
+                return none  # its strides do not allow that
+            views = [found] if isinstance(found, Tensor) else list(found)
+        are_alike = all(
+            view.shape == copy.shape and view.dtype == source.view.dtype for view, copy in zip(views, made, strict=True)
+        )
+        return (source.name, views) if are_alike else none
+
+    def recipes(self, outputs: Mapping[str, Tensor]) -> dict[str, Recipe]:
+        """How the tensors are made, by their names."""
+        made = {name: self._made.get(id(tensor)) for name, tensor in outputs.items()}
+        found: dict[str, Recipe] = {}
+        nodes: dict[str, Node] = {}
+        for name, one in made.items():
+            if one is None:
+                raise NotRecorded(f"{name!r} is not made of the tensors that were given")
+            if one.view is not None and not (one.view.is_conj() or one.view.is_neg()):
+                found[name] = _cut_from(one.name, one.view)
+            else:
+                nodes[name] = self._node(one)
+        below = {name: dict.fromkeys(_below(node)) for name, node in nodes.items()}
+        uses = Counter(node for names in below.values() for node in names)
+        kept = frozenset(node for node, count in uses.items() if count > 1 and isinstance(node, Call))
+        computed = {name: _computed(outputs[name], node, below[name], kept) for name, node in nodes.items()}
+        return {name: found.get(name) or computed[name] for name in outputs}
+
+    def _node(self, made: _Made) -> Node:
+        if made.done is None:
+            return Input(made.name)
+        call = self._nodes.get(id(made.done))
+        if call is None:
+            args, kwargs = _mapped((made.done.args, made.done.kwargs), self._node_in_place)
+            call = self._nodes[id(made.done)] = Call(made.done.op, args, kwargs, made.done.new_bytes)
+        return call if made.at is None else Item(call, made.at)
+
+    def _node_in_place(self, leaf: Any) -> Any:
+        made = self._made.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        return leaf if made is None else self._node(made)
+
+
+def recipe_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
+    """The input as it is."""
+    return _cut_from(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _cut_from(name: str, view: Tensor) -> Recipe:
+    cut = Cut(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+    return Recipe((name,), cut.size, view.dtype, cut, Input(name), view.nbytes, frozenset())
+
+
+def _computed(output: Tensor, node: Node, below: Iterable[Node], kept: frozenset[Call]) -> Recipe:
+    inputs = tuple({node.name: None for node in below if isinstance(node, Input)})
+    if not inputs:
+        raise NotRecorded(f"a tensor of shape {tuple(output.shape)} is made of none of the model's")
+    calls = {node for node in below if isinstance(node, Call)}
+    new_bytes = sum(call.new_bytes for call in calls - kept) + (0 if _is_new(node, kept) else output.nbytes)
+    return Recipe(inputs, tuple(output.shape), output.dtype, None, node, new_bytes, kept & calls)
+
+
+def _is_new(node: Node, kept: frozenset[Call]) -> bool:
+    """Whether a value has memory that nothing else has."""
+    return isinstance(node, Call) and node.new_bytes > 0 and node not in kept
+
+
+def _below(node: Node) -> Iterator[Node]:
+    """A node and all that it is made of."""
+    yield node
+    if isinstance(node, Item):
+        yield from _below(node.call)
+    elif isinstance(node, Call):
+        for leaf in _leaves((node.args, node.kwargs)):
+            if isinstance(leaf, (Input, Call, Item)):
+                yield from _below(leaf)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments of an operator with each leaf changed. ``tree_map`` takes ten times as long."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_mapped(one, change) for one in tree])
+    if isinstance(tree, dict):
+        return {key: _mapped(one, change) for key, one in tree.items()}
+    return change(tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _leaves(one)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
