@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.gc_pause import gc_paused
 from fxoffload.options import Options
+from fxoffload.reset import on_reset, reset
+from fxoffload.runtime.uncompiled_calls import UNCOMPILED
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ def fxoffload(
         UnsupportedError: (a NotImplementedError) CUDA graphs.
         PassError, SegmentCompileError: with ``on_error="raise"``.
     """
+    keep_reset(fxoffload)
     chosen = Options.from_torch_compile(mode, options)
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
@@ -49,17 +53,22 @@ def fxoffload(
         # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
         patches["fallback_random"] = True
     device = None if everything_disabled() else _device_to_offload(example_inputs, chosen.device_types)
-    if device is None or not torch.is_grad_enabled():
-        if chosen.inner == "inductor":
-            return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
-        inner: Callable[..., Any] = functools.partial(compile_plain, inner=chosen.inner)
-    else:
+    trains = device is not None and torch.is_grad_enabled()
+    inner: Any = None  # whole graphs, by Inductor
+    if device is not None and trains:
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile
-    with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
-        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+    elif chosen.inner != "inductor":
+        inner = functools.partial(compile_plain, inner=chosen.inner)
+    if inner is None:
+        found = compile_fx(gm, example_inputs, config_patches=patches)
+    else:
+        with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
+            found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    UNCOMPILED.graph_compiled(trains=trains)
+    return found  # type: ignore[return-value]
 
 
 def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:
@@ -81,11 +90,6 @@ def _say_cpu_once() -> None:
     )
 
 
-def _reset() -> None:
-    """Called by ``torch.compiler.reset``: what was compiled is gone."""
-    from fxoffload.compiler.variants import VARIANTS
-
-    VARIANTS.forget()
-
-
-fxoffload.reset = _reset  # type: ignore[attr-defined]
+fxoffload.reset = reset  # type: ignore[attr-defined]
+on_reset(_say_cpu_once.cache_clear)
+watch_calls(fxoffload, UNCOMPILED)

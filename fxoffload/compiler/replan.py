@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -116,9 +115,8 @@ class Replan(Generic[_C]):
         except Exception as error:
             if background.is_ending():
                 return
-            warnings.warn(
-                f"fxoffload could not plan again with measured times and goes on with its plan as it is: {error}",
-                stacklevel=2,
+            background.warn(
+                f"fxoffload could not plan again with measured times and goes on with its plan as it is: {error}"
             )
         finally:
             with self._lock:

@@ -214,6 +214,15 @@ class StepCalls:
             planning.join()
         return step.was_planned or not step.awaits_plan
 
+    def forget(self) -> None:
+        """What was compiled is gone. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
+        step, self._step, self._planning = self._step, None, None
+        self._plain, self._sites = PlainCalls(), weakref.WeakSet()
+        if step is not None:
+            step.spoil()
+        if self._trim is not None:
+            self._trim.forget()
+
     def give_up(self, error: Exception) -> None:
         """Watching failed: the step goes on without."""
         log.warning("a step is not watched any further: %s: %s", type(error).__name__, error)
@@ -551,9 +560,8 @@ class StepCalls:
         except Exception as error:
             if background.is_ending():
                 return
-            warnings.warn(
-                f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}",
-                stacklevel=2,
+            background.warn(
+                f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: {error}"
             )
         finally:
             first.chains.end_planning(chain, plan)

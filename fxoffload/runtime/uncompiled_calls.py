@@ -1,0 +1,149 @@
+"""Calls of compiled functions that Dynamo runs uncompiled: counted, and told once.
+
+Dynamo stops compiling a function without an error: its recompile limit is used up, a stance says so, an error was
+suppressed. Training then goes on, eager, and nothing is offloaded. Two things are seen here (``_torch_dynamo``): frames
+that Dynamo runs uncompiled because a limit is used up, and calls with gradients in which no compiled graph ran.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+
+from fxoffload._torch_compat import boxed
+from fxoffload._torch_dynamo import called_function, why_off
+from fxoffload.reset import on_reset
+from fxoffload.stats import counters
+
+WITHOUT_GRADIENTS = "without gradients: "
+NOT_TRACED = "no graph"
+
+
+@dataclass
+class _Function:
+    """A function compiled with this backend. ``trains``: one of its graphs may offload."""
+
+    has_graphs: bool = False
+    trains: bool = False
+
+
+@dataclass
+class _Call:
+    """A call of it that has begun. ``error``: the exception that was being handled then."""
+
+    function: _Function
+    outer: _Call | None
+    has_grad: bool
+    num_run: int
+    error: BaseException | None
+    limits: set[str] = field(default_factory=set)  # that frames of it met
+
+
+class _Thread(threading.local):
+    call: _Call | None = None
+    num_run: int = 0  # graphs that ran or were compiled
+
+
+_thread = _Thread()
+
+
+class UncompiledCalls:
+    """Counts and warns; a ``CallWatch``. One instance, ``UNCOMPILED``."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()  # where, why
+
+    def forget(self) -> None:
+        """What was compiled is gone: what happens from now on is told anew."""
+        self._told.clear()
+
+    def graph_compiled(self, *, trains: bool) -> None:
+        """The backend compiled a graph. ``trains``: it may offload."""
+        _thread.num_run += 1
+        if _thread.call is not None:
+            function = _thread.call.function
+            function.has_graphs, function.trains = True, function.trains or trains
+
+    @staticmethod
+    def counted(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+        """``run``, a graph's forward, whose calls are seen."""
+
+        def forward(args: list[Any]) -> Sequence[Any]:
+            _thread.num_run += 1
+            return run(args)
+
+        return boxed(forward)
+
+    # -- CallWatch -----------------------------------------------------------------------------------------------------
+
+    def function(self) -> Callable[[], Callable[[], None]]:
+        """See ``CallWatch``."""
+        return partial(self._begin, _Function())
+
+    def ran_uncompiled(self, code: CodeType, limit: str, *, has_grad: bool) -> None:
+        """See ``CallWatch``."""
+        reason = limit if has_grad else WITHOUT_GRADIENTS + limit
+        if _thread.call is not None:
+            _thread.call.limits.add(reason)
+        where = f"{code.co_name} in {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        kind = "with" if has_grad else "without"
+        text = (
+            f"torch.compile stops compiling {called_function()} ({where}) for calls {kind} gradients: "
+            f"torch._dynamo.config.{limit} ({getattr(torch._dynamo.config, limit)}) is used up. Such calls that fit "
+            "none of its compiled graphs run uncompiled; fxoffload.stats().calls_uncompiled counts them. "
+        )
+        if has_grad:
+            text += "They offload nothing. TORCH_LOGS=recompiles shows what differs between calls: make that the same, "
+        elif limit == "recompile_limit":
+            text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
+        self._tell(where, reason, text + "or raise the limit")
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, function: _Function) -> Callable[[], None]:
+        call = _Call(function, _thread.call, torch.is_grad_enabled(), _thread.num_run, sys.exc_info()[1])
+        _thread.call = call
+        return partial(self._end, call)
+
+    def _end(self, call: _Call) -> None:
+        _thread.call = call.outer
+        for limit in call.limits:
+            counters.add_reason("calls_uncompiled", limit)
+        if call.limits or not call.has_grad or _thread.num_run != call.num_run:
+            return
+        if sys.exc_info()[1] is not call.error:
+            return  # it raised
+        if call.function.has_graphs and not call.function.trains:
+            return  # nothing of it could be offloaded, and not all of its graphs are counted
+        off = why_off()
+        counters.add_reason("calls_uncompiled", off or NOT_TRACED)
+        name = called_function()
+        why = off or (
+            "Dynamo ran none of its frames compiled. TORCH_LOGS=graph_breaks,recompiles says why: a graph break in its "
+            "outermost frame, an error that torch._dynamo.config.suppress_errors hides, or a recompile limit that "
+            "another backend's graphs of the same code used up"
+        )
+        self._tell(
+            name,
+            off or NOT_TRACED,
+            f"a call of {name} with gradients ran uncompiled and offloaded nothing: {why}. "
+            "fxoffload.stats().calls_uncompiled counts such calls",
+        )
+
+    def _tell(self, where: str, reason: str, text: str) -> None:
+        if (where, reason) not in self._told:
+            self._told.add((where, reason))
+            warnings.warn(text, stacklevel=3)
+
+
+UNCOMPILED = UncompiledCalls()
+on_reset(UNCOMPILED.forget)
