@@ -34,9 +34,8 @@ _KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as 
 class CallWatch(Protocol):
     """What ``watch_calls`` tells. ``has_grad``: whether gradients were enabled when the frame began."""
 
-    def function(self) -> Callable[[], Callable[[], None]]:
-        """A function is compiled: returns what is called when a call of it begins, and returns what is called when that
-        call ends."""
+    def call_begins(self) -> Callable[[], None]:
+        """A call of a compiled function begins. Returns what is called when it ends."""
         ...
 
     def ran_uncompiled(self, code: CodeType, limit: str, *, has_grad: bool) -> None:
@@ -123,7 +122,7 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
     def make(self: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
         make_context(self, callback, *args, **kwargs)
         if _innermost(callback) is backend:
-            self.enter_exit_hooks.append(watch.function())
+            self.enter_exit_hooks.append(watch.call_begins)
 
     convert_frame.CatchErrorsWrapper.__call__ = look
     convert_frame.exceeds_recompile_limit = exceeds  # pyright: ignore[reportPrivateImportUsage]
@@ -159,8 +158,8 @@ def _num_forms(frame: Any, compile_ids: set[Any]) -> int:
     if of_region is None:  # up to torch 2.12
         entries = eval_frame._debug_get_cache_entry_list(frame.f_code)
     else:
-        region = torch._C._dynamo.eval_frame.get_eval_frame_isolate_recompiles_id()
-        entries = of_region(frame.f_code, region)
+        current: Any = torch._C
+        entries = of_region(frame.f_code, current._dynamo.eval_frame.get_eval_frame_isolate_recompiles_id())
     return sum(e.compile_id in compile_ids and _has_same_id_matched_objs(frame, e) for e in entries)
 
 
@@ -177,7 +176,7 @@ def why_off() -> str:
 
 
 def called_function() -> str:
-    """In what ``CallWatch.function`` returns for the end of a call: the name of the compiled function."""
+    """The name of the compiled function whose call is under way on this thread."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         frame = frame.f_back

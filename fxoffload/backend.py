@@ -53,9 +53,8 @@ def fxoffload(
         # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
         patches["fallback_random"] = True
     device = None if everything_disabled() else _device_to_offload(example_inputs, chosen.device_types)
-    trains = device is not None and torch.is_grad_enabled()
     inner: Any = None  # whole graphs, by Inductor
-    if device is not None and trains:
+    if device is not None and torch.is_grad_enabled():
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
@@ -63,12 +62,10 @@ def fxoffload(
     elif chosen.inner != "inductor":
         inner = functools.partial(compile_plain, inner=chosen.inner)
     if inner is None:
-        found = compile_fx(gm, example_inputs, config_patches=patches)
-    else:
-        with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
-            found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
-    UNCOMPILED.graph_compiled(trains=trains)
-    return found  # type: ignore[return-value]
+        return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
+    with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
+        found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return UNCOMPILED.counted(found)  # type: ignore[arg-type]
 
 
 def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:

@@ -62,7 +62,6 @@ from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import Movable
 from fxoffload.runtime.steps.alone import IS_PLAIN, PlannedAlone, saved_of_its_own
 from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.uncompiled_calls import UNCOMPILED
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
@@ -334,7 +333,7 @@ class CompileSession:
     ) -> Callable[[list[Any]], Any]:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
         if not kwargs.get("is_backward"):
-            return UNCOMPILED.counted(self._inner_compile(gm, example_inputs, kwargs))
+            return self._inner_compile(gm, example_inputs, kwargs)
         self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         found = self._inner_compile(gm, example_inputs, kwargs)
         if self._range is not None:

@@ -7,19 +7,18 @@ that Dynamo runs uncompiled because a limit is used up, and calls with gradients
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 
-from fxoffload._torch_compat import boxed
 from fxoffload._torch_dynamo import called_function, why_off
 from fxoffload.reset import on_reset
 from fxoffload.stats import counters
@@ -29,18 +28,9 @@ NOT_TRACED = "no graph"
 
 
 @dataclass
-class _Function:
-    """A function compiled with this backend. ``trains``: one of its graphs may offload."""
-
-    has_graphs: bool = False
-    trains: bool = False
-
-
-@dataclass
 class _Call:
-    """A call of it that has begun. ``error``: the exception that was being handled then."""
+    """A call of a compiled function that has begun. ``error``: the exception that was being handled then."""
 
-    function: _Function
     outer: _Call | None
     has_grad: bool
     num_run: int
@@ -50,7 +40,7 @@ class _Call:
 
 class _Thread(threading.local):
     call: _Call | None = None
-    num_run: int = 0  # graphs that ran or were compiled
+    num_run: int = 0  # graphs that ran
 
 
 _thread = _Thread()
@@ -66,28 +56,22 @@ class UncompiledCalls:
         """What was compiled is gone: what happens from now on is told anew."""
         self._told.clear()
 
-    def graph_compiled(self, *, trains: bool) -> None:
-        """The backend compiled a graph. ``trains``: it may offload."""
-        _thread.num_run += 1
-        if _thread.call is not None:
-            function = _thread.call.function
-            function.has_graphs, function.trains = True, function.trains or trains
-
     @staticmethod
-    def counted(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-        """``run``, a graph's forward, whose calls are seen."""
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, a compiled graph, whose calls are seen."""
 
-        def forward(args: list[Any]) -> Sequence[Any]:
+        @functools.wraps(run)
+        def call(*args: Any) -> Any:
             _thread.num_run += 1
-            return run(args)
+            return run(*args)
 
-        return boxed(forward)
+        return call
 
-    # -- CallWatch -----------------------------------------------------------------------------------------------------
-
-    def function(self) -> Callable[[], Callable[[], None]]:
+    def call_begins(self) -> Callable[[], None]:
         """See ``CallWatch``."""
-        return partial(self._begin, _Function())
+        call = _Call(_thread.call, torch.is_grad_enabled(), _thread.num_run, sys.exc_info()[1])
+        _thread.call = call
+        return functools.partial(self._end, call)
 
     def ran_uncompiled(self, code: CodeType, limit: str, *, has_grad: bool) -> None:
         """See ``CallWatch``."""
@@ -107,13 +91,6 @@ class UncompiledCalls:
             text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
         self._tell(where, reason, text + "or raise the limit")
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    def _begin(self, function: _Function) -> Callable[[], None]:
-        call = _Call(function, _thread.call, torch.is_grad_enabled(), _thread.num_run, sys.exc_info()[1])
-        _thread.call = call
-        return partial(self._end, call)
-
     def _end(self, call: _Call) -> None:
         _thread.call = call.outer
         for limit in call.limits:
@@ -122,8 +99,6 @@ class UncompiledCalls:
             return
         if sys.exc_info()[1] is not call.error:
             return  # it raised
-        if call.function.has_graphs and not call.function.trains:
-            return  # nothing of it could be offloaded, and not all of its graphs are counted
         off = why_off()
         counters.add_reason("calls_uncompiled", off or NOT_TRACED)
         name = called_function()

@@ -1,4 +1,4 @@
-"""Dynamo stops compiling: calls without gradients cost training nothing, and what runs uncompiled is counted and told."""
+"""Where Dynamo stops compiling: calls without gradients cost training nothing; what runs uncompiled is told."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_layers_that_share_code_are_told_together() -> None:
     assert uncompiled() == {"recompile_limit": 3 * 3}
 
 
-# -- toggles that a training loop has, each a form of the code -----------------------------------------------------------
+# -- toggles that a training loop has, each a form of the code ---------------------------------------------------------
 
 
 class Adapted(Stack):
@@ -231,7 +231,7 @@ def test_autocast_switched_on_and_off() -> None:
     assert not uncompiled()
 
 
-# -- other reasons -------------------------------------------------------------------------------------------------------
+# -- other reasons -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
@@ -305,7 +305,7 @@ def test_another_backend_that_used_up_the_limit_of_the_same_code() -> None:
     assert uncompiled() == {NOT_TRACED: 1}
 
 
-# -- nothing to tell -----------------------------------------------------------------------------------------------------
+# -- nothing to tell ---------------------------------------------------------------------------------------------------
 
 
 def test_what_is_compiled_is_not_counted() -> None:
