@@ -133,6 +133,12 @@ def saved_tensor_hooks_active() -> bool:
     return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def saved_tensor_hooks_module() -> str:
+    """The module that defines the saved-tensor hooks which would see what we save now; "" where that is unknown."""
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None else str(getattr(hooks[0], "__module__", None) or "")
+
+
 def compiled_autograd_active() -> bool:
     """Whether compiled autograd is on: it reads saved tensors itself, so none of them may be a token."""
     from torch._dynamo import compiled_autograd, config

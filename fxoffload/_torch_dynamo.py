@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo import config, convert_frame, eval_frame
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 _KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as its compiled forms
 
@@ -170,7 +171,7 @@ def why_off() -> str:
         return f"torch.compiler.set_stance({stance!r}) is on"
     if config.disable:
         return "torch._dynamo.config.disable is set"
-    if torch._C._len_torch_dispatch_stack():
+    if is_in_any_mode_without_ignore_compile_internals():
         return "a TorchDispatchMode is active"
     return ""
 

@@ -14,8 +14,9 @@ from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.gc_pause import gc_paused
 from fxoffload.options import Options
-from fxoffload.reset import on_reset, reset
+from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
+from fxoffload.tell import is_new
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,11 @@ def fxoffload(
     if chosen.inner == "aot_eager":
         # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
         patches["fallback_random"] = True
-    device = None if everything_disabled() else _device_to_offload(example_inputs, chosen.device_types)
+    if everything_disabled():
+        log.info("FXOFFLOAD_DISABLE is set: plain Inductor, nothing is offloaded")
+        device = None
+    else:
+        device = _device_to_offload(example_inputs, chosen.device_types)
     inner: Any = None  # whole graphs, by Inductor
     if device is not None and torch.is_grad_enabled():
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
@@ -74,19 +79,20 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
     for device in devices:
         if device.type in device_types:
             return device
-    if devices and all(d.type == "cpu" for d in devices):
-        _say_cpu_once()
+    found = sorted({d.type for d in devices})
+    if found == ["cpu"] and is_new("cpu"):
+        log.warning(
+            "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
+            'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
+        )
+    elif found and found != ["cpu"] and is_new(("devices", *found)):
+        log.warning(
+            "expected tensors on %s, as device_types says, found them on %s: plain Inductor, nothing is offloaded",
+            " or ".join(device_types),
+            ", ".join(found),
+        )
     return None
 
 
-@functools.cache
-def _say_cpu_once() -> None:
-    log.warning(
-        "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
-        'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
-    )
-
-
 fxoffload.reset = reset  # type: ignore[attr-defined]
-on_reset(_say_cpu_once.cache_clear)
 watch_calls(fxoffload, UNCOMPILED)

@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 from fxoffload._torch_dynamo import called_function, why_off
-from fxoffload.reset import on_reset
 from fxoffload.stats import counters
+from fxoffload.tell import warn_once
 
 WITHOUT_GRADIENTS = "without gradients: "
 NOT_TRACED = "no graph"
@@ -48,13 +47,6 @@ _thread = _Thread()
 
 class UncompiledCalls:
     """Counts and warns; a ``CallWatch``. One instance, ``UNCOMPILED``."""
-
-    def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()  # where, why
-
-    def forget(self) -> None:
-        """What was compiled is gone: what happens from now on is told anew."""
-        self._told.clear()
 
     @staticmethod
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +81,7 @@ class UncompiledCalls:
             text += "They offload nothing. TORCH_LOGS=recompiles shows what differs between calls: make that the same, "
         elif limit == "recompile_limit":
             text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
-        self._tell(where, reason, text + "or raise the limit")
+        warn_once((where, reason), text + "or raise the limit")
 
     def _end(self, call: _Call) -> None:
         _thread.call = call.outer
@@ -107,18 +99,11 @@ class UncompiledCalls:
             "outermost frame, an error that torch._dynamo.config.suppress_errors hides, or a recompile limit that "
             "another backend's graphs of the same code used up"
         )
-        self._tell(
-            name,
-            off or NOT_TRACED,
+        warn_once(
+            (name, off or NOT_TRACED),
             f"a call of {name} with gradients ran uncompiled and offloaded nothing: {why}. "
             "fxoffload.stats().calls_uncompiled counts such calls",
         )
 
-    def _tell(self, where: str, reason: str, text: str) -> None:
-        if (where, reason) not in self._told:
-            self._told.add((where, reason))
-            warnings.warn(text, stacklevel=3)
-
 
 UNCOMPILED = UncompiledCalls()
-on_reset(UNCOMPILED.forget)
