@@ -39,25 +39,27 @@ class CallWatch(Protocol):
         """A call of a compiled function begins. Returns what is called when it ends."""
         ...
 
-    def ran_uncompiled(self, code: CodeType, limit: str, *, has_grad: bool) -> None:
-        """A frame runs uncompiled because ``config.<limit>`` is used up."""
+    def ran_uncompiled(self, code: CodeType, limit: str, most: int, *, has_grad: bool) -> None:
+        """A frame runs uncompiled because ``config.<limit>``, which was ``most``, is used up."""
         ...
 
 
 @dataclass
 class _Decision:
-    """What Dynamo decided about frames of one code object that it did not compile. ``limit``: that was used up."""
+    """What Dynamo decided about frames of one code object that it did not compile. ``limit``: that was used up, and
+    ``most``: of how many."""
 
     result: Any
     limit: str
+    most: int
 
 
 @dataclass
 class _Compiled:
-    """One code object. The keys say whether gradients are enabled."""
+    """One code object. The keys say whether gradients are enabled, and in which region (``_region``)."""
 
     forms: dict[bool, set[Any]] = field(default_factory=lambda: {True: set(), False: set()})  # their compile ids
-    decided: dict[bool, _Decision] = field(default_factory=dict)
+    decided: dict[tuple[bool, int], _Decision] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +69,7 @@ class _Attempt:
     num_others: int
     began: bool = False
     limit: str = ""
+    most: int = 0
 
 
 class _Attempts(threading.local):
@@ -89,7 +92,8 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
                 return look_at_frame(self, frame, cache_entry, frame_state)
         has_grad = torch.is_grad_enabled()
         compiled = frame_state.setdefault(_KEY, _Compiled())
-        decision = compiled.decided.get(has_grad)
+        kind = has_grad, _region()
+        decision = compiled.decided.get(kind)
         if decision is None:
             attempt = _Attempt(_num_forms(frame, compiled.forms[not has_grad]))
             with _attempt(attempt):
@@ -100,11 +104,11 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
             if not attempt.began and not why_off():
                 return result
             result.apply_to_code = False
-            decision = _Decision(result, attempt.limit)
+            decision = _Decision(result, attempt.limit, attempt.most)
             if attempt.began:
-                compiled.decided[has_grad] = decision
+                compiled.decided[kind] = decision
         if decision.limit:
-            watch.ran_uncompiled(frame.f_code, decision.limit, has_grad=has_grad)
+            watch.ran_uncompiled(frame.f_code, decision.limit, decision.most, has_grad=has_grad)
         return decision.result
 
     @functools.wraps(exceeds_limit)
@@ -116,7 +120,8 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
         num_forms = cache_size.num_cache_entries_with_same_id_matched_objs - attempt.num_others
         cache_size = replace(cache_size, num_cache_entries_with_same_id_matched_objs=num_forms)
         exceeded, limit = exceeds_limit(cache_size, compile_id)
-        attempt.limit = limit if exceeded else ""
+        if exceeded:
+            attempt.limit, attempt.most = limit, getattr(config, limit)
         return exceeded, limit
 
     @functools.wraps(make_context)
@@ -149,6 +154,14 @@ def _innermost(callback: Any) -> Any:
     return callback
 
 
+def _region() -> int:
+    """Functions compiled with ``isolate_recompiles`` have forms, and a limit, of their own. -1: of all others, and up
+    to torch 2.12."""
+    current: Any = torch._C
+    region = getattr(current._dynamo.eval_frame, "get_eval_frame_isolate_recompiles_id", None)
+    return -1 if region is None else region()
+
+
 def _num_forms(frame: Any, compile_ids: set[Any]) -> int:
     """How many of these compiled forms Dynamo counts where it looks at ``frame``."""
     from torch._dynamo.cache_size import _has_same_id_matched_objs
@@ -156,11 +169,8 @@ def _num_forms(frame: Any, compile_ids: set[Any]) -> int:
     if not compile_ids:
         return 0
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
-    if of_region is None:  # up to torch 2.12
-        entries = eval_frame._debug_get_cache_entry_list(frame.f_code)
-    else:
-        current: Any = torch._C
-        entries = of_region(frame.f_code, current._dynamo.eval_frame.get_eval_frame_isolate_recompiles_id())
+    code = frame.f_code
+    entries = eval_frame._debug_get_cache_entry_list(code) if of_region is None else of_region(code, _region())
     return sum(e.compile_id in compile_ids and _has_same_id_matched_objs(frame, e) for e in entries)
 
 

@@ -57,8 +57,8 @@ def checkpointing_inside(num_ops: int, costs: str) -> None:
     """It is part of a compiled graph. ``costs``: what it takes, in words, or ""."""
     warn_once(
         "checkpointing",
-        f"activation checkpointing is on in compiled code: {num_ops} operations are computed again in the backward "
-        f"whatever a plan would choose, and little or nothing is left to offload. {costs}Switch it off, and fxoffload "
+        f"activation checkpointing is on in compiled code: {num_ops} operations are computed again in the backward, "
+        f"whatever a plan would choose, and their results cannot be offloaded. {costs}Switch it off, and fxoffload "
         f"chooses what to keep, to offload and to recompute: {without_checkpointing()}",
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload._torch_private import num_graphs_compiled
 from fxoffload.compiler import session
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.reset import reset as forget
@@ -112,6 +113,16 @@ def test_the_device_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
         torch.compile(Stack(1), backend="fxoffload", options={"inner": "aot_eager"})(batch())
         torch.compiler.reset()
     assert caplog.text.count("the model is on the CPU") == 2
+
+
+def test_what_is_compiled_behind_a_reset_is_seen_as_new() -> None:
+    """Dynamo counts from zero again: phases look for compiled functions when the count has changed."""
+    counts = []
+    for _ in range(2):
+        torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+        counts.append(num_graphs_compiled())
+        torch.compiler.reset()
+    assert counts[0] != counts[1]
 
 
 # -- in the middle of a step -----------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class UncompiledCalls:
         _thread.call = call
         return functools.partial(self._end, call)
 
-    def ran_uncompiled(self, code: CodeType, limit: str, *, has_grad: bool) -> None:
+    def ran_uncompiled(self, code: CodeType, limit: str, most: int, *, has_grad: bool) -> None:
         """See ``CallWatch``."""
         reason = limit if has_grad else WITHOUT_GRADIENTS + limit
         if _thread.call is not None:
@@ -74,7 +74,7 @@ class UncompiledCalls:
         kind = "with" if has_grad else "without"
         text = (
             f"torch.compile stops compiling {called_function()} ({where}) for calls {kind} gradients: "
-            f"torch._dynamo.config.{limit} ({getattr(torch._dynamo.config, limit)}) is used up. Such calls that fit "
+            f"torch._dynamo.config.{limit} ({most}) is used up. Such calls that fit "
             "none of its compiled graphs run uncompiled; fxoffload.stats().calls_uncompiled counts them. "
         )
         if has_grad:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxoffload
 from fxoffload.compiler import session
 from fxoffload.runtime.uncompiled_calls import NOT_TRACED, WITHOUT_GRADIENTS
+from tests.marks import slow
 from tests.support import Halves, Stack, batch, compiled, rehearsal
 
 LIMIT = 2
@@ -52,11 +53,11 @@ def messages(seen: list[warnings.WarningMessage]) -> list[str]:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [torch.no_grad, slow(torch.inference_mode)])
 def test_calls_without_gradients_do_not_use_up_the_limit_of_training(
     context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -74,7 +75,7 @@ def test_calls_without_gradients_do_not_use_up_the_limit_of_training(
 
 
 def test_training_that_uses_up_its_limit_is_told_once_and_counted() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = [moved(lambda length=length: module(batch(length=length))) > 0 for _ in range(2) for length in LENGTHS]
@@ -99,7 +100,7 @@ def test_training_that_uses_up_its_limit_is_told_once_and_counted() -> None:
 
 
 def test_values_are_those_of_the_model_wherever_a_call_ends_up() -> None:
-    model, reference = Stack(2), Stack(2)
+    model, reference = Stack(1), Stack(1)
     module = static(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,7 +116,7 @@ def test_values_are_those_of_the_model_wherever_a_call_ends_up() -> None:
 
 
 def test_the_accumulated_limit_is_told() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     with (
         torch._dynamo.config.patch(accumulated_recompile_limit=1),  # type: ignore[attr-defined]
         pytest.warns(UserWarning, match="accumulated_recompile_limit"),
@@ -125,9 +126,9 @@ def test_the_accumulated_limit_is_told() -> None:
     assert uncompiled() == {"accumulated_recompile_limit": 1}
 
 
-@pytest.mark.parametrize("fails", ["fullgraph", "fail_on_recompile_limit_hit"])
+@pytest.mark.parametrize("fails", ["fullgraph", slow("fail_on_recompile_limit_hit")])
 def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> None:
-    module = static(Stack(2), fullgraph=fails == "fullgraph")
+    module = static(Stack(1), fullgraph=fails == "fullgraph")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=fails != "fullgraph"):  # type: ignore[attr-defined]
         with torch.no_grad():
             for length in LENGTHS[:LIMIT]:
@@ -139,7 +140,7 @@ def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> N
 
 
 def test_a_raised_limit_and_a_reset_begin_anew() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     with pytest.warns(UserWarning, match="with gradients"):
         for length in LENGTHS:
             module(batch(length=length)).sum().backward()
@@ -151,7 +152,7 @@ def test_a_raised_limit_and_a_reset_begin_anew() -> None:
 
 
 def test_layers_that_share_code_are_told_together() -> None:
-    model = Stack(3)
+    model = Stack(2)
     for layer in model.layers:
         layer.compile(backend="fxoffload", dynamic=False, options=rehearsal())
     with pytest.warns(UserWarning) as seen:
@@ -159,7 +160,7 @@ def test_layers_that_share_code_are_told_together() -> None:
             model(batch(length=length)).sum().backward()
     assert len(messages(list(seen))) == 1
     # The first layer's input needs no gradient: a length takes two forms.
-    assert uncompiled() == {"recompile_limit": 3 * 3}
+    assert uncompiled() == {"recompile_limit": 2 * 3}
 
 
 # -- toggles that a training loop has, each a form of the code ---------------------------------------------------------
@@ -169,7 +170,7 @@ class Adapted(Stack):
     """With an adapter that may be off, and checkpointing that may be on."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(1)
         self.adapter = nn.Linear(16, 16)
         self.has_adapter = self.checkpoints = True
 
@@ -190,7 +191,7 @@ TOGGLES: dict[str, Callable[[Any, bool], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOGGLES)
+@pytest.mark.parametrize("name", ["adapter", slow("checkpointing"), slow("mode")])
 def test_what_a_loop_switches_keeps_training_offloaded(name: str) -> None:
     """Generation in one form of the model, a reference without gradients in the other, training in both."""
     model = Adapted()
@@ -206,7 +207,7 @@ def test_what_a_loop_switches_keeps_training_offloaded(name: str) -> None:
 
 
 def test_actor_reference_and_critic_of_one_class() -> None:
-    models = {name: Stack(2) for name in ("actor", "reference", "critic")}
+    models = {name: Stack(1) for name in ("actor", "reference", "critic")}
     modules = {name: static(model) for name, model in models.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of lengths without gradients that run uncompiled
@@ -221,7 +222,7 @@ def test_actor_reference_and_critic_of_one_class() -> None:
 
 
 def test_autocast_switched_on_and_off() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     for _ in range(2):
         for enabled in (True, False):
             with torch.autocast("cpu", enabled=enabled, dtype=torch.bfloat16):
@@ -236,7 +237,7 @@ def test_autocast_switched_on_and_off() -> None:
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
 def test_stances_under_which_training_runs_uncompiled(stance: str) -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     assert moved(lambda: module(batch())) > 0
     with pytest.warns(UserWarning) as seen, torch.compiler.set_stance(stance):
         for _ in range(2):
@@ -250,7 +251,7 @@ def test_stances_under_which_training_runs_uncompiled(stance: str) -> None:
 
 
 def test_dynamo_switched_off_for_a_while() -> None:
-    model = Stack(2)
+    model = Stack(1)
     module = static(model)
     with (
         pytest.warns(UserWarning, match="config.disable is set"),
@@ -261,7 +262,7 @@ def test_dynamo_switched_off_for_a_while() -> None:
 
 
 def test_a_first_step_whose_operations_are_counted() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     with pytest.warns(UserWarning, match="TorchDispatchMode is active"), FlopCounterMode(display=False):
         assert moved(lambda: module(batch())) == 0
     assert moved(lambda: module(batch())) > 0
@@ -272,7 +273,7 @@ def test_errors_that_are_suppressed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("a pass fails")
 
     monkeypatch.setattr(session.CompileSession, "partition", fail)
-    module = static(Stack(2))
+    module = static(Stack(1))
     with (
         torch._dynamo.config.patch(suppress_errors=True),  # type: ignore[attr-defined]
         pytest.warns(UserWarning, match="suppress_errors") as seen,
@@ -296,10 +297,10 @@ def test_a_graph_break_that_leaves_nothing_compiled() -> None:
 
 
 def test_another_backend_that_used_up_the_limit_of_the_same_code() -> None:
-    other = torch.compile(Stack(2), backend="eager", dynamic=False)
+    other = torch.compile(Stack(1), backend="eager", dynamic=False)
     for length in LENGTHS:
         other(batch(length=length))
-    module = static(Stack(2))
+    module = static(Stack(1))
     with pytest.warns(UserWarning, match="another backend"):
         assert moved(lambda: module(batch())) == 0
     assert uncompiled() == {NOT_TRACED: 1}
@@ -310,9 +311,9 @@ def test_another_backend_that_used_up_the_limit_of_the_same_code() -> None:
 
 def test_what_is_compiled_is_not_counted() -> None:
     model = Halves(half=1)  # with a graph break
-    frozen = static(Stack(2).requires_grad_(False))
-    on_cpu = torch.compile(Stack(2), backend="fxoffload", options={"inner": "aot_eager"})
-    no_grad = static(torch.no_grad()(Stack(2)))
+    frozen = static(Stack(1).requires_grad_(False))
+    on_cpu = torch.compile(Stack(1), backend="fxoffload", options={"inner": "aot_eager"})
+    no_grad = static(torch.no_grad()(Stack(1)))
     module = static(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*uncompiled")
@@ -325,7 +326,7 @@ def test_what_is_compiled_is_not_counted() -> None:
 
 
 def test_a_call_that_raises_is_not_counted() -> None:
-    module = static(Stack(2))
+    module = static(Stack(1))
     module(batch()).sum().backward()
     with pytest.raises(Exception, match="normalized_shape"):
         module(batch(width=3))
