@@ -1,8 +1,8 @@
 """Private torch APIs of the compiler.
 
 Supported: torch 2.11 and newer. Every private name that fxoffload uses is in this file, in ``_torch_sizes`` (sizes and
-fake tensors) or in ``_torch_private`` (what needs no compiler); a function says which it stands for, so that a new
-torch release is checked by reading these three.
+fake tensors), ``_torch_dynamo`` (which calls run compiled) or ``_torch_private`` (what needs no compiler); a function
+says which it stands for, so that a new torch release is checked by reading these four.
 """
 
 from __future__ import annotations
