@@ -11,5 +11,7 @@ def register_backend() -> None:
 
     from fxoffload.backend import fxoffload
 
-    if BACKEND_NAME not in registry._COMPILER_FNS:
+    # Where Dynamo has found our entry point, it registers the backend when that is loaded; to register it twice fails.
+    found_by_dynamo = registry._BACKENDS.get(BACKEND_NAME) is not None
+    if BACKEND_NAME not in registry._COMPILER_FNS and not found_by_dynamo:
         registry.register_backend(fxoffload, name=BACKEND_NAME)

@@ -1,8 +1,8 @@
 """Private torch APIs of the compiler.
 
 Supported: torch 2.11 and newer. Every private name that fxoffload uses is in this file, in ``_torch_sizes`` (sizes and
-fake tensors) or in ``_torch_private`` (what needs no compiler); a function says which it stands for, so that a new
-torch release is checked by reading these three.
+fake tensors), ``_torch_dynamo`` (which calls run compiled) or ``_torch_private`` (what needs no compiler); a function
+says which it stands for, so that a new torch release is checked by reading these four.
 """
 
 from __future__ import annotations
@@ -183,6 +183,12 @@ def frame_id() -> int | None:
 def saved_tensor_hooks_active() -> bool:
     """Whether saved-tensor hooks (user's, non-reentrant checkpoint's, ``save_on_cpu``) would see what we save now."""
     return _autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_tensor_hooks_module() -> str:
+    """The module that defines the saved-tensor hooks which would see what we save now; "" where that is unknown."""
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None else str(getattr(hooks[0], "__module__", None) or "")
 
 
 def compiled_autograd_active() -> bool:

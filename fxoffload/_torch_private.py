@@ -488,10 +488,11 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
 # -- phases: functions that were compiled ------------------------------------------------------------------------------
 
 
-def num_graphs_compiled() -> int | None:
-    """Changes whenever Dynamo compiles something; None if it was never imported."""
+def num_graphs_compiled() -> tuple[int, int] | None:
+    """Changes whenever Dynamo compiles something; None if it was never imported. A reset of Dynamo counts its code
+    objects from zero again, but not the frames that it looked at."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return None if dynamo is None else dynamo.FRAME_COUNTER
+    return None if dynamo is None else (dynamo.FRAME_COUNTER, dynamo.counters["frames"]["total"])
 
 
 def compiled_functions() -> list[tuple[Any, list[Any]]]:

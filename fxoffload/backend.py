@@ -10,9 +10,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.gc_pause import gc_paused
 from fxoffload.options import Options
+from fxoffload.reset import reset
+from fxoffload.runtime.uncompiled_calls import UNCOMPILED
+from fxoffload.tell import is_new
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,7 @@ def fxoffload(
         UnsupportedError: (a NotImplementedError) CUDA graphs.
         PassError, SegmentCompileError: with ``on_error="raise"``.
     """
+    keep_reset(fxoffload)
     chosen = Options.from_torch_compile(mode, options)
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
@@ -48,18 +53,24 @@ def fxoffload(
     if chosen.inner == "aot_eager":
         # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
         patches["fallback_random"] = True
-    device = None if everything_disabled() else _device_to_offload(example_inputs, chosen.device_types)
-    if device is None or not torch.is_grad_enabled():
-        if chosen.inner == "inductor":
-            return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
-        inner: Callable[..., Any] = functools.partial(compile_plain, inner=chosen.inner)
+    if everything_disabled():
+        log.info("FXOFFLOAD_DISABLE is set: plain Inductor, nothing is offloaded")
+        device = None
     else:
+        device = _device_to_offload(example_inputs, chosen.device_types)
+    inner: Any = None  # whole graphs, by Inductor
+    if device is not None and torch.is_grad_enabled():
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile
+    elif chosen.inner != "inductor":
+        inner = functools.partial(compile_plain, inner=chosen.inner)
+    if inner is None:
+        return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
     with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
-        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+        found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return UNCOMPILED.counted(found)  # type: ignore[arg-type]
 
 
 def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:
@@ -68,24 +79,20 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
     for device in devices:
         if device.type in device_types:
             return device
-    if devices and all(d.type == "cpu" for d in devices):
-        _say_cpu_once()
+    found = sorted({d.type for d in devices})
+    if found == ["cpu"] and is_new("cpu"):
+        log.warning(
+            "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
+            'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
+        )
+    elif found and found != ["cpu"] and is_new(("devices", *found)):
+        log.warning(
+            "expected tensors on %s, as device_types says, found them on %s: plain Inductor, nothing is offloaded",
+            " or ".join(device_types),
+            ", ".join(found),
+        )
     return None
 
 
-@functools.cache
-def _say_cpu_once() -> None:
-    log.warning(
-        "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
-        'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
-    )
-
-
-def _reset() -> None:
-    """Called by ``torch.compiler.reset``: what was compiled is gone."""
-    from fxoffload.compiler.variants import VARIANTS
-
-    VARIANTS.forget()
-
-
-fxoffload.reset = _reset  # type: ignore[attr-defined]
+fxoffload.reset = reset  # type: ignore[attr-defined]
+watch_calls(fxoffload, UNCOMPILED)

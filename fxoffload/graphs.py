@@ -15,6 +15,7 @@ from fxoffload.passes.annotate_layers import LayerReport
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.shown import PlanBox
+from fxoffload.reset import on_reset
 from fxoffload.runtime.windows import Choice
 
 
@@ -118,6 +119,7 @@ class _Override(threading.local):
 
 _override = _Override()
 _GRAPHS: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+on_reset(_GRAPHS.clear)
 _INDEX = itertools.count()
 
 

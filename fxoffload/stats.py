@@ -34,6 +34,8 @@ class Stats:
             order is learned, so a new one is wrong once or twice; what keeps growing is an order that keeps changing.
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
+        calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason: a
+            recompile limit that is used up; or, of calls with gradients, why no compiled graph ran.
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
         num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
         num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.
@@ -58,6 +60,7 @@ class Stats:
     num_wrong_predictions: int = 0
     bytes_kept_host_full: int = 0
     calls_kept: Mapping[str, int] = field(default_factory=dict)
+    calls_uncompiled: Mapping[str, int] = field(default_factory=dict)
     bytes_skipped: Mapping[str, int] = field(default_factory=dict)
     num_fallbacks: int = 0
     num_plain_graphs: int = 0
@@ -70,7 +73,9 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = defaultdict(int)
-        self._by_reason: dict[str, Counter[str]] = {"calls_kept": Counter(), "bytes_skipped": Counter()}
+        self._by_reason: dict[str, Counter[str]] = {
+            name: Counter() for name in ("calls_kept", "calls_uncompiled", "bytes_skipped")
+        }
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter of ``Stats``."""

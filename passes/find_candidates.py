@@ -28,6 +28,8 @@ from fxoffload._torch_compat import is_rng_state
 from fxoffload._torch_sizes import hint, symbols_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
+SMALL = "smaller than min_bytes"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -151,7 +153,7 @@ class FindCandidates:
             value = tensor_of(node)
             assert value is not None
             if value.device != self.device:
-                return f"on {value.device.type}, not on the device that is offloaded"
+                return f"on {value.device}, not on the device that is offloaded"
             if value.layout is not torch.strided or value.is_quantized:
                 return "not a strided tensor"
             if value.is_conj() or value.is_neg():
@@ -162,7 +164,7 @@ class FindCandidates:
         # Where sizes change from call to call, the call decides.
         fixed = not any(symbols_of(tensor_of(n)) for n in nodes)
         if fixed and size is not None and size < max(self.min_bytes, 1):
-            return "smaller than min_bytes"
+            return SMALL
         return ""
 
 

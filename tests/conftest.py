@@ -71,11 +71,10 @@ def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
 def fresh_compiler() -> Iterator[None]:
     """Every test starts without compiled code, with counters at zero, and with no step begun."""
     import fxoffload
-    from fxoffload.runtime.engine import engines
+    from fxoffload.reset import reset
 
     torch.compiler.reset()
+    reset()  # also of steps that no compiled code began
     fxoffload.reset_stats()
-    for engine in engines():
-        engine.calls._step = None  # of a test whose forward had no backward: the next one would belong to it
     yield
     torch.compiler.reset()

@@ -655,7 +655,6 @@ def test_a_model_on_the_cpu_says_once_that_nothing_is_offloaded(
         return gm.forward
 
     monkeypatch.setattr("fxoffload._torch_compat.compile_fx", plain)
-    backend._say_cpu_once.cache_clear()
     for num_layers in (2, 3):
         model = make_model(num_layers)
         assert_equal(gradients(model, torch.compile(model, backend="fxoffload")), eager(num_layers))

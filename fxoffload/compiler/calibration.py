@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from abc import ABC, abstractmethod
 
 from fxoffload.planner.goal import PlanGoal
@@ -13,6 +12,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime import background
 from fxoffload.runtime.clocks.segment_readings import Readings
 from fxoffload.sizes import format_bytes
 
@@ -122,10 +122,9 @@ class PlanAgain(ABC):
             return
         if self._schedule.simulation.peak_bytes > limit:
             return  # that was known, and said, when it was planned
-        warnings.warn(
+        background.warn(
             f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes + budget - limit)}, more "
-            f"than the activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it",
-            stacklevel=2,
+            f"than the activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it"
         )
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:

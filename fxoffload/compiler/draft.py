@@ -26,6 +26,7 @@ from fxoffload.passes.runner import run_steps, without
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.passes.values import Storages
 from fxoffload.planner.steps import TrainingStep, from_graphs
+from fxoffload.runtime import background
 from fxoffload.runtime.outer_program import Movable
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
@@ -91,6 +92,7 @@ def make_draft(
     joint: fx.GraphModule, recompute: str | Mapping[str, Any], partition: Partition, settings: DraftSettings
 ) -> Draft:
     """Partition a copy of ``joint`` under ``recompute`` (see ``TagRecompute``) and describe what comes of it."""
+    background.check()
     tagged = copy_graph(joint)
     TagRecompute(recompute)(tagged)
     forward, backward = partition(tagged)

@@ -116,8 +116,20 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer)
 
 
+def checkpointed_decisions(plain: Draft, checkpointed: Draft) -> Iterable[Decision]:
+    """What the user's activation checkpointing computes again: ``plain``, without it, saves these values."""
+    found = checkpointed.forward_state.saved
+    saved = {n.name for c in found.candidates for n in c.nodes} | {s.name for s in found.skipped}
+    return grouped(
+        recomputed_rows(plain.forward_state.saved.candidates, saved, _layer, "activation checkpointing is on")
+    )
+
+
 def recomputed_rows(
-    base: Iterable[Candidate], saved: Collection[str], label_of: Callable[[Sequence[fx.Node]], str]
+    base: Iterable[Candidate],
+    saved: Collection[str],
+    label_of: Callable[[Sequence[fx.Node]], str],
+    reason: str = "computed again in the backward from what is saved",
 ) -> Iterable[Row]:
     """What plain Inductor would save (``base``) and is not among the names of what is saved."""
     for candidate in base:
@@ -128,7 +140,7 @@ def recomputed_rows(
                 producer_of(candidate),
                 candidate.nbytes or 0,
                 "recompute",
-                "computed again in the backward from what is saved",
+                reason,
             )
 
 

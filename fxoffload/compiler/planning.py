@@ -6,15 +6,16 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
 
 from fxoffload.compiler.choices import Choices
-from fxoffload.compiler.draft import Draft, DraftSettings, Partition, make_draft
-from fxoffload.compiler.explain import describe_plan
+from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft
+from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
 from fxoffload.errors import BudgetError
+from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.passes.values import Storages
 from fxoffload.planner import solve
@@ -59,6 +60,7 @@ class Planned:
         base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
+        checkpointing: what the user's activation checkpointing takes, in words; "" where there is none.
     """
 
     draft: Draft
@@ -67,6 +69,7 @@ class Planned:
     plan: Plan
     first: Schedule | None = None
     base: Draft | None = None
+    checkpointing: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,29 @@ class Planning:
         Raises:
             BudgetError: no choice fits into the budget.
         """
+        planned = self._run()
+        if planned is None or not num_checkpointed(self.joint.graph):
+            return planned
+        return self._with_checkpointing(planned)
+
+    def _with_checkpointing(self, planned: Planned) -> Planned:
+        """The plan says what the user's activation checkpointing does to it."""
+        joint, plan = copy_graph(self.joint), planned.plan
+        clear_checkpointing(joint.graph)
+        plain = make_draft(joint, "default", self.partition, self.settings)
+        if plain.step is None:
+            return planned
+        without, ours = self._scheduler(plain).keep_all(), plan.baseline
+        costs = (
+            f"By prediction a step with it takes {ours.step_ms:.3g} ms and {format_bytes(ours.peak_bytes)}, plain "
+            f"Inductor's without it {without.step_ms:.3g} ms and {format_bytes(without.peak_bytes)}; "
+            f"activation_budget={ours.peak_bytes + self.library_bytes} asks for its memory at the least time. "
+        )
+        decisions = (*plan.decisions, *checkpointed_decisions(plain, planned.base or planned.draft))
+        summary = f"{plan.summary}; activation checkpointing is on, what it computes again cannot be planned"
+        return replace(planned, plan=replace(plan, decisions=decisions, summary=summary), checkpointing=costs)
+
+    def _run(self) -> Planned | None:
         began = time.perf_counter()
         base = self._draft("default")
         if base.step is None:

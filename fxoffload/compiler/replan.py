@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -117,10 +116,9 @@ class Replan(Generic[_C]):
         except Exception as error:
             if background.is_ending():
                 return
-            warnings.warn(
+            background.warn(
                 "fxoffload could not plan again with measured times and goes on with its plan as it is: "
-                f"{in_brief(error)}",
-                stacklevel=2,
+                f"{in_brief(error)}"
             )
         finally:
             with self._lock:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload import tell
 from fxoffload._torch_compat import (
     CustomPartitionerFn,
     backward_keeps_graph,
@@ -48,6 +50,8 @@ from fxoffload.errors import BudgetError, PassError, in_brief
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
+from fxoffload.passes.checkpointed import num_checkpointed
+from fxoffload.passes.find_candidates import SMALL
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import Step, run_steps
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
@@ -193,6 +197,7 @@ class CompileSession:
             put_opaque_values_last(forward, backward, kwargs["num_fwd_outputs"])
             return forward, backward
 
+        num_checkpointed_ops = num_checkpointed(gm.graph) if self.options.policy == "auto" else 0
         try:
             run_steps(_JOINT[:2], state, "joint")
             self._layers = state.layers
@@ -200,6 +205,8 @@ class CompileSession:
             log.debug("layers (from %s): %s", state.layers.source, names)
             if self._plans(gm):
                 self._planned = self._plan(gm, split)
+            if num_checkpointed_ops:
+                tell.checkpointing_inside(num_checkpointed_ops, self._planned.checkpointing if self._planned else "")
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
                 counters.add("num_plain_graphs", int(self._plain))
@@ -362,6 +369,8 @@ class CompileSession:
     def _inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
+        if kwargs.get("is_inference"):
+            log.info("nothing requires grad in a graph, plain Inductor")
         if kwargs.get("is_inference") or self._plain:
             return self._compile_plain(gm, example_inputs, kwargs)
         if not kwargs.get("is_backward"):
@@ -389,7 +398,8 @@ class CompileSession:
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
             counters.add("num_plain_graphs")
-            log.debug("nothing to offload in this graph: plain Inductor")
+            if "offload" not in self.disabled:
+                self._tell_nothing_moves(state)
             return self._compile_plain(gm, example_inputs, kwargs)
         donatable = frozenset(take_donated_placeholders())
         self._builder.lower(state)
@@ -515,6 +525,19 @@ class CompileSession:
 
         return boxed(backward)
 
+    def _tell_nothing_moves(self, state: ForwardState) -> None:
+        """Loudly where all was to be offloaded, and only the sizes are in the way."""
+        skipped = Counter(s.reason for s in state.saved.skipped if not s.reason.startswith("parameter"))
+        found = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "none but parameters"
+        log.info("nothing to offload in a graph, plain Inductor. It saves %s", found)
+        if self.options.policy == "offload_all" and set(skipped) == {SMALL}:
+            tell.warn_once(
+                "small",
+                f"expected values to offload, as policy='offload_all' asks, found a graph that saves {found} "
+                f"({format_bytes(self.options.min_bytes)}): it is compiled as plain Inductor. Lower min_bytes to move "
+                "them too",
+            )
+
     def _count_skipped(self, state: ForwardState) -> None:
         for item in state.saved.skipped:
             counters.add_reason("bytes_skipped", item.reason, item.nbytes or 0)
@@ -589,13 +612,12 @@ class CompileSession:
         )
 
 
-@functools.cache
 def _say_that_the_plan_wins(ignored: str) -> None:
-    warnings.warn(
+    tell.warn_once(
+        ("torch's settings", ignored),
         f"expected one place that chooses what is saved and recomputed, found torch's own settings beside fxoffload: "
         f"{ignored}. fxoffload's choice holds, and they have no effect. For less memory set "
         "options={'activation_budget': ...}; to leave the choice to torch use policy='keep_all' or 'offload_all'",
-        stacklevel=2,
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.planner.words import aim_of, gain_of
+from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
 from fxoffload.runtime.steps.chains import Following, Seen, volume_of
@@ -86,6 +86,7 @@ def plan_tape(sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes] = ()) ->
     began = time.perf_counter()
     planning = TapePlanning(parts_at(parts, sizes), seen, [frozenset(s.written) for s in sites], sizes)
     schedule = planning.run()
+    background.check()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
     return planning.following(tuple(weakref.ref(s) for s in sites), schedule, box)
@@ -168,7 +169,7 @@ class TapePlanning:
         warned = next((p.sized.warned for p in self.parts if p.sized is not None), set[str]())
         if kind not in warned:
             warned.add(kind)
-            warnings.warn(text, stacklevel=2)
+            background.warn(text)
 
     @property
     def chain(self) -> Chain:

@@ -26,6 +26,7 @@ from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.compiler.schedule_by_size import SizedPlan
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.passes.op_costs import tensors_of
+from fxoffload.reset import on_reset
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Variants:
 
 
 VARIANTS = Variants()
+on_reset(VARIANTS.forget)
 
 
 def largest_served(

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 from fxoffload.planner.plan import Plan
+from fxoffload.reset import on_reset
 
 
 class PlanBox:
@@ -26,6 +27,7 @@ class PlanBox:
 
 _INDEX = itertools.count()
 _BOXES: weakref.WeakSet[PlanBox] = weakref.WeakSet()
+on_reset(_BOXES.clear)
 
 
 def plans() -> list[Plan]:

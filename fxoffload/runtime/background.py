@@ -4,6 +4,11 @@
 A daemon thread that the end of the interpreter meets inside torch ends the process with SIGABRT: a job that was done is
 reported as failed. So the interpreter waits for what these threads are doing when it ends. What has not begun by then
 is not begun any more.
+
+[Note: Cancelled plans]
+After ``torch.compiler.reset()`` nobody follows a plan that is being made, and what it has to say would be taken for the
+next model's. A thread cannot be stopped from outside, so a plan asks, before each draft and before anything is said or
+shown (``check``): PlanCancelled then ends it.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fxoffload.reset import on_reset
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 
@@ -30,6 +37,42 @@ _SWITCH_S = 1e-4
 _RUNNING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _TURN = ForkSafeRLock()
 _INTERVALS: list[tuple[float, float]] = []  # while a plan gives way: the one that was there, and the plan's
+
+
+class PlanCancelled(BaseException):
+    """Ends a plan that nobody wants any more. No Exception: a failing draft is one, and planning goes on behind it."""
+
+
+class _Resets:
+    """How often everything was forgotten; of a thread that plans, how often when its plan was asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.when_asked = threading.local()
+
+    def forget(self) -> None:
+        """See [Note: Cancelled plans]."""
+        self.count += 1
+
+
+_resets = _Resets()
+on_reset(_resets.forget)
+
+
+def check() -> None:
+    """Called by whoever plans, on any thread.
+
+    Raises:
+        PlanCancelled: this thread plans for what was forgotten meanwhile.
+    """
+    if getattr(_resets.when_asked, "count", _resets.count) != _resets.count:
+        raise PlanCancelled
+
+
+def warn(message: str) -> None:
+    """Warn, on the way to a plan. Raises PlanCancelled as ``check`` does."""
+    check()
+    warnings.warn(message, stacklevel=3)
 
 
 def is_ending() -> bool:
@@ -52,12 +95,14 @@ def start(target: Callable[..., None], *args: Any, name: str) -> threading.Threa
 def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threading.Thread:
     """Likewise, for a plan: it waits for those that are being made, whose graphs may be its own. Graphs have a few
     variants in all, and what one plan takes is not there for the next."""
-    return start(_in_turn, device_of_caller(), plan, *args, name=name)
+    return start(_in_turn, device_of_caller(), _resets.count, plan, *args, name=name)
 
 
-def _in_turn(device: int | None, plan: Callable[..., None], *args: Any) -> None:
+def _in_turn(device: int | None, num_resets: int, plan: Callable[..., None], *args: Any) -> None:
     begin_thread(device)
-    with _TURN, _giving_way():
+    _resets.when_asked.count = num_resets
+    with contextlib.suppress(PlanCancelled), _TURN, _giving_way():
+        check()
         if not is_ending():
             plan(*args)
 

@@ -52,6 +52,11 @@ class BackwardOrder:
         self._count_before = 0  # forwards before the last backward
         self._turned = False
 
+    def forget(self) -> None:
+        """What was learned of steps is gone; what waits stays."""
+        self._next.clear()
+        self._next_place.clear()
+
     def forward(self, graph: Hashable) -> int:
         """A forward of ``graph`` has run. Returns its number."""
         self._events = hash((self._events, graph))

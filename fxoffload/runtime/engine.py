@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import ModifiedInputError
+from fxoffload.reset import on_reset
 from fxoffload.runtime.clocks.allocator_history import cuda_history
 from fxoffload.runtime.clocks.allocator_trace import cuda_memory
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
@@ -117,6 +118,12 @@ class CopyEngine:
         self._order = itertools.count(1)
         self._warned_full = False
         self._asked_bytes = 0  # of host memory, by the user
+
+    def forget(self) -> None:
+        """What was compiled is gone. What was offloaded stays until its backward, and so does host memory."""
+        self.calls.forget()
+        self.tape.forget()
+        self._warned_full = False
 
     # -- device to host ------------------------------------------------------------------------------------------------
 
@@ -525,5 +532,12 @@ def engines() -> list[CopyEngine]:
     with _ENGINES_LOCK:
         return list(_ENGINES.values())
 
+
+def _forget() -> None:
+    for engine in engines():
+        engine.forget()
+
+
+on_reset(_forget)
 
 assert ALIGNMENT % _RANGE_ALIGNMENT == 0

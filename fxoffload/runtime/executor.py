@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxoffload import tell
 from fxoffload._torch_compat import (
     backward_keeps_graph,
     boxed,
     compiled_autograd_active,
     in_backward,
     saved_tensor_hooks_active,
+    saved_tensor_hooks_module,
 )
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.engine import engine_for
@@ -37,6 +39,12 @@ KEPT_FOR_HOOKS = "saved-tensor hooks"
 KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
 KEPT_IN_BACKWARD = "forward inside a backward (checkpoint recompute)"
 KEPT_WITHOUT_VARIANT = "a variant that is not compiled"
+
+_TOLD: dict[str, Callable[[], None]] = {
+    KEPT_FOR_HOOKS: lambda: tell.hooks_around(saved_tensor_hooks_module()),
+    KEPT_FOR_COMPILED_AUTOGRAD: tell.compiled_autograd,
+    KEPT_IN_BACKWARD: tell.checkpointing_around,
+}
 
 
 def reason_to_keep() -> str | None:
@@ -81,6 +89,8 @@ def _settled(choice: Choice, program: OuterProgram, variants: Variants) -> tuple
     if reason is None:
         return choice, variant
     counters.add_reason("calls_kept", reason)
+    if reason in _TOLD:
+        _TOLD[reason]()
     return Choice((False,) * len(program.movables), None if choice.variant else choice.windows), None
 
 

@@ -87,6 +87,11 @@ class Tape:
                 found += [g for _, g in reversed(under) if id(g) not in known]
             return found
 
+    def forget(self) -> None:
+        """What was compiled is gone. Groups that wait for their backward stay."""
+        with self._lock:
+            self._order.forget()
+
     def live(self) -> list[Group]:
         """Groups that autograd still holds, oldest first."""
         with self._lock:

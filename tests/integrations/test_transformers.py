@@ -86,6 +86,26 @@ def test_trainer_computes_the_same_with_offloading(tmp_path: Path) -> None:
         assert torch.equal(parameter, kept[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*uncompiled")
+def test_generation_leaves_training_its_graphs() -> None:
+    """As GRPO does with transformers' generation: each prompt, each first and each later token has its own form."""
+    model = make_model()
+    model.compile(backend="fxoffload", options={**CPU_OPTIONS, "policy": "offload_all"})
+    moved = []
+    with torch._dynamo.config.patch(recompile_limit=3):  # type: ignore[attr-defined]
+        for step in range(2):
+            with torch.no_grad():
+                prompt = torch.randint(6, VOCABULARY, (2 + step, 5 + 3 * step))
+                found = model.eval().generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None)
+                model(found)
+            before = fxoffload.stats().bytes_offloaded
+            model.train()(input_ids=found, labels=found).loss.backward()
+            moved.append(fxoffload.stats().bytes_offloaded - before)
+    assert all(moved)
+    assert set(fxoffload.stats().calls_uncompiled) == {"without gradients: recompile_limit"}
+
+
 def fake_args(**values: Any) -> Any:
     return SimpleNamespace(**{"torch_compile": False, "n_gpu": 0, **values})
 

@@ -13,21 +13,16 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload import _torch_compat
-from fxoffload.compiler import session
 from tests.support import Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, "profile": "h200"}
 SAYS = "torch's own settings beside fxoffload"
 
 
-@pytest.fixture(autouse=True)
-def _said_anew() -> None:
-    session._say_that_the_plan_wins.cache_clear()
-
-
-def train(by_layer: bool = False, steps: int = 1, **options: Any) -> tuple[list[Tensor], list[str]]:
+def train(by_layer: bool = False, steps: int = 1, reset: bool = True, **options: Any) -> tuple[list[Tensor], list[str]]:
     """Loss and gradients of the last step, and what was warned of."""
-    torch.compiler.reset()
+    if reset:
+        torch.compiler.reset()
     model = Stack(2, dropout=0.1)
     call: Any = model
     if by_layer:
@@ -60,7 +55,7 @@ def test_the_plan_wins_and_says_so_once(name: str, value: object) -> None:
     planned = fxoffload.plans()[-1]
     with functorch_config.patch({name: value}):
         found, messages = train()
-        _, later = train()
+        _, later = train(reset=False)
         assert getattr(functorch_config, name) == value, "the user's setting stays"
     assert not any(SAYS in m for m in before + later)
     assert [name in m and "activation_budget" in m for m in messages if SAYS in m] == [True]
@@ -72,7 +67,6 @@ def test_the_plan_wins_under_a_budget_and_by_layer(caplog: pytest.LogCaptureFixt
     for options in ({"activation_budget": "36KiB"}, {"by_layer": True, "steps": 4, "activation_budget": "36KiB"}):
         expected, _ = train(**options)
         moved = fxoffload.stats().bytes_offloaded
-        session._say_that_the_plan_wins.cache_clear()
         with functorch_config.patch(activation_memory_budget=0.3):
             found, messages = train(**options)
         assert equal(found, expected)

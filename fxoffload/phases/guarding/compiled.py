@@ -29,7 +29,7 @@ class CompiledFunctions:
     """The fences of all functions that reach some modules or optimizers; see [Note: Compiled functions]."""
 
     def __init__(self) -> None:
-        self._compiled_before: int | None = None
+        self._compiled_before: tuple[int, int] | None = None
         self._found: list[tuple[list[Any], Callable[[], Any]]] = []
         self._installed = False
 

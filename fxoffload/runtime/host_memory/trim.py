@@ -86,6 +86,11 @@ class HostTrim:
         self._steps.clear()
         self._is_marked = False
 
+    def forget(self) -> None:
+        """What was compiled is gone, and all plans with it."""
+        self.interrupted()
+        self._needs.clear()
+
     def _trim(self, keep_bytes: int) -> None:
         """No step fails for it."""
         try:

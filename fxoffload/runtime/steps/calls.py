@@ -215,6 +215,15 @@ class StepCalls:
             planning.join()
         return step.was_planned or not step.awaits_plan
 
+    def forget(self) -> None:
+        """What was compiled is gone. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
+        step, self._step, self._planning = self._step, None, None
+        self._plain, self._sites = PlainCalls(), weakref.WeakSet()
+        if step is not None:
+            step.spoil()
+        if self._trim is not None:
+            self._trim.forget()
+
     def give_up(self, error: Exception) -> None:
         """Watching failed: the step goes on without."""
         log.warning("a step is not watched any further: %s", in_brief(error))
@@ -552,10 +561,9 @@ class StepCalls:
         except Exception as error:
             if background.is_ending():
                 return
-            warnings.warn(
+            background.warn(
                 f"fxoffload could not plan a step of {len(sites)} compiled graphs and goes on without a plan: "
-                f"{in_brief(error)}",
-                stacklevel=2,
+                f"{in_brief(error)}"
             )
         finally:
             first.chains.end_planning(chain, plan)

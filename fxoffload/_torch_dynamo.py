@@ -1,0 +1,204 @@
+"""Private torch APIs of Dynamo: which calls it runs compiled, and where it stops compiling.
+
+Dynamo keeps all compiled forms of a code object in one list. ``config.recompile_limit`` bounds its length; when the
+limit is used up, nothing of that code object is compiled any more. One model that generates, computes log-probs and
+trains has one code object for all three, so that generation uses up the limit before training begins.
+
+``watch_calls`` replaces two functions of Dynamo, for frames of one backend only:
+
+- The limit is counted apart for calls with and for calls without gradients.
+- What Dynamo decides about a frame that it does not compile (run it uncompiled, look at its callees or not) holds for
+  calls of the same of these two kinds. Decisions that Dynamo takes before it tries to compile stay as they are, except
+  under ``config.disable`` and ``TorchDispatchMode`` s, where they hold for that call alone.
+
+It also adds a hook to each function that is compiled with that backend, which is called around each of its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo import config, convert_frame, eval_frame
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+_KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as its compiled forms
+
+
+class CallWatch(Protocol):
+    """What ``watch_calls`` tells. ``has_grad``: whether gradients were enabled when the frame began."""
+
+    def call_begins(self) -> Callable[[], None]:
+        """A call of a compiled function begins. Returns what is called when it ends."""
+        ...
+
+    def ran_uncompiled(self, code: CodeType, limit: str, most: int, *, has_grad: bool) -> None:
+        """A frame runs uncompiled because ``config.<limit>``, which was ``most``, is used up."""
+        ...
+
+
+@dataclass
+class _Decision:
+    """What Dynamo decided about frames of one code object that it did not compile. ``limit``: that was used up, and
+    ``most``: of how many."""
+
+    result: Any
+    limit: str
+    most: int
+
+
+@dataclass
+class _Compiled:
+    """One code object. The keys say whether gradients are enabled, and in which region (``_region``)."""
+
+    forms: dict[bool, set[Any]] = field(default_factory=lambda: {True: set(), False: set()})  # their compile ids
+    decided: dict[tuple[bool, int], _Decision] = field(default_factory=dict)
+
+
+@dataclass
+class _Attempt:
+    """Dynamo looks at one frame. ``num_others``: compiled forms that don't count; ``began``: it tries to compile it."""
+
+    num_others: int
+    began: bool = False
+    limit: str = ""
+    most: int = 0
+
+
+class _Attempts(threading.local):
+    now: _Attempt | None = None
+
+
+_attempts = _Attempts()
+
+
+def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
+    """See the module docstring. For good: called once, when ``backend`` is defined."""
+    look_at_frame = convert_frame.CatchErrorsWrapper.__call__
+    exceeds_limit = convert_frame.exceeds_recompile_limit  # pyright: ignore[reportPrivateImportUsage]
+    make_context = eval_frame.OptimizeContext.__init__
+
+    @functools.wraps(look_at_frame)
+    def look(self: Any, frame: Any, cache_entry: Any, frame_state: dict[str, Any]) -> Any:
+        if _innermost(self) is not backend:
+            with _attempt(None):
+                return look_at_frame(self, frame, cache_entry, frame_state)
+        has_grad = torch.is_grad_enabled()
+        compiled = frame_state.setdefault(_KEY, _Compiled())
+        kind = has_grad, _region()
+        decision = compiled.decided.get(kind)
+        if decision is None:
+            attempt = _Attempt(_num_forms(frame, compiled.forms[not has_grad]))
+            with _attempt(attempt):
+                result = look_at_frame(self, frame, cache_entry, frame_state)
+            if result.guarded_code is not None:
+                compiled.forms[has_grad].add(result.guarded_code.compile_id)
+                return result
+            if not attempt.began and not why_off():
+                return result
+            result.apply_to_code = False
+            decision = _Decision(result, attempt.limit, attempt.most)
+            if attempt.began:
+                compiled.decided[kind] = decision
+        if decision.limit:
+            watch.ran_uncompiled(frame.f_code, decision.limit, decision.most, has_grad=has_grad)
+        return decision.result
+
+    @functools.wraps(exceeds_limit)
+    def exceeds(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        attempt = _attempts.now
+        if attempt is None:
+            return exceeds_limit(cache_size, compile_id)
+        attempt.began = True
+        num_forms = cache_size.num_cache_entries_with_same_id_matched_objs - attempt.num_others
+        cache_size = replace(cache_size, num_cache_entries_with_same_id_matched_objs=num_forms)
+        exceeded, limit = exceeds_limit(cache_size, compile_id)
+        if exceeded:
+            attempt.limit, attempt.most = limit, getattr(config, limit)
+        return exceeded, limit
+
+    @functools.wraps(make_context)
+    def make(self: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
+        make_context(self, callback, *args, **kwargs)
+        if _innermost(callback) is backend:
+            self.enter_exit_hooks.append(watch.call_begins)
+
+    convert_frame.CatchErrorsWrapper.__call__ = look
+    convert_frame.exceeds_recompile_limit = exceeds  # pyright: ignore[reportPrivateImportUsage]
+    eval_frame.OptimizeContext.__init__ = make
+
+
+@contextlib.contextmanager
+def _attempt(attempt: _Attempt | None) -> Iterator[None]:
+    before, _attempts.now = _attempts.now, attempt
+    try:
+        yield
+    finally:
+        _attempts.now = before
+
+
+def _innermost(callback: Any) -> Any:
+    """The function that the user's ``backend=`` stands for."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    callback = getattr(callback, "compiler_fn", callback)  # torch.compile's wrapper, which adds mode and options
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    return callback
+
+
+def _region() -> int:
+    """Functions compiled with ``isolate_recompiles`` have forms, and a limit, of their own. -1: of all others, and up
+    to torch 2.12."""
+    current: Any = torch._C
+    region = getattr(current._dynamo.eval_frame, "get_eval_frame_isolate_recompiles_id", None)
+    return -1 if region is None else region()
+
+
+def _num_forms(frame: Any, compile_ids: set[Any]) -> int:
+    """How many of these compiled forms Dynamo counts where it looks at ``frame``."""
+    from torch._dynamo.cache_size import _has_same_id_matched_objs
+
+    if not compile_ids:
+        return 0
+    of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
+    code = frame.f_code
+    entries = eval_frame._debug_get_cache_entry_list(code) if of_region is None else of_region(code, _region())
+    return sum(e.compile_id in compile_ids and _has_same_id_matched_objs(frame, e) for e in entries)
+
+
+def why_off() -> str:
+    """Why Dynamo compiles nothing at the moment; "" where it does."""
+    stance = eval_frame._stance.stance
+    if stance in ("force_eager", "eager_on_recompile"):
+        return f"torch.compiler.set_stance({stance!r}) is on"
+    if config.disable:
+        return "torch._dynamo.config.disable is set"
+    if is_in_any_mode_without_ignore_compile_internals():
+        return "a TorchDispatchMode is active"
+    return ""
+
+
+def called_function() -> str:
+    """The name of the compiled function whose call is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    function = None if frame is None else frame.f_locals.get("fn")
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    return getattr(function, "__qualname__", "a compiled function")
+
+
+def keep_reset(backend: Callable[..., Any]) -> None:
+    """Have the next reset call ``backend.reset``. Each reset forgets whom it called, and only ``torch.compile`` tells
+    it anew: not a function that was compiled before, and is compiled again at its next call."""
+    eval_frame.cached_backends.setdefault(id(backend), backend)
