@@ -47,8 +47,9 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
 def load_fsdp_model_to_gpu(model: nn.Module) -> None:
     """Moves a model back to where it was. Returns at once; every layer waits for its own parameters."""
-    handle = manager_of_model(model).onload(*_MODEL, wait=False)
     aliases = aliases_of(model)
+    aliases.warn_of_writes()
+    handle = manager_of_model(model).onload(*_MODEL, wait=False)
     if aliases.any_away():
         handle.wait()  # nobody would wait for them one by one
         aliases.come_back()
