@@ -168,8 +168,8 @@ class Inventory:
         if groups and not any(map(self.may_have, groups)) and (key := " and ".join(groups)) not in self._said:
             self._said.add(key)
             log.warning(
-                "nothing moves for %s: expected a PhaseManager that was given what has some, found one with neither. "
-                "Pass it the model, the optimizer or extra",
+                "nothing moves for %s: expected a PhaseManager that has some, found one that was made without. Pass "
+                "the model, the optimizer or extra to it",
                 key,
             )
 

@@ -105,7 +105,7 @@ def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                     # unless autograd takes the tensor for modified and raises.
                     shift_version(tensor, 1)
                     attributes[_RECORD] = _Away(home, [holding], process)
-                    _set_class(tensor, _CLASSES.get(home) or _away_class(home))
+                    tensor.__class__ = _CLASSES.get(home) or _away_class(home)
                 elif holding not in record.holdings:
                     record.holdings.append(holding)
 
@@ -123,7 +123,7 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                     record.holdings = [held for held in record.holdings if held is not holding]
                     if record.holdings:
                         continue
-                _set_class(tensor, record.home)
+                tensor.__class__ = record.home
                 del attributes[_RECORD]
                 shift_version(tensor, -1)
 
@@ -159,11 +159,7 @@ def _give_own_class(tensor: Tensor) -> None:
     if home is not None and all(holding.where is Where.DEVICE for holding in holdings_of(tensor)):
         attributes: Any = tensor.__dict__
         attributes.pop(_RECORD, None)
-        _set_class(tensor, home)
-
-
-def _set_class(tensor: Tensor, kind: type) -> None:
-    object.__setattr__(tensor, "__class__", kind)
+        tensor.__class__ = home
 
 
 def _complaint_of_a_child(record: _Away, what: str) -> str:
@@ -186,7 +182,7 @@ def _away_class(home: type) -> type:
                 "__torch_function__": classmethod(_torch_function),
                 "__reduce_ex__": _again("pickle", "__reduce_ex__"),
                 "__deepcopy__": _again("copy.deepcopy", "__deepcopy__"),
-                "__setattr__": _set_attribute,
+                "_use_count": _again("swap_tensors()", "_use_count"),
                 "__repr__": _describe,
                 "__str__": _describe,
                 "__format__": lambda self, spec: _describe(self),
@@ -250,12 +246,6 @@ def _tensors_in(tree: Any, depth: int = 4) -> Iterator[Tensor]:
     elif depth and isinstance(tree, dict):
         for item in tree.values():
             yield from _tensors_in(item, depth - 1)
-
-
-def _set_attribute(self: Tensor, name: str, value: Any) -> None:
-    if name == "__class__":
-        touch(self, "swap_tensors() or another change of its class")
-    home_of(self).__setattr__(self, name, value)
 
 
 def _again(what: str, method: str) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Given:
     """A tensor of the image that a user has, or had.
 
@@ -62,6 +62,11 @@ class _Given:
     holding: Holding
     writes: int | None = None
 
+    @property
+    def was_written_late(self) -> bool:
+        """Whether somebody has written to it after they had returned."""
+        return self.writes is not None and self.probe._version != self.writes
+
 
 class HostReader:
     """Stand-ins for away tensors: tensors of the host image. See [Note: State dicts of the host image].
@@ -74,6 +79,7 @@ class HostReader:
         self._manager = manager
         self._process = os.getpid()
         self._given: list[_Given] = []
+        self._most_given = 1000  # before those that are gone are left out
         self._has_warned = False
 
     def reading(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -113,8 +119,8 @@ class HostReader:
         """Says once what was written to tensors after what they had stood for had returned."""
         if not self._given:
             return
-        late = [given for given in self._given if given.writes is not None and given.probe._version != given.writes]
-        self._given = [given for given in self._given if given not in late and not private.is_gone(given.storage)]
+        late = [given for given in self._given if given.was_written_late]
+        self._given = [g for g in self._given if not g.was_written_late and not private.is_gone(g.storage)]
         if late and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -166,6 +172,9 @@ class HostReader:
         assert holding.block is not None
         # Whole multiples of the widest dtype, so that the bytes can be viewed as any; a block is no smaller.
         whole = self._manager.image.tensor(holding.block, -(-holding.nbytes // 16) * 16)
+        if len(self._given) >= self._most_given:
+            self._given = [given for given in self._given if not private.is_gone(given.storage)]
+            self._most_given = 2 * len(self._given) + 1000
         self._given.append(_Given(private.storage_reference(whole), private.write_counter(whole), holding))
         found = whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return with_bits_of(tensor, found).detach()

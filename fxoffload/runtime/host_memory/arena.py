@@ -124,7 +124,7 @@ class HostArena:
         self._chunk_bytes = chunk_bytes
         self._warn = warn
         self._booking = booking or Booking()
-        self._registered: list[int] = []  # addresses; shared with the finalizer
+        self._registered: list[int] = []  # addresses, of each chunk; shared with the finalizer. 0: it is not
         self._dead: deque[HostBlock] = deque()
         self.num_growths = 0
         self.wait_ms = 0.0
@@ -292,13 +292,15 @@ class HostArena:
         if last - first < 2:
             return
         address, nbytes = held.address + self._borders[first], self._borders[last] - self._borders[first]
-        for one in self._registered[first:last]:
-            self._pinner.unregister(one)
-        self._registered[first + 1 : last] = []
+        before = [one for one in self._registered[first:last] if one]
+        self._registered[first:last] = [address]
         self._borders[first + 1 : last] = []
         try:
+            for one in before:
+                self._pinner.unregister(one)
             self._pinner.register(address, nbytes)
         except RuntimeError as error:
+            self._registered[first] = 0
             log.warning("%.2f GiB of host memory are no longer pinned, and copied slowly: %s", nbytes / 2**30, error)
 
     def release(self) -> int:
@@ -562,7 +564,7 @@ def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -
 
 def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
     """What the driver does not let go goes with the process."""
-    for address in registered:
+    for address in filter(None, registered):
         try:
             pinner.unregister(address)
         except RuntimeError as error:
