@@ -65,15 +65,20 @@ def test_torch_copies_to_and_from_any_part_of_the_image() -> None:
 def test_a_copy_that_is_under_way_has_the_values_of_then(reused: str) -> None:
     """On a stream that nobody knows, from a state dict that is gone: the next offload waits for it."""
     model = Model()
+    with torch.no_grad():
+        torch.zeros_like(model.w0).zero_()  # to load a kernel waits for the device
     manager = PhaseManager(model)
     expected = values(model)
     manager.offload()
     manager.onload()
     manager.offload()
-    stream = torch.cuda.Stream()
+    stream, state = torch.cuda.Stream(), model.state_dict()
     with torch.cuda.stream(stream):
+        found = {name: torch.empty_like(tensor, device="cuda") for name, tensor in state.items()}
         torch.cuda._sleep(200 * CYCLES_PER_MS)
-        found = {name: tensor.to("cuda", non_blocking=True) for name, tensor in model.state_dict().items()}
+        for name, tensor in found.items():
+            tensor.copy_(state[name], non_blocking=True)
+    del state
     manager.onload()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,7 +149,7 @@ def test_host_shards_go_to_the_device_one_by_one() -> None:
     from torch.distributed.tensor import DTensor, Replicate
 
     model: Any = fully_shard(nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 4096)).cuda())
-    expected = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
     manager = PhaseManager(model)
     manager.offload()
     state: dict[str, Any] = model.state_dict()
