@@ -81,8 +81,8 @@ class Aliases:
             self._bring_back(ours)
 
     def warn_of_writes(self) -> None:
-        """Before the model returns, with which they share a count of writes: says what was written to memory of their
-        own."""
+        """Warns of writes to aliases with memory of their own. Called before the model returns: an alias shares its
+        parameter's count of writes, which changes then."""
         apart, self._apart = self._apart, []
         late = [ref for ref, version in apart if (tensor := ref()) is not None and tensor._version != version]
         if late:

@@ -1,4 +1,4 @@
-"""Which tensors have a manager: two would move one tensor behind each other's back."""
+"""Refuses a second ``PhaseManager`` for the same tensors: each would move them without the other's knowledge."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CLAIMS: weakref.WeakKeyDictionary[Inventory, frozenset[str]] = weakref.WeakKeyD
 
 
 def claim(inventory: Inventory, device_types: frozenset[str]) -> None:
-    """These are an inventory's from now on, until it is given up or gone. Claiming twice is once.
+    """Reserves an inventory's tensors and optimizers for it, until ``give_up`` or until it is gone. Idempotent.
 
     Raises:
-        RuntimeError: some of them have another manager.
+        RuntimeError: another inventory has reserved some of them.
     """
     with _LOCK:
         if inventory in _CLAIMS:
@@ -42,19 +42,19 @@ def claim(inventory: Inventory, device_types: frozenset[str]) -> None:
 
 
 def give_up(inventory: Inventory) -> None:
-    """Others may have them."""
+    """Lets others reserve them."""
     with _LOCK:
         _CLAIMS.pop(inventory, None)
 
 
 def _shared(inventory: Inventory, device_types: frozenset[str]) -> list[str]:
-    """Names of what others have as well."""
+    """Names of tensors and optimizers that other inventories have reserved."""
     others = {key for other, types in list(_CLAIMS.items()) for key in _named(other, types)}
     return [name for key, name in _named(inventory, device_types).items() if key in others] if others else []
 
 
 def _named(inventory: Inventory, device_types: Collection[str]) -> dict[tuple[str, int], str]:
-    """Everything that a manager moves, and its optimizers, which may have no state yet."""
+    """Names of the storages that a manager moves, and of its optimizers, which may have no state yet."""
     found = {("optimizer", id(one)): f"the optimizer {type(one).__name__}" for one in inventory.optimizers}
     walk = inventory.walk()
     for group in (PARAMS, BUFFERS, OPTIMIZER, EXTRA):
@@ -67,5 +67,5 @@ def _named(inventory: Inventory, device_types: Collection[str]) -> dict[tuple[st
     return found
 
 
-# A child has no part of its parent's managers.
+# A child cannot use its parent's managers.
 os.register_at_fork(after_in_child=_CLAIMS.clear)

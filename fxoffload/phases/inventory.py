@@ -87,8 +87,10 @@ class Inventory:
         return self.walk().kept_by_fsdp
 
     def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
-        """(name, bytes) of what is on these devices and cannot be emptied: torch does not own the memory (it is shared
-        with another process, or made by another library), or cannot say what a tensor is made of."""
+        """(name, bytes) of storages on these devices that cannot be emptied, and of tensors that cannot be taken apart.
+
+        torch does not own memory that is shared with another process or allocated by another library.
+        """
         found: dict[int, tuple[str, int]] = {}
         walk = self.walk()
         for group in self.order(GROUPS):
@@ -147,20 +149,22 @@ class Inventory:
             present: whether a group has tensors on one of the device types.
             elsewhere: how many it has on other devices.
         """
-        # A model that is not on the device is said, also where something of it is: step counts, in a rehearsal.
+        # Parameters alone first: in a rehearsal step counts may be on the device where the model is not.
         for some in ((PARAMS,), groups):
             found = sum((elsewhere.get(group, Counter()) for group in some), Counter[torch.device]())
             if found and not any(present.get(group) for group in some) and "elsewhere" not in self._said:
                 self._said.add("elsewhere")
                 wanted, places = " or ".join(sorted(device_types)), ", ".join(sorted({str(one) for one in found}))
                 log.warning(
-                    "%s: nothing of it moves. Expected tensors on %s, found %d on %s. Move the model there "
-                    "(model.to(...)) before its optimizer and its PhaseManager are made; or, for a rehearsal on the "
+                    "%s: nothing of it moves. Expected tensors on %s, found %d on %s. %s; or, for a rehearsal on the "
                     "CPU, pass device_types=('cpu',) or set FXOFFLOAD_PHASES_DEVICE_TYPES=cpu",
                     ", ".join(group for group in some if elsewhere.get(group)),
                     wanted,
                     found.total(),
                     places,
+                    "Move the model there (model.to(...)) before its optimizer and its PhaseManager are made"
+                    if PARAMS in some
+                    else "Move there what was loaded to another device",
                 )
 
     def warn_of_absent(self, groups: Collection[str]) -> None:

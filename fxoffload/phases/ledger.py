@@ -53,8 +53,7 @@ class Ledger:
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
-        # Of the last search: whether there was something that torch cannot empty; for each group, on which other
-        # devices how many tensors are, and whether some are on one of ours; what FSDP keeps on the CPU.
+        # Found by the last search. By group: how many tensors are on other devices, and whether some are on ours.
         self.has_immovable = False
         self.elsewhere: dict[str, Counter[torch.device]] = {}
         self.present: dict[str, bool] = {}
@@ -154,8 +153,8 @@ class Ledger:
                             empty.setdefault(group, []).extend((tensor, plain))
             self.present[group], self.elsewhere[group] = is_present, elsewhere
         self.num_kept_by_fsdp = len(walk.kept_by_fsdp)
-        # A rank's part of a small tensor may have no element. It goes with another one: what refuses to be used on
-        # other ranks has to refuse here, too, or this rank would wait for them in a collective.
+        # A rank's shard of a small tensor may have no element. It leaves with another tensor: else its use would raise
+        # on other ranks only, and this rank would wait for them in a collective.
         for group, tensors in empty.items():
             for holding in found.values():
                 if holding.group == group and holding.where is Where.DEVICE:

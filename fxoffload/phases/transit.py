@@ -170,7 +170,7 @@ class Transit:
         return found
 
     def warn_of_what_stays(self, groups: tuple[str, ...]) -> None:
-        """Says once of what was just looked for (``Ledger.storages``) why it does not move."""
+        """Warns once of tensors that the last search of the ledger has found and that do not move."""
         if self.ledger.has_immovable:
             self._inventory.warn_of_immovable(self.device_types)
         self._inventory.warn_of_fsdp(self.ledger.num_kept_by_fsdp)

@@ -242,7 +242,7 @@ def test_a_limit_that_a_kept_state_dict_leaves_no_room_in_is_said() -> None:
     manager.offload()
     state = model.state_dict()
     manager.onload()
-    with pytest.raises(HostMemoryError, match=r"0\.00 GiB in tensors of earlier state dicts that somebody still holds"):
+    with pytest.raises(HostMemoryError, match=r"0\.00 GiB in tensors of earlier state dicts that are still referenced"):
         manager.offload()
     del state
     manager.offload()
@@ -285,15 +285,22 @@ def test_a_forked_child_reads_a_state_dict_that_was_there() -> None:
     gone.close()
 
 
-def test_a_state_dict_that_is_loaded_by_its_optimizer_leaves_again() -> None:
-    """On a CPU the optimizer keeps the very tensors."""
+@pytest.mark.parametrize("way", ["from the host image", "from a file", "before there was a manager"])
+def test_state_that_an_optimizer_has_loaded_leaves(way: str, tmp_path: Path) -> None:
+    """On a CPU the optimizer keeps the very tensors, in memory that torch cannot empty."""
     model, optimizer = make()
     train(model, optimizer, 0)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    if way == "before there was a manager":
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
     manager = rehearse(model, optimizer)
-    manager.offload()
-    state = optimizer.state_dict()
-    manager.onload()
-    optimizer.load_state_dict(state)
+    if way == "from the host image":
+        manager.offload()
+        state = optimizer.state_dict()
+        manager.onload()
+        optimizer.load_state_dict(state)
+    elif way == "from a file":
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt"))
     tensors: list[Tensor] = [t for entry in optimizer.state.values() for t in entry.values()]
     storages = [tensor.untyped_storage() for tensor in tensors]
     manager.offload("optimizer")

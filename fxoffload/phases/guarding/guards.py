@@ -182,7 +182,7 @@ class Guards:
         return call
 
     def _load(self, module: nn.Module, what: str) -> Callable[..., Any]:
-        """What takes the place of parameters would be on the CPU for good. What is copied to them goes to the host."""
+        """``assign=True`` would put CPU tensors in the place of parameters. Without it values go to the host image."""
 
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("assign", len(args) > 2 and args[2]):
@@ -256,8 +256,8 @@ class Guards:
         touch_all(stepped_by(optimizer), what)
 
     def _after_load(self, optimizer: Any) -> None:
-        """On the CPU an optimizer keeps the tensors that it is given, if they fit: those of a file that was read, or of
-        a host image. Memory that torch does not own could not leave."""
+        """Gives loaded state memory of its own. On the CPU an optimizer keeps the tensors that it is given, also those
+        of ``torch.load`` or of a host image, whose memory torch cannot empty."""
         types = self._manager._transit.device_types
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in state_tensors(optimizer):

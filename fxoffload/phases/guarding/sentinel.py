@@ -10,10 +10,10 @@ whatever a user writes), a TorchFunctionMode (Dynamo guards on the stack of mode
 this costs nothing, and no compiled code changes.
 
 [Note: Objects made meanwhile]
-A subclass's own code makes tensors: ``type(self)(...)``, a class method, ``__tensor_unflatten__``. While one is away
-``type(self)`` is the away class, which must not be the class of what is made: nobody would give that its own. So the
-away class makes objects of the class at home, and binds class methods to it. Whatever gets the away class in another
-way (``_make_wrapper_subclass``, ``swap_tensors``), or an away tensor's attributes, gets its own class when it is used.
+A subclass's own code makes tensors: ``type(self)(...)``, a class method, ``__tensor_unflatten__``. While a tensor is
+away its ``type`` is the away class. New objects must not keep that class: an onload does not know them. So the away
+class makes objects of the class at home. An object that gets the away class in another way
+(``_make_wrapper_subclass``), or the attributes of an away tensor, gets its own class at its first use.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
 
 @contextlib.contextmanager
 def answered(name: str, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """In this block a function is called with ``stand_in(tensor)`` in place of each away tensor: ``detach`` is how a
-    state dict is read, ``copy_`` how one is loaded."""
+    """In this block the function of that name gets ``stand_in(tensor)`` in place of each away tensor. A state dict is
+    read by ``detach``, and loaded by ``copy_``."""
     token = _ANSWER.set((name, stand_in))
     try:
         yield
@@ -154,7 +154,7 @@ def touch(tensor: Tensor, what: str, *, writes: bool = False) -> None:
 
 
 def _give_own_class(tensor: Tensor) -> None:
-    """Nothing of it is away; see [Note: Objects made meanwhile]."""
+    """If it has an away class, and nothing of it is away; see [Note: Objects made meanwhile]."""
     home = _HOMES.get(type(tensor))
     if home is not None and all(holding.where is Where.DEVICE for holding in holdings_of(tensor)):
         attributes: Any = tensor.__dict__
@@ -177,7 +177,6 @@ def _away_class(home: type) -> type:
             f"Away{home.__name__}",
             (home,),
             {
-                **_class_methods(home),
                 "__new__": lambda cls, *args, **kwargs: home(*args, **kwargs),
                 "__torch_function__": classmethod(_torch_function),
                 "__reduce_ex__": _again("pickle", "__reduce_ex__"),
@@ -192,17 +191,6 @@ def _away_class(home: type) -> type:
         _HOMES[made] = home
         _CLASSES[home] = made
     return _CLASSES[home]
-
-
-def _class_methods(home: type) -> dict[str, Any]:
-    """Bound to the class at home."""
-    names = {
-        name
-        for kind in home.__mro__[: home.__mro__.index(Tensor)]
-        for name, value in vars(kind).items()
-        if isinstance(value, classmethod) and name != "__init_subclass__"
-    }
-    return {name: staticmethod(getattr(home, name)) for name in names}
 
 
 def _torch_function(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,15 +1,15 @@
-"""State dicts of what is away: CPU tensors that lie in the host image.
+"""State dicts of offloaded models: CPU tensors that lie in the host image.
 
 [Note: State dicts of the host image]
-A tensor of such a state dict *is* the image: nothing is copied, and what is written to it (a checkpoint that is loaded
-in place, an element, a NumPy array over it) is in the model when that returns. ``load_state_dict`` writes there, too.
-When the model has returned, the tensor keeps the values of then, and is nobody's: the next offload goes to other memory
-for as long as somebody holds it. What is written to it then is in no model, which is said once, at the next transition.
+A tensor of such a state dict shares memory with the host image: nothing is copied. A write to it (a checkpoint loaded
+in place, one element, a NumPy array over it) reaches the model at the next onload. ``load_state_dict`` writes there.
+After the onload the tensor is a snapshot and keeps its values: the next offload takes other host memory as long as a
+reference to it is alive. A write to a snapshot reaches no model; the next transition warns of it once.
 
 [Note: DTensors on the host]
 A shard that is away becomes a DTensor with the same mesh and placements over a local tensor on the CPU, as FSDP2's
-CPUOffloadPolicy has them: ``torch.distributed.checkpoint`` saves and loads such shards without a collective. What
-gathers it goes to the device first, one shard at a time: see ``HostDTensor``.
+CPUOffloadPolicy has them. ``torch.distributed.checkpoint`` saves and loads such shards without a collective. Gathering
+one moves that shard to the device first: see ``HostDTensor``.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Given:
-    """A tensor of the image that a user has, or had.
+    """A tensor of the image that was handed out.
 
     Attributes:
-        storage: it lies in.
-        probe: counts writes with it, and has no memory.
-        holding: whose bytes they were.
-        writes: at the time when these returned to the device.
+        storage: of the tensor.
+        probe: shares the tensor's count of writes, and has no memory.
+        holding: whose bytes the tensor has.
+        writes: the count when the holding began to return; None before.
     """
 
     storage: private.StorageWeakRef
@@ -64,12 +64,12 @@ class _Given:
 
     @property
     def was_written_late(self) -> bool:
-        """Whether somebody has written to it after they had returned."""
+        """Whether the tensor was written to after its holding had begun to return."""
         return self.writes is not None and self.probe._version != self.writes
 
 
 class HostReader:
-    """Stand-ins for away tensors: tensors of the host image. See [Note: State dicts of the host image].
+    """Gives tensors of the host image in place of away tensors. See [Note: State dicts of the host image].
 
     Args:
         manager: whose image it is.
@@ -108,7 +108,7 @@ class HostReader:
             return self._stand_in(tensor)
 
     def returning(self, holdings: Iterable[Holding]) -> None:
-        """These begin to return: from now on users write to nothing of the model."""
+        """These begin to return: later writes to their tensors reach no model."""
         if self._given:
             ids = {id(holding) for holding in holdings}
             for given in self._given:
@@ -116,7 +116,7 @@ class HostReader:
                     given.writes = given.probe._version
 
     def warn_of_late_writes(self) -> None:
-        """Says once what was written to tensors after what they had stood for had returned."""
+        """Warns once of writes to snapshots."""
         if not self._given:
             return
         late = [given for given in self._given if given.was_written_late]
@@ -167,7 +167,7 @@ class HostReader:
         if holding is not None and holding.where is Where.LEAVING:
             self._manager.drain()
             holding = self._manager.holding_of(tensor)
-        if holding is None:  # a part of something that is away, or what could not leave
+        if holding is None:  # at home: one part of a wrapper may be
             return tensor.detach()
         assert holding.block is not None
         # Whole multiples of the widest dtype, so that the bytes can be viewed as any; a block is no smaller.

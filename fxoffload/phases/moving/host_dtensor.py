@@ -18,10 +18,10 @@ _NO_BACKEND = "No backend type associated with device type cpu"
 
 
 class HostDTensor(DTensor):
-    """A DTensor of the device's mesh over a local tensor on the CPU. What needs other ranks is done on the device.
+    """A DTensor of the device's mesh over a local tensor on the CPU. Collectives run on the device.
 
-    ``to(device)`` of the mesh gives a plain DTensor, and so do ``full_tensor`` and ``redistribute``, which begin with
-    that. What is computed from host shards only, and stays on the CPU, is a host shard again.
+    ``to(device)`` of the mesh gives a plain DTensor. ``full_tensor`` and ``redistribute`` begin with that. An operator
+    on host shards gives a host shard again, if its result is on the CPU.
 
     Attributes:
         home: the device that its values come from.

@@ -144,12 +144,11 @@ class HostImage:
         return self._arena_of(block).pieces(block, nbytes)
 
     def tensor(self, block: HostBlock, nbytes: int) -> Tensor:
-        """The block's first ``nbytes`` bytes as a tensor that users may keep, and write to while the bytes on the
-        device are gone."""
+        """The block's first ``nbytes`` bytes as a tensor for users, who may keep it."""
         return self._arena_of(block).tensor(block, nbytes)
 
     def may_write(self, block: HostBlock) -> bool:
-        """Whether nobody has such a tensor any more; and waits for copies out of it."""
+        """Whether no such tensor is alive. Waits for copies out of the last one."""
         return self._arena_of(block).may_write(block)
 
     def _arena_of(self, block: HostBlock) -> HostArena:
@@ -173,7 +172,7 @@ class HostImage:
 
     def _in_tensors(self) -> str:
         nbytes = self._first.in_tensors_bytes + self._rest.in_tensors_bytes
-        return f", and {_gib(nbytes)} in tensors of earlier state dicts that somebody still holds" if nbytes else ""
+        return f", and {_gib(nbytes)} in tensors of earlier state dicts that are still referenced" if nbytes else ""
 
     @property
     def reserved_bytes(self) -> int:

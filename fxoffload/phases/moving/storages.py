@@ -115,7 +115,7 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """A wrapper has none, and a storage that does not say so; nor has what is away, which says so."""
+    """Whether this is no wrapper: its storage has a size, and no address. Of an away tensor the size is 0."""
     if not has_dispatch(tensor):
         return True
     try:

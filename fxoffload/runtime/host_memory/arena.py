@@ -29,12 +29,11 @@ device copy out of it; the next device-to-host copy into it waits for that event
 come in order, as on one stream, so of several events the youngest stands for all.
 
 [Note: Tensors of a block]
-``tensor`` makes a block's bytes a tensor for users. They may keep it, and whatever shares its storage (views, NumPy
-arrays), for as long as they like: a block whose storage is alive is not written by us again, and a freed one is not
-taken again. The memory of a released arena goes with the last of them. When the storage is gone, copies to a device
-that users have started may still read the block, on any stream: the host waits for all devices, once, before the block
-is written. torch copies a tensor with one call, so a block across several registrations is registered anew, as one
-(2 GiB in huge pages: 0.1 s; H200, 2026-11-26).
+``tensor`` gives users a block's bytes as a tensor. They may keep it, and views and NumPy arrays of it, for as long as
+they like. A block whose storage is alive is not written again, and a freed one is not taken again. The memory of a
+released arena goes with the last of them. Copies to a device that users have started may outlive the storage, on any
+stream, so the host waits for all devices once before the block is written. torch copies a tensor in one call. So a
+block across several registrations is registered anew as one (2 GiB in huge pages: 0.1 s; H200, 2026-11-26).
 """
 
 from __future__ import annotations
@@ -277,7 +276,7 @@ class HostArena:
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
     def may_write(self, block: HostBlock) -> bool:
-        """Whether nobody has a tensor of the block any more."""
+        """Whether no tensor of the block is alive. Waits for copies out of the last one."""
         if block.storage is None:
             return True
         if not is_gone(block.storage):
