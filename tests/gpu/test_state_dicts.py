@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxoffload.phases import OffloadedError, PhaseManager
+from fxoffload.phases import PhaseManager
 from fxoffload.phases.moving.host_dtensor import HostDTensor
 from tests.gpu.gpu_support import CYCLES_PER_MS
 
@@ -178,12 +178,6 @@ def test_host_shards_go_to_the_device_one_by_one() -> None:
     shard = state["0.weight"]
     assert type(shard.to("cuda")) is type(shard.cuda()) is DTensor
     assert type(shard.clone()) is type(shard.cpu()) is HostDTensor
-    try:
-        found = (shard * shard).sum().item()
-    except OffloadedError as error:
-        assert "Call .to('cuda')" in str(error)
-    else:
-        assert found == pytest.approx(expected["0.weight"].square().sum().item(), rel=1e-3)
     shard.copy_(shard.cuda().mul_(2))
     del state, shard, found
     manager.onload()

@@ -38,6 +38,7 @@ CASES = (
     *(f"away.{name}" for name in OTHERS),
     "host_shards.gathered",
     "host_shards.loaded",
+    "host_shards.without_a_backend_for_the_cpu",
 )
 
 Ranks = Callable[[str], list[Found]]
@@ -149,6 +150,13 @@ def test_host_shards_are_gathered_on_the_device(ranks: Ranks, build: str) -> Non
         assert found["wrong"] == []
         assert found["sums"] < 1e-5
         assert found["plain"] and found["host"] and found["in the image"] and found["kept"]
+
+
+def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(ranks: Ranks) -> None:
+    for found in ranks("host_shards.without_a_backend_for_the_cpu"):
+        assert [kind for kind, _ in found["tried"].values()] == ["OffloadedError", "OffloadedError", "nothing"]
+        assert "Call .to('cuda') of it first" in found["tried"]["row"][1]
+        assert found["kind"] == "HostDTensor"
 
 
 def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxoffload.phases.moving.host_dtensor import HostDTensor
 
@@ -137,6 +139,18 @@ def gathered(rank: Rank) -> Found:
         found[build.__name__]["kept"] = all(torch.equal(whole(t), expected[name]) for name, t in kept.items())
         manager.close()
     return found
+
+
+def without_a_backend_for_the_cpu(rank: Rank) -> Found:
+    """As with NCCL alone."""
+    group = dist.new_group(backend="cuda:gloo")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh=list(range(rank.world)))
+    shard = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    on_host = HostDTensor.over(shard, torch.ones(2, 3), torch.device("cuda"))
+    return {
+        "tried": tried({"row": lambda: on_host[0], "sort": lambda: on_host.sort(0), "local": lambda: on_host * 2}),
+        "kind": type(on_host.t()).__name__,
+    }
 
 
 def _write(state: dict[str, Any], source: dict[str, Any]) -> None:
