@@ -6,8 +6,8 @@ import gc
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,6 +135,20 @@ def fsdp2_groups(module: Any) -> list[Any]:
 def fsdp2_parameters(module: Any) -> list[torch.nn.Parameter]:
     """The sharded parameters that an ``FSDPModule`` gathers."""
     return [p.sharded_param for group in fsdp2_groups(module) for p in group.fsdp_params]
+
+
+@contextmanager
+def fsdp2_keeps_shards(module: Any, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """In this block ``load_state_dict`` does not let an ``FSDPModule`` look for new shards in place of those for which
+    ``is_kept``: it would pad and view them."""
+    params = [p for group in fsdp2_groups(module) for p in group.fsdp_params if is_kept(p.sharded_param)]
+    for p in params:
+        p.reset_sharded_param = lambda: None
+    try:
+        yield
+    finally:
+        for p in params:
+            p.__dict__.pop("reset_sharded_param", None)
 
 
 def fsdp2_prefetches(module: Any) -> list[torch.nn.Module]:
@@ -294,11 +308,6 @@ def local_of(dtensor: Any) -> torch.Tensor:
     return dtensor._local_tensor
 
 
-def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
-    """The device in the arguments of ``Tensor.to``."""
-    return torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
-
-
 def negated(tensor: torch.Tensor) -> torch.Tensor:
     """A view whose values are the negative ones: the same bytes with the other negative bit."""
     return torch.ops.aten._neg_view(tensor)
@@ -309,9 +318,28 @@ def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
+def has_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor has a ``__torch_dispatch__``."""
+    disabled: Any = torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    return getattr(type(tensor), "__torch_dispatch__", disabled) is not disabled
+
+
+def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """A weak reference to the storage of a plain tensor."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def is_gone(weak: StorageWeakRef) -> bool:
     """``weak.expired()``, in a tenth of the time."""
     return torch.UntypedStorage._expired(weak.cdata)  # type: ignore[attr-defined]
+
+
+def gpus_in_use() -> list[int]:
+    """The GPUs that this process has a context on; none where it has used none."""
+    if not torch.cuda.is_initialized():
+        return []
+    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
 
 
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
@@ -324,6 +352,13 @@ def shift_version(tensor: torch.Tensor, by: int) -> None:
     """
     if not tensor.is_inference():
         _set_version_counters((tensor,), (tensor._version + by,))
+
+
+def write_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory whose ``_version`` grows when this one, or a view of it, is written to."""
+    found = tensor.detach()
+    found.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return found
 
 
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------

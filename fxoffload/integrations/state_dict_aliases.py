@@ -3,7 +3,8 @@
 verl's weight sync does this: load, ``params = model.state_dict()``, offload, then one parameter after the other is
 gathered and sent. Where a model is moved by ``.cpu()``, those tensors keep the old memory, all of it, until they are
 dropped. Here they share the storage that is emptied. So those that are alive then get a class of their own, as the
-model's tensors do, but instead of an error each gets memory with the right values when it is read.
+model's tensors do, but instead of an error each gets memory with the right values when it is read. A write would be to
+that memory, not to the model's, and is refused.
 
 A hook notices state dicts from our first call on. Those that were taken before are looked for once, among all tensors.
 """
@@ -11,6 +12,7 @@ A hook notices state dicts from our first call on. Those that were taken before 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.guarding import sharded
-from fxoffload.phases.guarding.sentinel import bring_back, is_away, send_away, untouched
+from fxoffload.phases.guarding.sentinel import OffloadedError, bring_back, is_away, send_away, untouched
 from fxoffload.phases.moving.storages import Holding, plain_tensors
+
+log = logging.getLogger(__name__)
 
 
 class Aliases:
@@ -33,6 +37,7 @@ class Aliases:
         self._away: dict[int, tuple[Holding, Holding]] = {}
         self._manager: weakref.ref[PhaseManager] | None = None
         self._searched = False
+        self._apart: list[tuple[weakref.ref[Tensor], int]] = []  # those with memory of their own, and their versions
 
     def __deepcopy__(self, memo: Any) -> Aliases:
         return Aliases()
@@ -75,8 +80,30 @@ class Aliases:
             ours, _ = self._away.pop(key)
             self._bring_back(ours)
 
-    def touched(self, holding: Holding, what: str) -> None:
-        """Gives the aliases of one storage memory of their own."""
+    def warn_of_writes(self) -> None:
+        """Warns of writes to aliases with memory of their own. Called before the model returns: an alias shares its
+        parameter's count of writes, which changes then."""
+        apart, self._apart = self._apart, []
+        late = [ref for ref, version in apart if (tensor := ref()) is not None and tensor._version != version]
+        if late:
+            log.warning(
+                "%d tensors of a state dict were written to after they had been read while their model was offloaded: "
+                "they had memory of their own by then, so the values are not in the model. Take the state dict while "
+                "the model is offloaded, or write when it is loaded",
+                len(late),
+            )
+
+    def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
+        """Gives the aliases of one storage memory of their own.
+
+        Raises:
+            OffloadedError: they are written to.
+        """
+        if writes:
+            raise OffloadedError(
+                f"{what} writes to {holding.name} of a state dict that was taken before its model was offloaded: the "
+                "values would not be in the model. Take state_dict() again and write to that, or load the model first"
+            )
         manager = self._manager() if self._manager is not None else None
         key = holding.storage._cdata
         if manager is None or key not in self._away:
@@ -86,13 +113,13 @@ class Aliases:
         for at, host in manager.host_pieces(held):
             own[at : at + host.numel()].copy_(host)
         with untouched():
-            for alias in self._alive():
-                for plain in _plain(alias):
-                    if plain.untyped_storage()._cdata == key:
-                        values = torch.empty(0, dtype=plain.dtype, device=held.device)
-                        values.set_(own.untyped_storage(), plain.storage_offset(), plain.shape, plain.stride())
-                        plain.data = values
+            there = [t for alias in self._alive() for t in _plain(alias) if t.untyped_storage()._cdata == key]
+            for plain in there:
+                values = torch.empty(0, dtype=plain.dtype, device=held.device)
+                values.set_(own.untyped_storage(), plain.storage_offset(), plain.shape, plain.stride())
+                plain.data = values
         self._bring_back(ours)
+        self._apart += [(weakref.ref(plain), plain._version) for plain in there]
 
     def _bring_back(self, ours: Holding) -> None:
         for alias in self._alive():

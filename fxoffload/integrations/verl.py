@@ -13,6 +13,8 @@ Parameters that live on the CPU anyway (``CPUOffloadPolicy``) are left alone.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -24,6 +26,8 @@ from torch import nn
 from fxoffload.integrations.managers import manager_of_model, manager_of_optimizer, managers_away
 from fxoffload.integrations.state_dict_aliases import aliases_of
 from fxoffload.phases.phase import BUFFERS, GRADS, OPTIMIZER, PARAMS
+
+log = logging.getLogger(__name__)
 
 _MODEL = (PARAMS, BUFFERS, GRADS)
 
@@ -47,8 +51,9 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
 def load_fsdp_model_to_gpu(model: nn.Module) -> None:
     """Moves a model back to where it was. Returns at once; every layer waits for its own parameters."""
-    handle = manager_of_model(model).onload(*_MODEL, wait=False)
     aliases = aliases_of(model)
+    aliases.warn_of_writes()
+    handle = manager_of_model(model).onload(*_MODEL, wait=False)
     if aliases.any_away():
         handle.wait()  # nobody would wait for them one by one
         aliases.come_back()
@@ -162,8 +167,17 @@ def _home(name: str) -> ModuleType:
 def _veomni_home() -> ModuleType | None:
     try:
         return importlib.import_module(_VEOMNI_HOME)
-    except ImportError:
+    except ImportError as error:
+        if _is_installed("veomni"):
+            log.warning("patch() leaves out VeOmni's functions: %s could not be imported (%s)", _VEOMNI_HOME, error)
         return None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it is in sys.modules, and does not say where it comes from
+        return False
 
 
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,13 +42,19 @@ class Inventory:
     ) -> None:
         self.models = _named_models(models)
         self._optimizers = optimizers
-        leaves(optimizers)  # complains now, if it does
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"expected extra as a mapping of names to tensors or modules, found {type(extra).__name__}")
         self._extra = dict(extra or {})
         for name, value in self._extra.items():
             _require_tensors(name, value)
+        if not (self.models or leaves(optimizers) or self._extra):
+            raise ValueError("expected a model, an optimizer or something extra to move, found none of them")
         self._reported: set[int] = set()
+        self._said: set[str] = set()
+
+    def may_have(self, group: str) -> bool:
+        """Whether there can be anything in a group."""
+        return {OPTIMIZER: bool(self.optimizers), EXTRA: bool(self._extra)}.get(group, bool(self.models))
 
     @property
     def optimizers(self) -> list[Any]:
@@ -80,14 +87,19 @@ class Inventory:
         return self.walk().kept_by_fsdp
 
     def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
-        """(name, bytes) of storages on these devices that cannot be emptied, because torch does not own their memory:
-        shared with another process, or made by another library."""
+        """(name, bytes) of storages on these devices that cannot be emptied, and of tensors that cannot be taken apart.
+
+        torch does not own memory that is shared with another process or allocated by another library.
+        """
         found: dict[int, tuple[str, int]] = {}
         walk = self.walk()
         for group in self.order(GROUPS):
             for name, tensor in walk.collect(group):
                 with untouched():
-                    for plain in plain_tensors(tensor):
+                    parts = plain_tensors(tensor)
+                    if not parts and tensor.device.type in device_types:
+                        found.setdefault(id(tensor), (name, opaque_bytes(tensor)))
+                    for plain in parts:
                         storage = plain.untyped_storage()
                         kind = plain.device.type
                         if kind in device_types and storage.nbytes() and not can_be_emptied(storage, kind):
@@ -104,13 +116,66 @@ class Inventory:
         names = [name for name, _ in found]
         more = f" and {len(names) - 4} others" if len(names) > 4 else ""
         log.warning(
-            "%s in %d storages stay on the device, expected storages that torch can empty, found memory that is shared "
-            "or belongs to another library: %s%s. Clone them to let them leave",
+            "%s in %d storages stay on the device, expected storages that torch can empty, found memory that is "
+            "shared, that NumPy, torch.load or another library has allocated, or that is in a sparse tensor or a "
+            "subclass without __tensor_flatten__: %s%s. Clone them to let them leave",
             format_bytes(nbytes),
             len(found),
             ", ".join(names[:4]),
             more,
         )
+
+    def warn_of_fsdp(self, num_kept: int) -> None:
+        """Logs once how many parameters FSDP keeps on the CPU, if it does."""
+        if num_kept and "fsdp" not in self._said:
+            self._said.add("fsdp")
+            log.warning(
+                "FSDP keeps %d parameters on the CPU itself (CPUOffloadPolicy, CPUOffload): they, their gradients and "
+                "their optimizer state are left there",
+                num_kept,
+            )
+
+    def warn_of_elsewhere(
+        self,
+        groups: Collection[str],
+        present: Mapping[str, bool],
+        elsewhere: Mapping[str, Counter[torch.device]],
+        device_types: Collection[str],
+    ) -> None:
+        """Logs once that nothing moves, because everything is on other devices.
+
+        Args:
+            groups: that should move.
+            present: whether a group has tensors on one of the device types.
+            elsewhere: how many it has on other devices.
+        """
+        # Parameters alone first: in a rehearsal step counts may be on the device where the model is not.
+        for some in ((PARAMS,), groups):
+            found = sum((elsewhere.get(group, Counter()) for group in some), Counter[torch.device]())
+            if found and not any(present.get(group) for group in some) and "elsewhere" not in self._said:
+                self._said.add("elsewhere")
+                wanted, places = " or ".join(sorted(device_types)), ", ".join(sorted({str(one) for one in found}))
+                log.warning(
+                    "%s: nothing of it moves. Expected tensors on %s, found %d on %s. %s; or, for a rehearsal on the "
+                    "CPU, pass device_types=('cpu',) or set FXOFFLOAD_PHASES_DEVICE_TYPES=cpu",
+                    ", ".join(group for group in some if elsewhere.get(group)),
+                    wanted,
+                    found.total(),
+                    places,
+                    "Move the model there (model.to(...)) before its optimizer and its PhaseManager are made"
+                    if PARAMS in some
+                    else "Move there what was loaded to another device",
+                )
+
+    def warn_of_absent(self, groups: Collection[str]) -> None:
+        """Logs once, for each choice of groups, that there is nothing that could be in them."""
+        if groups and not any(map(self.may_have, groups)) and (key := " and ".join(groups)) not in self._said:
+            self._said.add(key)
+            log.warning(
+                "nothing moves for %s: expected a PhaseManager that has some, found one that was made without. Pass "
+                "the model, the optimizer or extra to it",
+                key,
+            )
 
 
 class Walk:
@@ -266,6 +331,13 @@ def can_be_emptied(storage: torch.UntypedStorage, device_type: str) -> bool:
     """
     # The storage could be asked for its device, in Python, which takes ten times as long as all the rest.
     return storage.resizable() and not (device_type == "cpu" and storage.is_shared())
+
+
+def opaque_bytes(tensor: Tensor) -> int:
+    """About how many bytes a tensor has that cannot be taken apart."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.numel() * tensor.element_size()
 
 
 def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.phases.guarding.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.inventory import Inventory, can_be_emptied
+from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.phases.moving.storages import Holding, Owner, Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
-from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.sizes import format_bytes
 
 # What a forward or a step needs first arrives first.
@@ -33,7 +33,7 @@ class Ledger:
         inventory: where tensors are looked for.
         device_types: the devices whose memory is wanted back.
         owner: of the holdings.
-        free_block: returns a block to the host image.
+        image: takes blocks back.
     """
 
     def __init__(
@@ -41,19 +41,23 @@ class Ledger:
         inventory: Inventory,
         device_types: frozenset[str],
         owner: Owner,
-        free_block: Callable[[HostBlock], None],
+        image: HostImage,
     ) -> None:
         self._inventory = inventory
         self._device_types = device_types
         self._owner = owner
-        self._free_block = free_block
+        self._image = image
         self._held: dict[int, Holding] = {}  # by the storage's address
         self._num_held: Counter[str] = Counter()  # by group
         self._homes: dict[int, Holding] = {}  # what was away before
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
-        self.has_immovable = False  # something was found that torch cannot empty
+        # Found by the last search. By group: how many tensors are on other devices, and whether some are on ours.
+        self.has_immovable = False
+        self.elsewhere: dict[str, Counter[torch.device]] = {}
+        self.present: dict[str, bool] = {}
+        self.num_kept_by_fsdp = 0
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """What is not just on the device, of these groups, in these states (all for none)."""
@@ -103,21 +107,28 @@ class Ledger:
         found: dict[int, Holding] = {}
         others: dict[int, Any] = {}  # storages of groups that this search is not about
         wanted: dict[torch.device, bool] = {}  # ``device.type`` makes a string every time
+        empty: dict[str, list[Tensor]] = {}  # by group: wrappers without an element, and what is in them
         self._foreign, self.has_immovable = [], False
         walk = self._inventory.walk()
         # One loop, written out: the caller, and what it wants to run on the device, waits for every turn of it.
         for group in self._inventory.order(GROUPS):
             is_asked_for = group in groups
             named = walk.collect(group)
+            is_present, elsewhere = False, Counter[torch.device]()
             with untouched():
                 for name, tensor in named:
-                    for plain in plain_tensors(tensor):
+                    parts = plain_tensors(tensor)
+                    if not parts and tensor.device.type in self._device_types:
+                        is_present = self.has_immovable = True
+                    for plain in parts:
                         device = plain.device
                         if not wanted.get(device):
                             if device in wanted or device.type not in self._device_types:
                                 wanted[device] = False
+                                elsewhere[device] += 1
                                 continue
                             wanted[device] = True
+                        is_present = True
                         if is_away(plain) and any(held.owner is not self._owner for held in holdings_of(plain)):
                             self._foreign.append((group, name))
                             continue
@@ -138,6 +149,17 @@ class Ledger:
                                     self._take_block(key, holding)
                             else:
                                 self.has_immovable = True
+                        elif tensor is not plain and group != GRADS and key not in others and not is_away(plain):
+                            empty.setdefault(group, []).extend((tensor, plain))
+            self.present[group], self.elsewhere[group] = is_present, elsewhere
+        self.num_kept_by_fsdp = len(walk.kept_by_fsdp)
+        # A rank's shard of a small tensor may have no element. It leaves with another tensor: else its use would raise
+        # on other ranks only, and this rank would wait for them in a collective.
+        for group, tensors in empty.items():
+            for holding in found.values():
+                if holding.group == group and holding.where is Where.DEVICE:
+                    holding.tensors += tensors
+                    break
         return [holding for holding in found.values() if holding.group in groups]
 
     def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:
@@ -148,7 +170,7 @@ class Ledger:
         for home in self._homes.values():
             if most_bytes <= 0:
                 break
-            if home.group not in groups or home.block is None:
+            if home.group not in groups or home.block is None or not self._image.may_write(home.block):
                 continue
             storage = storage_behind(home.weak) if home.weak is not None else None
             if storage is not None and storage.nbytes() == home.nbytes:
@@ -254,9 +276,10 @@ class Ledger:
                     send_away(((tensor,), holding))
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        # It is the same storage: while a weak reference to one is held, no other comes to lie at its address.
+        # It is the same storage: while a weak reference to one is held, no other comes to lie at its address. What a
+        # user has of a block (a state dict) keeps its values: the storage leaves to another one.
         home = self._homes[key]
-        if home.nbytes == holding.nbytes:
+        if home.nbytes == holding.nbytes and (home.block is None or self._image.may_write(home.block)):
             holding.block, holding.event, holding.weak = home.block, home.event, home.weak
         else:
             del self._homes[key]
@@ -273,4 +296,4 @@ class Ledger:
         if block is not None:
             if holding.event is not None:
                 holding.event.synchronize()
-            self._free_block(block)
+            self._image.free(block)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fxoffload.environment import check_device_types
+from fxoffload.phases.claims import claim, give_up
 from fxoffload.phases.guarding.guards import Guards
 from fxoffload.phases.guarding.sentinel import holdings_of, untouched
 from fxoffload.phases.handle import Handle, Handles
@@ -72,7 +73,8 @@ class PhaseManager:
 
     Raises:
         TypeError: something is not a module, an optimizer or a tensor.
-        ValueError: an option has an unknown value (of ``device_types``, OptionsError).
+        ValueError: an option has an unknown value (of ``device_types``, OptionsError), or there is nothing to move.
+        RuntimeError: another manager, which was not closed, has some of the tensors or optimizers.
     """
 
     def __init__(
@@ -94,14 +96,8 @@ class PhaseManager:
         self._options = PhaseOptions(grads, offload_optimizer_for_logprob, offload_optimizer_for_refit)
         self._inventory = Inventory(model, optimizer, extra)
         self._overlap = overlap
-        kept = self._inventory.kept_by_fsdp()
-        if kept:
-            log.warning(
-                "FSDP keeps %d parameters on the CPU itself (CPUOffloadPolicy, CPUOffload): they, their gradients and "
-                "their optimizer state are left there",
-                len(kept),
-            )
         types = frozenset(check_device_types(device_types))
+        claim(self._inventory, types)
         limit = None if host_limit is None else parse_bytes(host_limit, "host_limit")
         device = find_device(self._inventory, types)
         pin = pin and device.type == "cuda"
@@ -118,7 +114,8 @@ class PhaseManager:
             make_copies=make_copies,
             state=lambda: self.state,
         )
-        self._transit.guards = Guards(self)
+        self._guards = self._transit.guards = Guards(self)
+        self._guards.watch(self.optimizers)
         self.weight_plans = WeightPlans()
         self._streamed_to: set[torch.device] = set()
         self._blocks: list[Phase] = []
@@ -126,6 +123,7 @@ class PhaseManager:
         self.phase_now: Phase | None = None
         self._pending: list[Any] = []  # what waits for an optimizer's first step
         self._reserve()
+        self._transit.warn_of_what_stays(GROUPS)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -208,6 +206,7 @@ class PhaseManager:
             RuntimeError: gradients exist and ``grads="error"``; or FSDP is in the middle of a step.
             HostMemoryError: the host has no room (from ``wait()``); nothing was moved then.
         """
+        self._inventory.warn_of_absent(groups)
         return self._offload(groups, wait, "")
 
     def onload(self, *groups: str, wait: bool = True) -> Handle:
@@ -399,6 +398,7 @@ class PhaseManager:
         self.onload()
         self.release_host_memory()
         self._transit.close()
+        give_up(self._inventory)
 
     def __enter__(self) -> PhaseManager:
         return self
@@ -410,7 +410,9 @@ class PhaseManager:
 
     def _offload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
         wanted = as_groups(groups)
+        claim(self._inventory, self._transit.device_types)
         self._transit.report()
+        self._guards.warn_of_late_writes()
         _drop_abandoned_activations()
         transition = self._record(Transition("offload", wanted, phase))
         handle = self._transit.offload(wanted, transition, at_once=wait)
@@ -419,6 +421,7 @@ class PhaseManager:
     def _onload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
         wanted = as_groups(groups)
         self._transit.report()
+        self._guards.warn_of_late_writes()
         transition = self._record(Transition("onload", wanted, phase))
         handle = self._transit.onload(wanted, transition, at_once=wait)
         return handle.wait() if wait else handle

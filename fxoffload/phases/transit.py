@@ -81,7 +81,7 @@ class Transit:
     ) -> None:
         self.image = image
         self.lock = ForkSafeRLock()
-        self.ledger = Ledger(inventory, device_types, self, image.free)
+        self.ledger = Ledger(inventory, device_types, self, image)
         self.worker = Worker("fxoffload-leave")
         self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
@@ -94,7 +94,7 @@ class Transit:
         self._state = state
         self._gates = Gates(inventory.modules, self.pass_gate)
         self._gradients = Gradients(inventory, grads, lambda: self._require_gradients("a backward"))
-        self._device_types = device_types
+        self.device_types = device_types
         self._fsdp = sharded.GatherStreams(inventory.modules.values())
         self.guards: Guards | None = None  # they need the manager, which needs us
         self._latest: dict[str, Transition] = {}  # by group: charged with the time that streams wait
@@ -166,9 +166,15 @@ class Transit:
         if GRADS in groups:
             self._drop_dead_gradients()
         found = self.ledger.on_device(groups)
-        if self.ledger.has_immovable:
-            self._inventory.warn_of_immovable(self._device_types)
+        self.warn_of_what_stays(groups)
         return found
+
+    def warn_of_what_stays(self, groups: tuple[str, ...]) -> None:
+        """Warns once of tensors that the last search of the ledger has found and that do not move."""
+        if self.ledger.has_immovable:
+            self._inventory.warn_of_immovable(self.device_types)
+        self._inventory.warn_of_fsdp(self.ledger.num_kept_by_fsdp)
+        self._inventory.warn_of_elsewhere(groups, self.ledger.present, self.ledger.elsewhere, self.device_types)
 
     def _drop_dead_gradients(self) -> None:
         away = self.ledger.held(Where.HOST, groups=(GRADS,))
@@ -233,7 +239,7 @@ class Transit:
         there at once, while mapping 13 GB again takes 0.1 s.
         """
         if self._empty_cache and at_once:
-            return_to_driver(self._device_types)
+            return_to_driver(self.device_types)
         gone = sum(held.nbytes for held in holdings if held.device.type != "cuda")
         transition.freed_bytes = max(free_bytes(holdings) - free_before, 0) + gone
 
@@ -277,6 +283,8 @@ class Transit:
             if GRADS in groups:
                 self._drop_dead_gradients()
             holdings = self.ledger.on_host(groups)
+            if self.guards is not None:
+                self.guards.returning(holdings)
             pending = self.ledger.held(Where.ARRIVING, groups=groups)
             transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
             transition.is_over = False
@@ -404,7 +412,7 @@ class Transit:
 
     # -- whoever wants to use it ---------------------------------------------------------------------------------------
 
-    def touched(self, holding: Holding, what: str) -> None:
+    def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """See ``fxoffload.phases.moving.storages.Owner``."""
         with self._reading():
             if holding.where in _GONE:

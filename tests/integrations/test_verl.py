@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -276,6 +277,57 @@ def test_a_state_dict_that_outlives_the_offload() -> None:
     verl.load_fsdp_model_to_gpu(model)
 
 
+def _zero(tensor: Tensor) -> None:
+    tensor.zero_()
+
+
+def _element(tensor: Tensor) -> None:
+    tensor[0] = 1.0
+
+
+def _data(tensor: Tensor) -> None:
+    tensor.data = torch.ones(tensor.shape)
+
+
+WRITES: list[Callable[[Tensor], Any]] = [
+    _zero, _element, _data, lambda t: t.copy_(torch.ones(t.shape)), lambda t: torch.add(torch.ones(t.shape), 1, out=t),
+    lambda t: torch._foreach_add_([t], 1.0), lambda t: t.__iadd__(1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_a_state_dict_from_before_the_offload_are_refused(write: Callable[[Tensor], Any]) -> None:
+    model = make_model()
+    expected = model[0].weight.detach().clone()
+    verl.offload_fsdp_model_to_cpu(model)
+    verl.load_fsdp_model_to_gpu(model)
+    state = model.state_dict()
+    verl.offload_fsdp_model_to_cpu(model)
+    with pytest.raises(OffloadedError, match=r"writes to 0\.weight of a state dict that was taken before"):
+        write(state["0.weight"])
+    assert torch.equal(torch.empty_like(expected).copy_(state["0.weight"]), expected)
+    verl.load_fsdp_model_to_gpu(model)
+    assert torch.equal(model[0].weight, expected)
+
+
+def test_writes_to_what_was_read_from_a_state_dict_from_before_the_offload_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model()
+    for write in (False, True):
+        verl.load_fsdp_model_to_gpu(model)
+        state = model.state_dict()
+        verl.offload_fsdp_model_to_cpu(model)
+        for tensor in state.values():
+            tensor.clone()
+            if write:
+                tensor.zero_()
+        assert caplog.messages == []
+    verl.load_fsdp_model_to_gpu(model)
+    assert len(caplog.messages) == 1 and "so the values are not in the model" in caplog.messages[0]
+    assert model[0].weight.any()
+
+
 def test_nothing_is_kept_alive() -> None:
     model = make_model()
     optimizer = adamw(model)
@@ -379,13 +431,23 @@ def test_a_patched_verl_offloads(fake_verl: dict[str, ModuleType]) -> None:
     assert veomni.load_veomni_optimizer(worker.optimizer, "cuda") == "verl's load_veomni_optimizer"
 
 
-def test_patch_without_veomni(fake_verl: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_patch_without_veomni(
+    is_installed: bool,
+    fake_verl: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / ("veomni" if is_installed else "other")).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "verl.workers.engine.veomni.utils", None)  # type: ignore[arg-type]
     verl.patch()
     assert fake_verl["verl.utils.fsdp_utils"].load_fsdp_optimizer.__wrapped__ is verl.load_fsdp_optimizer
     assert (
         fake_verl["verl.workers.engine.veomni.utils"].load_veomni_optimizer(None, 0) == "verl's load_veomni_optimizer"
     )
+    assert ["leaves out VeOmni" in message for message in caplog.messages] == [True] * is_installed
 
 
 def test_patch_says_what_is_missing(fake_verl: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fxoffload.integrations import verl
 from fxoffload.phases import OffloadedError
+from fxoffload.phases.guarding.sentinel import untouched
 
 WIDTH, STEPS = 7, 3  # not divisible by two ranks: the shards are padded
 
@@ -27,6 +29,11 @@ def make_model(**how: Any) -> nn.Module:
     for layer in model:
         fully_shard(layer, mesh=mesh, **how)
     return fully_shard(model, mesh=mesh, **how)
+
+
+def local(tensor: Any) -> Tensor:
+    """A shard, or a tensor that is none."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def batch(step: int) -> Tensor:
@@ -50,13 +57,43 @@ class Worker:
         self.offload_model(self.model)
 
     def weights(self) -> dict[str, Tensor]:
+        """From verl 0.9 on: the state dict of a model that stays on the host."""
+        return self._gathered(self.model.state_dict())
+
+    def weights_by_loading(self) -> dict[str, Tensor]:
+        """Before."""
         self.load_model(self.model)
         params = self.model.state_dict()
         self.offload_model(self.model)
+        return self._gathered(params)
+
+    @staticmethod
+    def _gathered(params: dict[str, Any]) -> dict[str, Tensor]:
         return {
             name: param.to("cpu", non_blocking=True).full_tensor() if isinstance(param, DTensor) else param
             for name, param in params.items()
         }
+
+    def shards(self) -> dict[str, Tensor]:
+        """What the delta engine sends: each rank's own part, in bf16."""
+        params: dict[str, Any] = self.model.state_dict()
+        return {name: p.to("cpu", non_blocking=True).to(torch.bfloat16).to_local() for name, p in params.items()}
+
+    def save_checkpoint(self) -> bytes:
+        """Each rank its own, of a model that is loaded."""
+        stream = io.BytesIO()
+        self.load_model(self.model)
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, stream)
+        self.offload_model(self.model)
+        return stream.getvalue()
+
+    def load_checkpoint(self, saved: bytes) -> None:
+        self.load_model(self.model)
+        loaded = torch.load(io.BytesIO(saved), weights_only=False)
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.offload_model(self.model)
+        self.offload_optimizer(self.optimizer)
 
     def log_prob(self, step: int) -> Tensor:
         self.load_model(self.model)
@@ -91,13 +128,19 @@ def check_steps(kind: str) -> None:
     held = sum(storage.nbytes() for storage in storages)
     assert held > 0
     for step in range(STEPS):
-        sent, expected = ours.weights(), resident.weights()
+        sent, loaded, expected = ours.weights(), ours.weights_by_loading(), resident.weights()
         assert sent.keys() == expected.keys() and len(sent) == 6
         assert all(torch.equal(sent[name], expected[name]) for name in sent)
+        assert all(torch.equal(loaded[name], expected[name]) for name in sent)
+        parts = resident.shards()
+        assert all(torch.equal(part, parts[name]) for name, part in ours.shards().items())
         assert sum(storage.nbytes() for storage in storages) == 0
         assert torch.equal(ours.log_prob(step), resident.log_prob(step))
         assert torch.equal(ours.update(step), resident.update(step))
         assert sum(storage.nbytes() for storage in storages) == 0
+    assert all(torch.equal(sent[name], expected[name]) for name in sent), "what was sent has changed"
+    if kind == "fsdp":
+        check_checkpoints(ours)
     try:
         ours.model(batch(0))
     except OffloadedError:
@@ -106,6 +149,20 @@ def check_steps(kind: str) -> None:
         raise AssertionError("a forward of an offloaded model was not refused")
     ours.load_model(ours.model)
     assert sum(storage.nbytes() for storage in storages) == held
+
+
+def check_checkpoints(ours: Worker) -> None:
+    """One that was saved from the host and is loaded; and its optimizer's state is off the device afterwards."""
+    saved = ours.save_checkpoint()
+    again, fresh = Worker("fsdp"), Worker(None)
+    for worker in (again, fresh):
+        worker.load_checkpoint(saved)
+    with untouched():
+        held = [local(t).untyped_storage().nbytes() for entry in again.optimizer.state.values() for t in entry.values()]
+    assert held and not any(held), "optimizer state has stayed on the device"
+    assert torch.equal(again.update(STEPS), fresh.update(STEPS))
+    sent, expected = again.weights(), fresh.weights()
+    assert all(torch.equal(sent[name], expected[name]) for name in expected)
 
 
 def check_a_state_dict_from_before() -> None:

@@ -90,9 +90,10 @@ def test_another_size_or_storage_is_not_taken_for_the_old_one(monkeypatch: pytes
 def test_an_offload_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was copied for it is out of date by the next one."""
     scene = Watched(monkeypatch)
-    shared = next(p for p in scene.model.parameters() if p.dim() == 2)
-    other = PhaseManager(nn.ParameterList([shared]), device_types=("cpu",))
+    late = nn.Linear(2, 2)
+    other = PhaseManager(late, device_types=("cpu",))
     other.offload()
+    scene.model.add_module("late", late)
     with pytest.raises(RuntimeError, match="no other PhaseManager"):
         scene.manager.offload()
     assert scene.started[-1], "it had begun"

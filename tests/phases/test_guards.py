@@ -50,7 +50,7 @@ def test_uses_of_what_is_away_raise_and_break_nothing(used: Callable[[str], Uses
     assert not added, "the backward that raised has added nothing"
     assert gradient == 64.0
     assert version == 0
-    assert len(found) == 31
+    assert len(found) == 30
     for use, (kind, message) in found.items():
         assert kind == "OffloadedError", (use, kind, message)
         assert "onload(" in message, (use, message)

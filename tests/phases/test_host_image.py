@@ -420,3 +420,75 @@ def is_mapped(address: int, nbytes: int) -> bool:
         if start < address + nbytes and address < end:
             return True
     return False
+
+
+# -- tensors of blocks -------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_a_block_is_the_block_and_one_registration(make: Callable[..., HostImage]) -> None:
+    driver = Driver()
+    image = make(driver)
+    image.reserve(8 * MIB)
+    blocks = [image.take(nbytes) for nbytes in (MIB, 4 * MIB, 3 * MIB)]
+    values = [torch.full((block.nbytes,), i + 1, dtype=torch.uint8) for i, block in enumerate(blocks)]
+    for block, value in zip(blocks, values, strict=True):
+        write(image, block, value)
+    assert sorted(driver.registered.values()) == [2 * MIB] * 4
+    found = image.tensor(blocks[1], 4 * MIB)
+    assert torch.equal(found, values[1]) and found.untyped_storage().nbytes() == 4 * MIB
+    assert sorted(driver.registered.values()) == [2 * MIB, 6 * MIB], "one copy may touch one registration only"
+    found[3 * MIB :] = 9
+    assert read(image, blocks[1], 4 * MIB)[-1] == 9
+    assert image.tensor(blocks[1], 4 * MIB).untyped_storage()._cdata == found.untyped_storage()._cdata
+    assert torch.equal(read(image, blocks[0], MIB), values[0]) and torch.equal(
+        read(image, blocks[2], 3 * MIB), values[2]
+    )
+    for block in blocks:
+        image.free(block)
+    del found
+    assert image.release() == 8 * MIB
+    assert driver.registered == {}
+
+
+def test_a_block_that_somebody_has_a_tensor_of_is_not_taken_again(make: Callable[..., HostImage]) -> None:
+    image = make()
+    block = image.take(2 * MIB)
+    found = image.tensor(block, 2 * MIB).fill_(5)
+    part = found[MIB:].numpy()
+    del found
+    assert not image.may_write(block)
+    image.free(block)
+    assert image.in_use_bytes == 0
+    other = image.take(2 * MIB)
+    write(image, other, torch.zeros(2 * MIB, dtype=torch.uint8))
+    assert (part == 5).all() and other.offset != block.offset
+    del part
+    assert image.take(2 * MIB).offset == block.offset
+
+
+def test_a_tensor_outlives_the_image(make: Callable[..., HostImage]) -> None:
+    image = make()
+    blocks = [image.take(2 * MIB), image.take(2 * MIB)]
+    tensors = [image.tensor(block, 2 * MIB).fill_(i) for i, block in enumerate(blocks)]
+    for block in blocks:
+        image.free(block)
+    assert image.release() == 4 * MIB
+    again = image.take(2 * MIB)
+    write(image, again, torch.full((2 * MIB,), 7, dtype=torch.uint8))
+    del image, tensors[0]
+    assert tensors[0].eq(1).all()
+
+
+def test_memory_that_cannot_be_registered_anew_is_used_unpinned(
+    make: Callable[..., HostImage], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver()
+    image = make(driver)
+    image.reserve(4 * MIB)
+    block = image.take(4 * MIB)
+    write(image, block, torch.full((4 * MIB,), 3, dtype=torch.uint8))
+    driver.room = 0
+    assert image.tensor(block, 4 * MIB).eq(3).all()
+    assert len(caplog.messages) == 1 and "no longer pinned" in caplog.messages[0]
+    image.free(block)
+    assert image.release() == 4 * MIB

@@ -51,8 +51,8 @@ def by_another_manager(model: nn.Module, manager: PhaseManager) -> str:
     """Some of it was offloaded by another one."""
     buffers = nn.Module()
     buffers.register_buffer("table", torch.ones(4))
-    model.add_module("table", buffers)
     rehearse(buffers).offload()
+    model.add_module("table", buffers)
     return "that no other PhaseManager has offloaded"
 
 

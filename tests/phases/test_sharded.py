@@ -36,6 +36,9 @@ CASES = (
     *(f"away.fresh_{name}" for name in USED),
     *(f"away.checkpoint_{name}" for name in SAVED),
     *(f"away.{name}" for name in OTHERS),
+    "host_shards.gathered",
+    "host_shards.loaded",
+    "host_shards.without_a_backend_for_the_cpu",
 )
 
 Ranks = Callable[[str], list[Found]]
@@ -53,7 +56,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
         if not kept.exists():
             kept.write_bytes(pickle.dumps(launch(folder, 2, CASES)))
     ended: list[Ended] = pickle.loads(kept.read_bytes())
-    return lambda case: [rank.found(f"away.{case}") for rank in ended]
+    return lambda case: [rank.found(case if "." in case else f"away.{case}") for rank in ended]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,12 +92,6 @@ def test_every_use_raises_and_breaks_nothing(ranks: Ranks, model: str, steps: st
 def test_state_dicts_of_fsdp1_name_what_streams_weights(ranks: Ranks, model: str) -> None:
     for found in ranks(f"uses_{model}"):
         assert "stream_weights()" in found["tried"]["state dict"][1]
-
-
-@pytest.mark.parametrize("use", ["full state dict", "full tensor of a state dict", "full optimizer state dict"])
-def test_full_state_dicts_of_fsdp2_name_what_streams_weights(ranks: Ranks, use: str) -> None:
-    for found in ranks("uses_fsdp2"):
-        assert "stream_weights()" in found["tried"][use][1]
 
 
 @pytest.mark.parametrize("model", SAVED)
@@ -142,3 +139,30 @@ def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, model: str) -> Non
         assert found["forward"] == ["nothing", ""]
         assert found["step"][0] == "OffloadedError"
         assert found["same"]
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "two_dimensions", "replicated", "tensor_parallel"])
+def test_host_shards_are_gathered_on_the_device(ranks: Ranks, build: str) -> None:
+    """In every way, and nothing is copied before. What was gathered keeps its values."""
+    for rank in ranks("host_shards.gathered"):
+        found = rank[build]
+        assert found["num_shards"] == 3
+        assert found["wrong"] == []
+        assert found["sums"] < 1e-5
+        assert found["plain"] and found["host"] and found["in the image"] and found["kept"]
+
+
+def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(ranks: Ranks) -> None:
+    for found in ranks("host_shards.without_a_backend_for_the_cpu"):
+        assert [kind for kind, _ in found["tried"].values()] == ["OffloadedError", "OffloadedError", "nothing"]
+        assert "Call .to('cuda') of it first" in found["tried"]["row"][1]
+        assert found["kind"] == "HostDTensor"
+
+
+def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(ranks: Ranks) -> None:
+    for rank in ranks("host_shards.loaded"):
+        refused = [kind for name, kind in rank.items() if name.startswith("from rank 0 of")]
+        assert refused == ["OffloadedError"] * 2
+        wrong = {name: names for name, names in rank.items() if isinstance(names, list)}
+        assert len(wrong) == 2 * 8
+        assert {name: names for name, names in wrong.items() if names} == {}

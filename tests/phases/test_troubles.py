@@ -230,17 +230,6 @@ class TestManagers:
         manager.offload(wait=False).wait()
         assert manager.image.in_use_bytes <= manager.image.reserved_bytes
 
-    def test_two_on_one_model(self) -> None:
-        model, optimizer = make()
-        one, other = rehearse(model, optimizer), rehearse(model, optimizer)
-        one.offload("params")
-        with pytest.raises(RuntimeError, match=r"no other PhaseManager has offloaded, found \d+, the first"):
-            other.offload("params")
-        other.offload("optimizer")
-        one.onload()
-        other.onload()
-        train(model, optimizer, 0)
-
     def test_a_storage_of_another_size(self) -> None:
         model, optimizer = make()
         manager = rehearse(model, optimizer)

@@ -165,6 +165,7 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     wrapped = torch.compile(inner, backend="eager")
     manager = PhaseManager(wrapped, device_types=("cpu",))  # type: ignore[arg-type]
     assert {name for name, _ in stream_weights(manager)} == set(expected)
+    manager.close()
     parallel = nn.DataParallel(inner)
     manager = PhaseManager(parallel, device_types=("cpu",))
     assert {name for name, _ in stream_weights(manager)} == set(expected)

@@ -106,7 +106,6 @@ def uses(model: nn.Module, optimizer: torch.optim.Optimizer, kept: dict[str, Any
         "to": lambda: model.to(torch.float64),
         "half of a layer": lambda: model[2].half(),  # type: ignore[index]
         "share_memory": model.share_memory,
-        "load_state_dict": lambda: model.load_state_dict(kept["model"]),
         "load_state_dict, assigning": lambda: model.load_state_dict(kept["model"], assign=True),
         "load_state_dict of an optimizer": lambda: optimizer.load_state_dict(kept["optimizer"]),
         "state_dict with variables": lambda: model.state_dict(keep_vars=True),

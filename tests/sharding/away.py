@@ -16,11 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from phases.delayed import DelayedCopies
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -315,7 +311,7 @@ def uses(rank: Rank, build: Build, more: Callable[[Training], dict[str, Callable
             "plus": lambda: parameter + 1,
             "clone": lambda: parameter.clone(),
             "to": lambda: model.to(torch.bfloat16),
-            "load": lambda: model.load_state_dict(reference.model.state_dict()),
+            "load, assigning": lambda: model.load_state_dict(reference.model.state_dict(), assign=True),
             "save": lambda: torch.save(parameter, io.BytesIO()),
             **more(training),
             **(_after_a_step(training) if steps else {}),
@@ -329,14 +325,11 @@ def uses(rank: Rank, build: Build, more: Callable[[Training], dict[str, Callable
 
 def _fsdp2_uses(training: Training) -> dict[str, Callable[[], Any]]:
     model: Any = training.model
-    full = StateDictOptions(full_state_dict=True)
     return {
         "unshard": model.unshard,
         "async unshard": lambda: model.layers[0].unshard(async_op=True),
         "layer": lambda: model.layers[0](training.input()),
-        "full state dict": lambda: get_model_state_dict(model, options=full),
         "full tensor": lambda: next(model.parameters()).full_tensor(),
-        "full tensor of a state dict": lambda: next(iter(model.state_dict().values())).full_tensor(),
     }
 
 
@@ -350,6 +343,7 @@ def _fsdp1_uses(training: Training) -> dict[str, Callable[[], Any]]:
     return {
         "summon": summon,
         "state dict": model.state_dict,
+        "load": lambda: model.load_state_dict({}),
         "inner state dict": lambda: model.module.layers[0].state_dict(),
         "layer": lambda: model.module.layers[0](training.input()),
     }
@@ -361,9 +355,6 @@ def _after_a_step(training: Training) -> dict[str, Callable[[], Any]]:
         "step": training.optimizer.step,
         "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     }
-    if sharded.is_fsdp2(model):
-        full = StateDictOptions(full_state_dict=True)
-        found["full optimizer state dict"] = lambda: get_optimizer_state_dict(model, training.optimizer, options=full)
     if sharded.is_fsdp1(model):
         found["own clip"] = lambda: model.clip_grad_norm_(1.0)
         state_dict = FullyShardedDataParallel.optim_state_dict

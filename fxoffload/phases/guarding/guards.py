@@ -8,6 +8,7 @@ what is arriving and raises ``OffloadedError`` for what is on the host, before a
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
 from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
 from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of, is_away, touch
-from fxoffload.phases.guarding.state_dicts import HostReader, one_state_dict
+from fxoffload.phases.guarding.state_dicts import HostReader
+from fxoffload.phases.moving.storages import Holding, plain_tensors
 from fxoffload.phases.optimizers import parameters_of, state_tensors
-from fxoffload.phases.phase import EXTRA, OPTIMIZER, PARAMS
+from fxoffload.phases.phase import OPTIMIZER
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
@@ -56,11 +58,7 @@ class Guards:
             of_modules: whether something that modules have is away: not so where only the optimizer's state is.
         """
         optimizers = self._manager.optimizers
-        for optimizer in optimizers:
-            if not any(optimizer is hooked for hooked in self._hooked):
-                # They stay until ``close``: compiled code never walks through these lists.
-                self._hooked.append(optimizer)
-                self._hooks += self._optimizer_hooks(optimizer)
+        self.watch(optimizers)
         modules = self._manager._inventory.modules
         if not self._of_optimizers:
             for optimizer in optimizers:
@@ -72,22 +70,35 @@ class Guards:
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
 
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Hooks the state dicts of optimizers, for those that were not hooked yet."""
+        for optimizer in optimizers:
+            if not any(optimizer is hooked for hooked in self._hooked):
+                # They stay until ``close``: compiled code never walks through these lists.
+                self._hooked.append(optimizer)
+                self._hooks += self._optimizer_hooks(optimizer)
+                self._after_load(optimizer)
+
     def _install_of_modules(self, modules: dict[str, nn.Module]) -> None:
         members = [
-            (".".join(filter(None, (prefix, name))) or type(module).__name__, module, prefix in self._manager.models)
+            (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
             for prefix, model in modules.items()
             for name, module in model.named_modules()
         ]
-        guarded = [id(target) for _, module, _ in members for target in (module, *_gatherers(module))]
+        guarded = [id(target) for _, module in members for target in (module, *_gatherers(module))]
         if guarded != self._guarded:
             self._guarded = guarded
-            self._of_modules = [
-                override
-                for name, module, of_a_model in members
-                for override in self._overrides_of(module, name, PARAMS if of_a_model else EXTRA)
-            ]
+            self._of_modules = [override for name, module in members for override in self._overrides_of(module, name)]
         for override in self._of_modules:
             self._overrides.put(override)
+
+    def returning(self, holdings: Iterable[Holding]) -> None:
+        """These begin to return to the device."""
+        self._reader.returning(holdings)
+
+    def warn_of_late_writes(self) -> None:
+        """See ``HostReader``."""
+        self._reader.warn_of_late_writes()
 
     def remove(self) -> None:
         """Takes the overrides away."""
@@ -102,27 +113,26 @@ class Guards:
             hook.remove()
         self._hooks, self._hooked = [], []
 
-    def _overrides_of(self, module: nn.Module, name: str, group: str) -> list[Override]:
+    def _overrides_of(self, module: nn.Module, name: str) -> list[Override]:
         found: list[Override] = []
 
         def put(target: Any, name: str, call: Callable[..., Any]) -> None:
             found.append(Override(target, name, call))
 
-        for method, what in (
-            ("load_state_dict", "load_state_dict()"),
-            ("_load_from_state_dict", "load_state_dict()"),
-            ("_apply", "Module.to() or another conversion"),
-        ):
-            put(module, method, self._touching(lambda: tensors_under(module), f"{what} of {name}"))
+        what = f"Module.to() or another conversion of {name}"
+        put(module, "_apply", self._touching(lambda: tensors_under(module), what))
         put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
-        put(module, "_save_to_state_dict", self._save(module, name, group))
-        put(module, "state_dict", _as_one_state_dict)
+        put(module, "_save_to_state_dict", self._save(module, name))
+        put(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}"))
+        put(module, "_load_from_state_dict", self._load_own(module))
         if sharded.is_fsdp2(module):
             for gathered in private.fsdp2_groups(module):
                 put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
         elif sharded.is_fsdp1(module):
             what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
             put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
+            what = f"load_state_dict() of {name} (FSDP1 gathers it on the device)"
+            put(module, "load_state_dict", self._touching(lambda: tensors_under(module), what))
             what = f"clip_grad_norm_() of {name}"
             put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
             handle = private.fsdp1_handle(module)
@@ -161,14 +171,34 @@ class Guards:
 
         return call
 
-    def _save(self, module: nn.Module, name: str, group: str) -> Callable[..., Any]:
+    def _save(self, module: nn.Module, name: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any], destination: Any, prefix: str, keep_vars: bool) -> Any:
-            own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+            own = own_tensors(module)
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
-            with self._reader.answering_detach(own):
+            with self._reader.reading(own):
                 original(destination, prefix, keep_vars)
-            self._reader.stand_ins(destination, [prefix + name for name in module._parameters], group)
+
+        return call
+
+    def _load(self, module: nn.Module, what: str) -> Callable[..., Any]:
+        """``assign=True`` would put CPU tensors in the place of parameters. Without it values go to the host image."""
+
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("assign", len(args) > 2 and args[2]):
+                touch_all(tensors_under(module), what)
+            with contextlib.ExitStack() as stack:
+                for _, one in sharded.fsdp_modules(module):
+                    if sharded.is_fsdp2(one):
+                        stack.enter_context(private.fsdp2_keeps_shards(one, is_away))
+                return original(*args, **kwargs)
+
+        return call
+
+    def _load_own(self, module: nn.Module) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self._reader.loading(own_tensors(module)):
+                return original(*args, **kwargs)
 
         return call
 
@@ -204,11 +234,16 @@ class Guards:
             if (guards := ours()) is not None:
                 guards._before_load(optimizer)
 
+        def after_load(optimizer: Any) -> None:
+            if (guards := ours()) is not None:
+                guards._after_load(optimizer)
+
         def after_save(optimizer: Any, state_dict: Any) -> Any:
             guards = ours()
             return state_dict if guards is None else guards._after_save(optimizer, state_dict)
 
         yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
+        yield optimizer.register_load_state_dict_post_hook(after_load)
         yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
 
     def _before_load(self, optimizer: Any) -> None:
@@ -219,6 +254,21 @@ class Guards:
             touch_all((p for p in parameters_of(optimizer) if not _is_state(p)), what)
             self._manager.onload(OPTIMIZER)
         touch_all(stepped_by(optimizer), what)
+
+    def _after_load(self, optimizer: Any) -> None:
+        """Gives loaded state memory of its own. On the CPU an optimizer keeps the tensors that it is given, also those
+        of ``torch.load`` or of a host image, whose memory torch cannot empty."""
+        types = self._manager._transit.device_types
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in state_tensors(optimizer):
+            if not is_away(tensor):
+                for plain in plain_tensors(tensor):
+                    storage = plain.untyped_storage()
+                    if plain.device.type in types and not storage.resizable() and not storage.is_shared():
+                        own = found.setdefault(storage._cdata, storage.clone())
+                        plain.data = torch.empty(0, dtype=plain.dtype, device=plain.device).set_(
+                            own, plain.storage_offset(), plain.shape, plain.stride()
+                        )
 
     def _after_save(self, optimizer: Any, state_dict: Any) -> Any:
         if self._has_fsdp1(optimizer):
@@ -249,6 +299,11 @@ def tensors_under(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from gradients_under(module)
     yield from module.buffers()
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module itself."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def gradients_under(module: nn.Module) -> Iterator[Tensor]:
@@ -290,11 +345,6 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_hooks") and isinstance(value, dict):
             found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
     return found
-
-
-def _as_one_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with one_state_dict():
-        return original(*args, **kwargs)
 
 
 def _gatherers(module: nn.Module) -> list[Any]:

@@ -8,6 +8,12 @@ torch function on it comes to us first. Rejected: guards on the modules' and opt
 whatever a user writes), a TorchFunctionMode (Dynamo guards on the stack of modes: everything would recompile) and
 ``swap_tensors`` (it refuses what autograd or a weak reference holds). At home a tensor has its own class again, so that
 this costs nothing, and no compiled code changes.
+
+[Note: Objects made meanwhile]
+A subclass's own code makes tensors: ``type(self)(...)``, a class method, ``__tensor_unflatten__``. While a tensor is
+away its ``type`` is the away class. New objects must not keep that class: an onload does not know them. So the away
+class makes objects of the class at home. An object that gets the away class in another way
+(``_make_wrapper_subclass``), or the attributes of an away tensor, gets its own class at its first use.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fxoffload._torch_private import shift_version
-from fxoffload.phases.moving.storages import Holding
+from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.sizes import format_bytes
 
@@ -53,9 +59,11 @@ _METADATA = frozenset(
 _WRITES = ("__set__", "__delete__")
 _WRITABLE = frozenset({"grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"})
 _CLASSES: dict[type, type] = {}
+_HOMES: dict[type, type] = {}  # the other way round
 _LOCK = ForkSafeRLock()
 
-_READER: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("reader", default=None)
+# A function's name, and what gives stand-ins for away tensors among its arguments.
+_ANSWER: ContextVar[tuple[str, Callable[[Tensor], Tensor]] | None] = ContextVar("answer", default=None)
 
 untouched = torch._C.DisableTorchFunctionSubclass
 """Context manager in which away tensors are handled raw: for code that knows what it does."""
@@ -63,13 +71,24 @@ untouched = torch._C.DisableTorchFunctionSubclass
 
 def is_away(tensor: Tensor) -> bool:
     """Whether the memory of a tensor is on the host, or on its way."""
-    return _RECORD in getattr(tensor, "__dict__", ())
+    record = getattr(tensor, "__dict__", {}).get(_RECORD)
+    return record is not None and any(holding.where is not Where.DEVICE for holding in record.holdings)
 
 
 def holdings_of(tensor: Tensor) -> list[Holding]:
     """What an away tensor lies in; empty for a tensor at home."""
     record = getattr(tensor, "__dict__", {}).get(_RECORD)
     return list(record.holdings) if record is not None else []
+
+
+def home_of(tensor: Tensor) -> Any:
+    """The class that a tensor has at home."""
+    return _HOMES.get(type(tensor), type(tensor))
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that a tensor has at home."""
+    return {name: value for name, value in tensor.__dict__.items() if name != _RECORD}
 
 
 def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
@@ -80,8 +99,8 @@ def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
             for tensor in tensors:
                 attributes: Any = tensor.__dict__
                 record = attributes.get(_RECORD)
-                if record is None:
-                    home = type(tensor)
+                if record is None or all(held.where is Where.DEVICE for held in record.holdings):
+                    home = home_of(tensor)
                     # A backward reads what its forward saved in C++, without asking the class: it ends the process,
                     # unless autograd takes the tensor for modified and raises.
                     shift_version(tensor, 1)
@@ -110,22 +129,37 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
 
 
 @contextlib.contextmanager
-def detached_by(reader: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """In this block ``detach()`` of an away tensor is answered by ``reader(tensor)``: how a state dict is read."""
-    token = _READER.set(reader)
+def answered(name: str, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """In this block the function of that name gets ``stand_in(tensor)`` in place of each away tensor. A state dict is
+    read by ``detach``, and loaded by ``copy_``."""
+    token = _ANSWER.set((name, stand_in))
     try:
         yield
     finally:
-        _READER.reset(token)
+        _ANSWER.reset(token)
 
 
-def touch(tensor: Tensor, what: str) -> None:
-    """Fences what arrives; raises ``OffloadedError`` for what is on the host, and in a child forked meanwhile."""
+def touch(tensor: Tensor, what: str, *, writes: bool = False) -> None:
+    """Fences what arrives; raises ``OffloadedError`` for what is on the host, and in a child forked meanwhile.
+
+    Args:
+        writes: whether it is written to.
+    """
     record = tensor.__dict__.get(_RECORD)
     if record is not None and record.process != os.getpid():
         raise OffloadedError(_complaint_of_a_child(record, what))
     for holding in holdings_of(tensor):
-        holding.owner.touched(holding, what)
+        holding.owner.touched(holding, what, writes=writes)
+    _give_own_class(tensor)
+
+
+def _give_own_class(tensor: Tensor) -> None:
+    """If it has an away class, and nothing of it is away; see [Note: Objects made meanwhile]."""
+    home = _HOMES.get(type(tensor))
+    if home is not None and all(holding.where is Where.DEVICE for holding in holdings_of(tensor)):
+        attributes: Any = tensor.__dict__
+        attributes.pop(_RECORD, None)
+        tensor.__class__ = home
 
 
 def _complaint_of_a_child(record: _Away, what: str) -> str:
@@ -139,19 +173,23 @@ def _complaint_of_a_child(record: _Away, what: str) -> str:
 
 def _away_class(home: type) -> type:
     if home not in _CLASSES:
-        _CLASSES[home] = type(home)(
+        made = type(home)(
             f"Away{home.__name__}",
             (home,),
             {
+                "__new__": lambda cls, *args, **kwargs: home(*args, **kwargs),
                 "__torch_function__": classmethod(_torch_function),
                 "__reduce_ex__": _again("pickle", "__reduce_ex__"),
                 "__deepcopy__": _again("copy.deepcopy", "__deepcopy__"),
+                "_use_count": _again("swap_tensors()", "_use_count"),
                 "__repr__": _describe,
                 "__str__": _describe,
                 "__format__": lambda self, spec: _describe(self),
                 "__module__": __name__,
             },
         )
+        _HOMES[made] = home
+        _CLASSES[home] = made
     return _CLASSES[home]
 
 
@@ -161,12 +199,19 @@ def _torch_function(cls: type, func: Callable[..., Any], types: Any, args: Any =
     if name in _METADATA and (not writes or name in _WRITABLE):
         with untouched():
             return func(*args, **kwargs)
-    reader = _READER.get()
-    if reader is not None and name == "detach" and is_away(args[0]):
-        return reader(args[0])
+    answer = _ANSWER.get()
+    if answer is not None and name == answer[0] and is_away(args[0]):
+        given = [answer[1](one) if isinstance(one, Tensor) and is_away(one) else one for one in args]
+        found = func(*given, **kwargs)
+        return args[0] if found is given[0] else found
+    for tensor in _tensors_in((args, kwargs)):
+        _give_own_class(tensor)
     away = [t for t in _tensors_in((args, kwargs)) if is_away(t)]
+    written = [*_tensors_in(kwargs.get("out"))]
+    if writes or name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
+        written += _tensors_in(args[:1])
     for tensor in away:
-        touch(tensor, name)
+        touch(tensor, name, writes=any(tensor is one for one in written))
     if any(is_away(tensor) for tensor in away):
         raise AssertionError(f"a tensor was still away after it had been fenced for {name}: a bug in fxoffload")
     return func(*args, **kwargs)
@@ -202,6 +247,9 @@ def _again(what: str, method: str) -> Callable[..., Any]:
 
 
 def _describe(self: Tensor, *args: Any, **kwargs: Any) -> str:
+    _give_own_class(self)
+    if not is_away(self):
+        return format(self, *args) if args else repr(self)
     record = cast(_Away, self.__dict__.get(_RECORD))
     with untouched():
         form = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"

@@ -1,57 +1,75 @@
-"""State dicts of what is away: CPU tensors with the values in the host image.
+"""State dicts of offloaded models: CPU tensors that lie in the host image.
+
+[Note: State dicts of the host image]
+A tensor of such a state dict shares memory with the host image: nothing is copied. A write to it (a checkpoint loaded
+in place, one element, a NumPy array over it) reaches the model at the next onload. ``load_state_dict`` writes there.
+After the onload the tensor is a snapshot and keeps its values: the next offload takes other host memory as long as a
+reference to it is alive. A write to a snapshot reaches no model; the next transition warns of it once.
 
 [Note: DTensors on the host]
 A shard that is away becomes a DTensor with the same mesh and placements over a local tensor on the CPU, as FSDP2's
-CPUOffloadPolicy has them: ``torch.distributed.checkpoint`` saves and loads such shards without a collective. What would
-gather it on the device is refused.
+CPUOffloadPolicy has them. ``torch.distributed.checkpoint`` saves and loads such shards without a collective. Gathering
+one moves that shard to the device first: see ``HostDTensor``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextvars import ContextVar
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.guarding.sentinel import OffloadedError, detached_by, holdings_of, is_away, touch, untouched
+from fxoffload.phases.guarding.sentinel import (
+    OffloadedError,
+    answered,
+    attributes_of,
+    holdings_of,
+    home_of,
+    is_away,
+    touch,
+    untouched,
+)
 from fxoffload.phases.moving.host_reads import with_bits_of
 from fxoffload.phases.moving.storages import Holding, Where
-from fxoffload.phases.phase import PARAMS
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
 
-# By id: a holding, which is kept lest another one gets its id, and its bytes on the CPU. What was tied stays tied.
-Memo = dict[int, tuple[Holding, Tensor]]
-
-_MEMO: ContextVar[Memo | None] = ContextVar("memo", default=None)
+log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def one_state_dict() -> Iterator[Memo]:
-    """Copies made in this block are tied as the tensors are, and no longer: neither does the next state dict find this
-    one's values, nor is memory kept that whoever asked has let go. Of blocks in each other the outermost counts."""
-    memo = _MEMO.get()
-    if memo is not None:
-        yield memo
-        return
-    memo = {}
-    token = _MEMO.set(memo)
-    try:
-        yield memo
-    finally:
-        _MEMO.reset(token)
+@dataclass(eq=False, slots=True)
+class _Given:
+    """A tensor of the image that was handed out.
+
+    Attributes:
+        storage: of the tensor.
+        probe: shares the tensor's count of writes, and has no memory.
+        holding: whose bytes the tensor has.
+        writes: the count when the holding began to return; None before.
+    """
+
+    storage: private.StorageWeakRef
+    probe: Tensor
+    holding: Holding
+    writes: int | None = None
+
+    @property
+    def was_written_late(self) -> bool:
+        """Whether the tensor was written to after its holding had begun to return."""
+        return self.writes is not None and self.probe._version != self.writes
 
 
 class HostReader:
-    """Copies of away tensors out of the host image.
+    """Gives tensors of the host image in place of away tensors. See [Note: State dicts of the host image].
 
     Args:
         manager: whose image it is.
@@ -60,83 +78,103 @@ class HostReader:
     def __init__(self, manager: PhaseManager) -> None:
         self._manager = manager
         self._process = os.getpid()
+        self._given: list[_Given] = []
+        self._most_given = 1000  # before those that are gone are left out
+        self._has_warned = False
 
-    @contextlib.contextmanager
-    def answering_detach(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """In this block ``detach()`` of an away tensor gives a copy from the host. ``tensors`` that are arriving are
-        fenced before. See ``one_state_dict`` for what is tied."""
-        for tensor in tensors:
-            self._fence(tensor)
-        with one_state_dict() as memo, detached_by(lambda tensor: self.read(tensor, memo)):
-            yield
+    def reading(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """In this block ``detach()`` of an away tensor is that of its stand-in. ``tensors`` that are arriving are
+        fenced before."""
+        self._fence(tensors, "a state dict")
+        return answered("detach", self.stand_in)
+
+    def loading(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """The same for ``copy_()``."""
+        self._fence(tensors, "load_state_dict()")
+        return answered("copy_", self.stand_in)
 
     def read_tree(self, tree: Any) -> Any:
-        """The same tree with copies from the host in place of away tensors."""
-        memo: Memo = {}
-        leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        for leaf in leaves:
-            self._fence(leaf)
-        if not any(is_away(leaf) for leaf in leaves):
-            return tree
-        return tree_map(lambda leaf: self._copy_or_keep(leaf, memo) if isinstance(leaf, Tensor) else leaf, tree)
+        """The same tree with stand-ins in place of away tensors."""
+        return tree_map_only(Tensor, self._stand_in_or_keep, tree)
 
-    def read(self, tensor: Tensor, memo: Memo) -> Tensor:
-        """A copy of an away tensor: of a wrapper one of its kind, of a DTensor see [Note: DTensors on the host]."""
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """For an away tensor: of a wrapper one of its kind, of a DTensor see [Note: DTensors on the host]."""
         if os.getpid() != self._process:
             raise OffloadedError(
                 "a state dict was asked for in a forked process, which has no access to the pinned host memory: "
                 "ask for it in the process that owns the model, or onload() before the fork"
             )
         with untouched(), torch.inference_mode(False):
-            return self._copy(tensor, memo)
+            return self._stand_in(tensor)
 
-    def stand_ins(self, destination: MutableMapping[str, Any], names: Iterable[str], group: str = PARAMS) -> None:
-        """Shards without elements are never away. Beside others that are, they must refuse what those refuse: else one
-        rank would wait in a collective that the others never enter."""
-        if self._manager.where(group) in (Where.HOST, Where.LEAVING):
-            for name in names:
-                if isinstance(destination.get(name), Tensor):
-                    destination[name] = self._copy_or_keep(destination[name], {})
+    def returning(self, holdings: Iterable[Holding]) -> None:
+        """These begin to return: later writes to their tensors reach no model."""
+        if self._given:
+            ids = {id(holding) for holding in holdings}
+            for given in self._given:
+                if given.writes is None and id(given.holding) in ids:
+                    given.writes = given.probe._version
 
-    def _copy_or_keep(self, tensor: Tensor, memo: Memo) -> Tensor:
-        if is_away(tensor) or (private.is_dtensor(tensor) and private.local_of(tensor).numel() == 0):
-            return self.read(tensor, memo)
-        return tensor
+    def warn_of_late_writes(self) -> None:
+        """Warns once of writes to snapshots."""
+        if not self._given:
+            return
+        late = [given for given in self._given if given.was_written_late]
+        self._given = [g for g in self._given if not g.was_written_late and not private.is_gone(g.storage)]
+        if late and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d tensors of a state dict were written to after onload(), the first of %s: the state dict was taken "
+                "while that was offloaded, so the values are not in the model. Call state_dict() again after onload(), "
+                "or write before it",
+                len(late),
+                late[0].holding.name,
+            )
 
-    def _fence(self, tensor: Tensor) -> None:
-        if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
-            touch(tensor, "a state dict")
+    def _stand_in_or_keep(self, tensor: Tensor) -> Tensor:
+        self._fence((tensor,), "a state dict")
+        return self.stand_in(tensor) if is_away(tensor) else tensor
 
-    def _copy(self, tensor: Tensor, memo: Memo) -> Tensor:
+    def _fence(self, tensors: Iterable[Tensor], what: str) -> None:
+        for tensor in tensors:
+            if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
+                touch(tensor, what)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
         if private.is_dtensor(tensor):
             from fxoffload.phases.moving.host_dtensor import HostDTensor
 
-            return private.dtensor_over(tensor, self._copy(private.local_of(tensor), memo), HostDTensor)
+            local = private.local_of(tensor)
+            return HostDTensor.over(tensor, self._stand_in(local), local.device)
+        home = home_of(tensor)
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}
-            inner = {name: self._copy(p, memo) if isinstance(p, Tensor) else p for name, p in parts.items()}
-            return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-        holding = self._manager.holding_of(tensor)
-        if holding is None or holding.where is Where.LEAVING:
-            copy = self._manager.host_copy(tensor)  # waits for what is leaving
-            holding = self._manager.holding_of(tensor)
-            if holding is None:
-                return copy
-        if not tensor.numel():
-            found = torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride(), 0)
-        else:
-            whole = self._bytes(holding, memo).view(tensor.dtype)
-            found = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return with_bits_of(tensor, found)
-
-    def _bytes(self, holding: Holding, memo: Memo) -> Tensor:
-        known = memo.get(id(holding))
-        if known is not None:
-            return known[1]
-        # Whole multiples of the widest dtype, so that the bytes can be viewed as any.
-        found = torch.empty(-(-holding.nbytes // 16) * 16, dtype=torch.uint8, device="cpu")
-        for at, host in self._manager.host_pieces(holding):
-            found[at : at + host.numel()] = host
-        memo[id(holding)] = holding, found
+            inner = {name: self._stand_in(p) if isinstance(p, Tensor) else p for name, p in parts.items()}
+            return home.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        found = self._plain(tensor)
+        if home in (Tensor, torch.nn.Parameter):
+            return found
+        # Its detach() knows what becomes of its attributes.
+        found = found.as_subclass(home)
+        found.__dict__.update(attributes_of(tensor))
         return found
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return torch.empty(0, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, tensor.stride(), 0)
+        holding = self._manager.holding_of(tensor)
+        if holding is not None and holding.where is Where.LEAVING:
+            self._manager.drain()
+            holding = self._manager.holding_of(tensor)
+        if holding is None:  # at home: one part of a wrapper may be
+            return tensor.detach()
+        assert holding.block is not None
+        # Whole multiples of the widest dtype, so that the bytes can be viewed as any; a block is no smaller.
+        whole = self._manager.image.tensor(holding.block, -(-holding.nbytes // 16) * 16)
+        if len(self._given) >= self._most_given:
+            self._given = [given for given in self._given if not private.is_gone(given.storage)]
+            self._most_given = 2 * len(self._given) + 1000
+        self._given.append(_Given(private.storage_reference(whole), private.write_counter(whole), holding))
+        found = whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return with_bits_of(tensor, found).detach()

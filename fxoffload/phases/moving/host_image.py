@@ -130,17 +130,29 @@ class HostImage:
         raise HostMemoryError(
             f"expected {_gib(nbytes)} of host memory for what leaves the device, found none ({reason}). The image has "
             f"{_gib(self.pinned_bytes)} pinned and {_gib(self.pageable_bytes)} pageable, of which "
-            f"{_gib(self.in_use_bytes)} are in use. Offload fewer groups, give the process or its control group more "
-            "memory, raise host_limit if that is what is reached, or release what other processes have booked"
+            f"{_gib(self.in_use_bytes)} are in use{self._in_tensors()}. Offload fewer groups, give the process or its "
+            "control group more memory, raise host_limit if that is what is reached, or release what other processes "
+            "have booked"
         )
 
     def free(self, block: HostBlock) -> None:
         """Return a block. ``block.fence``: what the next owner must wait for before it writes."""
-        (self._rest if self._rest.owns(block) else self._first).free(block, None)
+        self._arena_of(block).free(block, None)
 
     def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
-        return (self._rest if self._rest.owns(block) else self._first).pieces(block, nbytes)
+        return self._arena_of(block).pieces(block, nbytes)
+
+    def tensor(self, block: HostBlock, nbytes: int) -> Tensor:
+        """The block's first ``nbytes`` bytes as a tensor for users, who may keep it."""
+        return self._arena_of(block).tensor(block, nbytes)
+
+    def may_write(self, block: HostBlock) -> bool:
+        """Whether no such tensor is alive. Waits for copies out of the last one."""
+        return self._arena_of(block).may_write(block)
+
+    def _arena_of(self, block: HostBlock) -> HostArena:
+        return self._rest if self._rest.owns(block) else self._first
 
     def release(self) -> int:
         """Give everything back to the operating system. Returns bytes.
@@ -157,6 +169,10 @@ class HostImage:
         given = self._first.release() + self._rest.release()
         self._driver_refused = False
         return given
+
+    def _in_tensors(self) -> str:
+        nbytes = self._first.in_tensors_bytes + self._rest.in_tensors_bytes
+        return f", and {_gib(nbytes)} in tensors of earlier state dicts that are still referenced" if nbytes else ""
 
     @property
     def reserved_bytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload._torch_private import StorageWeakRef, is_made_like_dtensor, local_of
+from fxoffload._torch_private import StorageWeakRef, has_dispatch, is_made_like_dtensor, local_of
 from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
 
 
@@ -33,7 +33,7 @@ class Where(enum.Enum):
 class Owner(Protocol):
     """Who moves a holding; asked when somebody touches one that is not there."""
 
-    def touched(self, holding: Holding, what: str) -> None:
+    def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """Brings what is arriving within the current stream's reach, or raises ``OffloadedError``."""
         ...
 
@@ -94,7 +94,10 @@ def bytes_of(holdings: Iterable[Holding]) -> int:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized)."""
+    """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized).
+
+    None of what cannot be taken apart: a sparse tensor, a wrapper without ``__tensor_flatten__``.
+    """
     kind = type(tensor)
     # The first two are what nearly every tensor is, and need not be asked for methods that they do not have.
     if kind is Tensor or kind is nn.Parameter:
@@ -102,10 +105,21 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     if is_made_like_dtensor(kind):  # nearly every other
         return plain_tensors(local_of(tensor))
     if not hasattr(kind, "__tensor_flatten__") or not is_traceable_wrapper_subclass(tensor):
-        return [tensor] if tensor.layout is torch.strided else []
+        return [tensor] if tensor.layout is torch.strided and _has_memory(tensor) else []
     found: list[Tensor] = []
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if isinstance(inner, Tensor):  # torch 2.13 names a DTensor's mesh too
             found += plain_tensors(inner)
     return found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether this is no wrapper: its storage has a size, and no address. Of an away tensor the size is 0."""
+    if not has_dispatch(tensor):
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() != 0 or storage.nbytes() == 0
+    except RuntimeError:  # a fake tensor's
+        return False

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
+import platform
+import re
 import weakref
+from typing import NamedTuple
 
 import torch
+
+from fxoffload._torch_private import StorageWeakRef, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +27,7 @@ class HostRange:
 
     The mapping goes with the last reference to ``bytes`` or a view of them: closing it earlier would pull the memory
     from under a view that somebody holds. A forked child does not have the range at all (MADV_DONTFORK): a child would
-    copy pages that the device writes to.
+    copy pages that the device writes to. It has the bytes of a ``tensor`` that is alive when it is forked.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -38,7 +44,22 @@ class HostRange:
         self._skipped = -whole.data_ptr() % HUGE_PAGE
         self.bytes = whole[self._skipped : self._skipped + nbytes]
         self.address = self.bytes.data_ptr()
-        _MAPS.add(self._map)
+        _MAPS[self._map] = []
+
+    def tensor(self, start: int, nbytes: int, *, for_children: bool) -> torch.Tensor:
+        """Some bytes, in a storage of their own.
+
+        Args:
+            for_children: whether any kernel gives a forked child these pages. One before 5.12 shares pinned pages with
+                it, and then the parent no longer writes where the device reads: such a child must not touch them.
+        """
+        offset = self._skipped + start
+        found = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+        if for_children or _COPIES_PINNED_PAGES:
+            parts = _MAPS[self._map]
+            parts[:] = [part for part in parts if not is_gone(part.storage)]
+            parts.append(_Part(StorageWeakRef(found.untyped_storage()), offset, nbytes))
+        return found
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Return the memory behind some whole pages to the operating system; the addresses stay."""
@@ -50,7 +71,35 @@ class HostRange:
                 log.debug("MADV_DONTNEED refused: %s", error)
 
 
-_MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+class _Part(NamedTuple):
+    """A tensor of a range, and where it lies in the mapping."""
+
+    storage: StorageWeakRef
+    offset: int
+    nbytes: int
+
+
+_MAPS: weakref.WeakKeyDictionary[mmap.mmap, list[_Part]] = weakref.WeakKeyDictionary()
+
+
+def _copies_pinned_pages(release: str) -> bool:
+    """Whether a Linux kernel copies pinned pages for a child at the fork, and shares none."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 12)
+
+
+_COPIES_PINNED_PAGES = _copies_pinned_pages(platform.release())
+
+
+def _advise_parts(advice: str) -> None:
+    if not hasattr(mmap, advice):
+        return
+    for held, parts in list(_MAPS.items()):
+        for part in parts:
+            if not is_gone(part.storage):
+                start = part.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                with contextlib.suppress(OSError):
+                    held.madvise(getattr(mmap, advice), start, part.offset + part.nbytes - start)
 
 
 def _after_fork_in_child() -> None:
@@ -60,4 +109,8 @@ def _after_fork_in_child() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=lambda: _advise_parts("MADV_DOFORK"),
+    after_in_parent=lambda: _advise_parts("MADV_DONTFORK"),
+    after_in_child=_after_fork_in_child,
+)

@@ -27,6 +27,13 @@ refused, and freeing them does nothing. The events that were its parent's are no
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
 device copy out of it; the next device-to-host copy into it waits for that event on its stream. Copies of one direction
 come in order, as on one stream, so of several events the youngest stands for all.
+
+[Note: Tensors of a block]
+``tensor`` gives users a block's bytes as a tensor. They may keep it, and views and NumPy arrays of it, for as long as
+they like. A block whose storage is alive is not written again, and a freed one is not taken again. The memory of a
+released arena goes with the last of them. Copies to a device that users have started may outlive the storage, on any
+stream, so the host waits for all devices once before the block is written. torch copies a tensor in one call. So a
+block across several registrations is registered anew as one (2 GiB in huge pages: 0.1 s; H200, 2026-11-26).
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.runtime.forked import generation, keep_if_forked
 from fxoffload.runtime.host_memory import numa
 from fxoffload.runtime.host_memory.address_range import HUGE_PAGE, HostRange
@@ -55,10 +63,14 @@ from fxoffload.runtime.host_memory.ledger import Booking
 from fxoffload.runtime.host_memory.pinners import CudaPinner as CudaPinner
 from fxoffload.runtime.host_memory.pinners import HeapMemory as HeapMemory
 from fxoffload.runtime.host_memory.pinners import Pinner as Pinner
-from fxoffload.runtime.host_memory.pinners import touch
+from fxoffload.runtime.host_memory.pinners import touch, wait_for_devices
 
 log = logging.getLogger(__name__)
 
+_NOT_HERE = (
+    "expected a block of this process' host memory, found one from before a fork or a release: a forked child cannot "
+    "read what its parent has offloaded. Load it in the parent first"
+)
 # Blocks start at multiples of this, so that every dtype and every copy engine is aligned.
 ALIGNMENT = 512
 # One thread's turn: long enough that registrations are few, short enough that all threads end at the same time.
@@ -69,13 +81,15 @@ _PAGE = HUGE_PAGE  # chunk borders are multiples of it
 @dataclass(slots=True)
 class HostBlock:
     """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing; ``home``: tells
-    the arena that it is a range of, as that was made or as a fork left it; ``made_in``: a ``forked.generation``."""
+    the arena that it is a range of, as that was made or as a fork left it; ``made_in``: a ``forked.generation``;
+    ``storage``: of the block's tensors, see [Note: Tensors of a block]."""
 
     offset: int
     nbytes: int
     fence: Fence | None
     home: object = field(default=None, compare=False, repr=False)
     made_in: int = field(default_factory=generation, compare=False, repr=False)
+    storage: StorageWeakRef | None = field(default=None, compare=False, repr=False)
 
 
 class HostArena:
@@ -109,7 +123,7 @@ class HostArena:
         self._chunk_bytes = chunk_bytes
         self._warn = warn
         self._booking = booking or Booking()
-        self._registered: list[int] = []  # addresses; shared with the finalizer
+        self._registered: list[int] = []  # addresses, of each chunk; shared with the finalizer. 0: it is not
         self._dead: deque[HostBlock] = deque()
         self.num_growths = 0
         self.wait_ms = 0.0
@@ -126,6 +140,7 @@ class HostArena:
         self._free = FreeList()
         self._cut: FreeRange | None = None  # what a trim has taken out of the free list and not given back yet
         self._is_cutting = False  # a chunk beyond the last border is in hand
+        self._in_tensors: list[HostBlock] = []  # freed, but users have tensors of them
         self._in_use = 0
         self._highest = 0  # see ``highest_bytes``
         self._failed: BaseException | None = None
@@ -146,6 +161,13 @@ class HostArena:
         with self._changed:
             self._collect()
             return self._in_use
+
+    @property
+    def in_tensors_bytes(self) -> int:
+        """Bytes in freed blocks that users still have tensors of."""
+        with self._changed:
+            self._collect()
+            return sum(block.nbytes for block in self._in_tensors)
 
     @property
     def highest_bytes(self) -> int:
@@ -228,10 +250,7 @@ class HostArena:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
         held = self._range
         if held is None or not self.has(block):
-            raise RuntimeError(
-                "expected a block of this process' host memory, found one from before a fork or a release: a forked "
-                "child cannot read what its parent has offloaded. Load it in the parent first"
-            )
+            raise RuntimeError(_NOT_HERE)
         found: list[tuple[int, torch.Tensor]] = []
         start, end = block.offset, block.offset + nbytes
         while start < end:
@@ -240,6 +259,48 @@ class HostArena:
             found.append((start - block.offset, held.bytes[start:stop]))
             start = stop
         return found
+
+    def tensor(self, block: HostBlock, nbytes: int) -> torch.Tensor:
+        """The block's first ``nbytes`` bytes, to be kept by users; see [Note: Tensors of a block]."""
+        with self._changed:
+            held = self._range
+            if held is None or not self.has(block):
+                raise RuntimeError(_NOT_HERE)
+            storage = None if block.storage is None else storage_behind(block.storage)
+            if storage is None:
+                if self._pinner.pinned:
+                    self._register_as_one(held, block.offset, block.offset + nbytes)
+                found = held.tensor(block.offset, nbytes, for_children=not self._pinner.pinned)
+                block.storage = StorageWeakRef(found.untyped_storage())
+                return found
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+    def may_write(self, block: HostBlock) -> bool:
+        """Whether no tensor of the block is alive. Waits for copies out of the last one."""
+        if block.storage is None:
+            return True
+        if not is_gone(block.storage):
+            return False
+        wait_for_devices()
+        block.storage = None
+        return True
+
+    def _register_as_one(self, held: HostRange, start: int, end: int) -> None:
+        """The driver waits for copies that use the memory before it lets it go."""
+        first, last = bisect.bisect_right(self._borders, start) - 1, bisect.bisect_left(self._borders, end)
+        if last - first < 2:
+            return
+        address, nbytes = held.address + self._borders[first], self._borders[last] - self._borders[first]
+        before = [one for one in self._registered[first:last] if one]
+        self._registered[first:last] = [address]
+        self._borders[first + 1 : last] = []
+        try:
+            for one in before:
+                self._pinner.unregister(one)
+            self._pinner.register(address, nbytes)
+        except RuntimeError as error:
+            self._registered[first] = 0
+            log.warning("%.2f GiB of host memory are no longer pinned, and copied slowly: %s", nbytes / 2**30, error)
 
     def release(self) -> int:
         """Give all memory back to the operating system. Returns the bytes given back.
@@ -261,6 +322,9 @@ class HostArena:
                     "backward passes (delete their losses) first"
                 )
             given = self._borders[-1]
+            if self._in_tensors:
+                wait_for_devices()
+                self._in_tensors = []
             _unregister_all(self._pinner, self._registered)
             self._registered.clear()
             self._highest = 0
@@ -312,7 +376,18 @@ class HostArena:
                 keep_if_forked(block.made_in, block)
                 continue
             self._in_use -= block.nbytes
-            self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
+            if block.storage is not None:
+                self._in_tensors.append(block)
+            else:
+                self._insert(block)
+        if self._in_tensors:
+            free = [block for block in self._in_tensors if self.may_write(block)]
+            self._in_tensors = [block for block in self._in_tensors if block.storage is not None]
+            for block in free:
+                self._insert(block)
+
+    def _insert(self, block: HostBlock) -> None:
+        self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
 
     # -- trim ----------------------------------------------------------------------------------------------------------
 
@@ -470,7 +545,7 @@ class HostArena:
 
     def _abandon(self) -> None:
         """See [Note: Arena and fork]."""
-        keep_if_forked(-1, (self._free, self._cut, self._dead.copy()))
+        keep_if_forked(-1, (self._free, self._cut, self._dead.copy(), self._in_tensors))
         self._registered.clear()
         self._dead.clear()
         self._begin()
@@ -488,7 +563,7 @@ def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -
 
 def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
     """What the driver does not let go goes with the process."""
-    for address in registered:
+    for address in filter(None, registered):
         try:
             pinner.unregister(address)
         except RuntimeError as error:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from fxoffload._torch_private import gpus_in_use
 from fxoffload.runtime.capture_mode import outside_captures
 
 
@@ -63,6 +64,13 @@ class CudaPinner:
             result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
         if int(result) != 0:
             raise RuntimeError(f"cudaHostUnregister failed: {result}")
+
+
+def wait_for_devices() -> None:
+    """Waits for all that is queued on the GPUs of this process: copies by users, on streams that are not known."""
+    for index in gpus_in_use():
+        with outside_captures():
+            torch.cuda.synchronize(index)
 
 
 def touch(address: int, nbytes: int) -> None:
