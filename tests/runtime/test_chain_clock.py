@@ -221,7 +221,7 @@ def test_what_fails_is_told_once() -> None:
     clock = time.clock(memory=memory, count=2)
     step = clock.begin_step()
     assert step is not None
-    with pytest.warns(UserWarning, match="goes on with its plan as it is: no such counter"):
+    with pytest.warns(UserWarning, match="goes on with its plan as it is: RuntimeError: no such counter"):
         assert step.begin("forward", 0) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
