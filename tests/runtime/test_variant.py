@@ -450,7 +450,7 @@ def test_a_plan_that_cannot_be_made_ready_gives_way_to_another() -> None:
     forced.force(1, 2, 1, prepare=fail, otherwise=lambda: forced.plan((0, 0, 0), offload=True))
     fxoffload.reset_stats()
     with bundles() as made:
-        with pytest.warns(UserWarning, match="goes on with another plan: RuntimeError: on purpose"):
+        with pytest.warns(UserWarning, match="goes on with another plan: ValueError: on purpose"):
             assert_equal(forced.step(), expected)
         moved = fxoffload.stats().bytes_offloaded
         assert moved > 0
