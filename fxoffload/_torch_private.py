@@ -309,13 +309,12 @@ def is_gone(weak: StorageWeakRef) -> bool:
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 
 
-def shift_version(tensor: torch.Tensor, by: int) -> None:
-    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing.
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Lets autograd believe that a tensor was written to so many times. It is no inference tensor: those count nothing.
 
     One by one: several tensors, in different storages too, may have one counter (``detach()``, then ``.data = ``).
     """
-    if not tensor.is_inference():
-        _set_version_counters((tensor,), (tensor._version + by,))
+    _set_version_counters((tensor,), (version,))
 
 
 # -- phases: what a model's weights are called, and how they are cut over ranks ----------------------------------------

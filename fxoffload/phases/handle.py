@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 from fxoffload.phases.forks import Birthplace
 from fxoffload.phases.metrics import Transition
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.transactions import Latch
 
 
 class Handle:
@@ -31,7 +31,7 @@ class Handle:
         self.what = what
         self._transition = transition
         self._finish = finish
-        self._event = threading.Event()
+        self._over = Latch()
         self._error: BaseException | None = None
         self.is_reported = False
         self._lock = ForkSafeRLock()
@@ -45,14 +45,14 @@ class Handle:
                 stays there and the rest is on the host.
             RuntimeError: it is under way in the process that this one was forked from.
         """
-        if not self._event.is_set():
+        if not self.done():
             self._birthplace.require(f"wait() for the {self.what}")
         began = time.perf_counter()
-        self._event.wait()
+        self._over.wait()
         with self._lock:
-            finish, self._finish = self._finish, None
-            if self._error is None and finish is not None:
-                finish()
+            if self._error is None and self._finish is not None:
+                self._finish()
+            self._finish = None
         if self._transition is not None:
             self._transition.stood_still_since(began)
         self.report()
@@ -70,12 +70,13 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the copies are finished, or have failed."""
-        return self._event.is_set()
+        return self._over.is_open
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Called once, by whoever moves the bytes."""
-        self._error = error
-        self._event.set()
+        """Called by whoever moves the bytes. The first time counts."""
+        if not self.done():
+            self._error = error
+        self._over.open()
 
     def __enter__(self) -> Handle:
         return self

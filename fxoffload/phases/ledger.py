@@ -24,7 +24,7 @@ _RETURN_ORDER = (GRADS, BUFFERS, PARAMS, OPTIMIZER, EXTRA)
 
 
 class Ledger:
-    """The book of a ``PhaseManager``, which holds its lock around every call.
+    """The book of a ``PhaseManager``, whose transactions call it.
 
     What is just on the device is not held: its tensors are the user's to drop. Only its block in the host image is
     remembered, by a weak reference to the storage, to be written again the next time.
@@ -203,12 +203,12 @@ class Ledger:
         holdings = list(holdings)
         for holding in holdings:
             key = holding.storage._cdata
-            self._homes.pop(key, None)
-            if key in self._held:
-                self._drop(key)
+            self._drop(key)
             self._held[key] = holding
+            self._homes.pop(key, None)
             self._num_held[holding.group] += 1
-            holding.where, holding.serial = Where.LEAVING, 0
+            holding.serial = 0
+            holding.where = Where.LEAVING
         send_away(*((holding.tensors, holding) for holding in holdings))
 
     def settle(self, holdings: Iterable[Holding]) -> None:
@@ -227,9 +227,9 @@ class Ledger:
         """Of what is on the host and no use is known for (gradients that were set to None) nothing is kept, unless
         somebody still has the tensor."""
         for holding in holdings:
-            watched = [weakref.ref(tensor) for tensor in holding.tensors]
+            holding.watched = [weakref.ref(tensor) for tensor in holding.tensors]
             holding.tensors = []
-            holding.tensors = [tensor for tensor in (ref() for ref in watched) if tensor is not None]
+            _stop_watching(holding)
             if not holding.tensors:
                 self._drop(holding.storage._cdata)
                 self._give_up(holding)
@@ -240,6 +240,12 @@ class Ledger:
         for holding in self._homes.values():
             self._give_up(holding)
         self._homes.clear()
+
+    def mend(self) -> None:
+        """An exception came in between. What is held says the rest."""
+        for holding in self._held.values():
+            _stop_watching(holding)
+        self._num_held = Counter(holding.group for holding in self._held.values())
 
     def _drop(self, key: int) -> None:
         holding = self._held.pop(key, None)
@@ -269,8 +275,19 @@ class Ledger:
                 self._give_up(home)
 
     def _give_up(self, holding: Holding) -> None:
-        block, holding.block = holding.block, None
+        block = holding.block
         if block is not None:
             if holding.event is not None:
                 holding.event.synchronize()
+            block.fence = None
             self._free_block(block)
+            holding.block = None
+
+
+def _stop_watching(holding: Holding) -> None:
+    """Its tensors are those of the watched ones that somebody holds."""
+    if holding.watched is not None:
+        known = holding.tensors
+        found = [tensor for tensor in (ref() for ref in holding.watched) if tensor is not None]
+        holding.tensors = found + [tensor for tensor in known if not any(tensor is one for one in found)]
+        holding.watched = None

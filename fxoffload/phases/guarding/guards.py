@@ -48,6 +48,7 @@ class Guards:
         self._of_modules: list[Override] = []
         self._guarded: list[int] = []
         self._compiled = CompiledFunctions()
+        self._is_whole = True
 
     def install(self, *, of_modules: bool = True) -> None:
         """Puts the overrides in place. Nothing happens where they already are.
@@ -55,12 +56,14 @@ class Guards:
         Args:
             of_modules: whether something that modules have is away: not so where only the optimizer's state is.
         """
+        self.mend()
+        self._is_whole = False
         optimizers = self._manager.optimizers
         for optimizer in optimizers:
             if not any(optimizer is hooked for hooked in self._hooked):
                 # They stay until ``close``: compiled code never walks through these lists.
-                self._hooked.append(optimizer)
                 self._hooks += self._optimizer_hooks(optimizer)
+                self._hooked.append(optimizer)
         modules = self._manager._inventory.modules
         if not self._of_optimizers:
             for optimizer in optimizers:
@@ -71,6 +74,13 @@ class Guards:
             self._compiled.install(modules.values(), optimizers)
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
+        self._is_whole = True
+
+    def mend(self) -> None:
+        """An exception came in between: takes away what was put up in part."""
+        if not self._is_whole:
+            self.remove()
+            self._is_whole = True
 
     def _install_of_modules(self, modules: dict[str, nn.Module]) -> None:
         members = [
@@ -80,12 +90,12 @@ class Guards:
         ]
         guarded = [id(target) for _, module, _ in members for target in (module, *_gatherers(module))]
         if guarded != self._guarded:
-            self._guarded = guarded
             self._of_modules = [
                 override
                 for name, module, of_a_model in members
                 for override in self._overrides_of(module, name, PARAMS if of_a_model else EXTRA)
             ]
+            self._guarded = guarded
         for override in self._of_modules:
             self._overrides.put(override)
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import shift_version
+from fxoffload._torch_private import set_version
 from fxoffload.phases.moving.storages import Holding
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.sizes import format_bytes
@@ -34,9 +34,24 @@ class OffloadedError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Away:
+    """What is known of a tensor that is away.
+
+    Attributes:
+        home: its class.
+        holdings: that it lies in.
+        process: in which it was sent away.
+        version: that its counter is to have while it is away; None: it counts nothing.
+        is_counted: whether the counter is known to have it.
+        home_version: that it is to have next, once it is on its way back. A version is written down before the counter
+            is set, and so set once, wherever an exception comes.
+    """
+
     home: type
     holdings: list[Holding]
     process: int
+    version: int | None
+    is_counted: bool = False
+    home_version: int | None = None
 
 
 _RECORD = "_fxoffload_away"
@@ -84,8 +99,9 @@ def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                     home = type(tensor)
                     # A backward reads what its forward saved in C++, without asking the class: it ends the process,
                     # unless autograd takes the tensor for modified and raises.
-                    shift_version(tensor, 1)
-                    attributes[_RECORD] = _Away(home, [holding], process)
+                    version = None if tensor.is_inference() else tensor._version + 1
+                    record = attributes[_RECORD] = _Away(home, [holding], process, version)
+                    _count(tensor, record)
                     tensor.__class__ = _CLASSES.get(home) or _away_class(home)
                 elif holding not in record.holdings:
                     record.holdings.append(holding)
@@ -105,8 +121,18 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
                     if record.holdings:
                         continue
                 tensor.__class__ = record.home
+                _count(tensor, record)
+                if record.version is not None:
+                    if record.home_version is None:
+                        record.home_version = tensor._version - 1
+                    set_version(tensor, record.home_version)
                 del attributes[_RECORD]
-                shift_version(tensor, -1)
+
+
+def _count(tensor: Tensor, record: _Away) -> None:
+    if record.version is not None and not record.is_counted:
+        set_version(tensor, record.version)
+        record.is_counted = True
 
 
 @contextlib.contextmanager

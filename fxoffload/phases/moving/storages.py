@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ class Holding:
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
         weak: refers to the storage when ``storage`` no longer does; made once.
+        watched: the tensors, while it is found out who else holds them.
     """
 
     storage: torch.UntypedStorage
@@ -69,6 +71,12 @@ class Holding:
     event: Any = None
     serial: int = 0
     weak: StorageWeakRef | None = None
+    watched: list[weakref.ref[Tensor]] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to arrive, and its copy was not started."""
+        return self.where is Where.ARRIVING and not self.serial
 
     def __repr__(self) -> str:
         # Without the storage: torch writes out every byte of one.
