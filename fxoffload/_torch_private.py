@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 # -- phases: who compiled a module -------------------------------------------------------------------------------------
 
@@ -294,16 +293,6 @@ def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
 def negated(tensor: torch.Tensor) -> torch.Tensor:
     """A view whose values are the negative ones: the same bytes with the other negative bit."""
     return torch.ops.aten._neg_view(tensor)
-
-
-def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if it is still alive."""
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-
-
-def is_gone(weak: StorageWeakRef) -> bool:
-    """``weak.expired()``, in a tenth of the time."""
-    return torch.UntypedStorage._expired(weak.cdata)  # type: ignore[attr-defined]
 
 
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import gc
 import os
 import weakref
 
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 
 # Called with a weak reference whose pause is gone: ``gc.enable()``, all of it in C, where no signal can raise.
 _ENABLE = functools.partial(next, iter(gc.enable, object()))
@@ -23,19 +23,20 @@ class _Pauses:
         self._under_way: list[weakref.ref[gc_paused]] = []
         self._was_enabled = False
 
+    @locked(lambda self, pause: self._lock)
     def begin(self, pause: gc_paused) -> None:
-        with self._lock:
-            self._under_way = [ref for ref in self._under_way if ref() is not None]
-            if not self._under_way:
-                self._was_enabled = gc.isenabled()
-            self._under_way.append(weakref.ref(pause, _ENABLE if self._was_enabled else None))
-            gc.disable()
+        self._under_way = [ref for ref in self._under_way if ref() is not None]
+        if not self._under_way:
+            self._was_enabled = gc.isenabled()
+        self._under_way.append(weakref.ref(pause, _ENABLE if self._was_enabled else None))
+        gc.disable()
 
+    @locked(lambda self, pause: self._lock)
     def end(self, pause: gc_paused) -> None:
-        with self._lock:
-            self._under_way = [ref for ref in self._under_way if ref() not in (pause, None)]
-            if not self._under_way and self._was_enabled:
-                gc.enable()
+        left = [ref for ref in self._under_way if ref() not in (pause, None)]
+        if not left and self._was_enabled:
+            gc.enable()  # before: a pause that is not noted any more ends no more
+        self._under_way = left
 
     def forget(self) -> None:
         """The collector is as it was."""

@@ -8,7 +8,6 @@ from types import TracebackType
 
 from fxoffload.phases.forks import Birthplace
 from fxoffload.phases.metrics import Transition
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.transactions import Latch
 
 
@@ -22,7 +21,7 @@ class Handle:
     Args:
         what: for messages.
         transition: is charged with the time that somebody waits.
-        finish: the rest of the work, done once by the first thread that waits.
+        finish: the rest of the work, done by who waits first. May be called again, and by several threads.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class Handle:
         self._over = Latch()
         self._error: BaseException | None = None
         self.is_reported = False
-        self._lock = ForkSafeRLock()
         self._birthplace = Birthplace()
 
     def wait(self) -> Handle:
@@ -49,10 +47,9 @@ class Handle:
             self._birthplace.require(f"wait() for the {self.what}")
         began = time.perf_counter()
         self._over.wait()
-        with self._lock:
-            if self._error is None and self._finish is not None:
-                self._finish()
-            self._finish = None
+        if self._error is None and self._finish is not None:
+            self._finish()
+        self._finish = None
         if self._transition is not None:
             self._transition.stood_still_since(began)
         self.report()

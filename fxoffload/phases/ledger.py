@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.phases.guarding.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.moving.storages import Holding, Owner, Where, plain_tensors
@@ -150,7 +149,7 @@ class Ledger:
                 break
             if home.group not in groups or home.block is None:
                 continue
-            storage = storage_behind(home.weak) if home.weak is not None else None
+            storage = home.weak() if home.weak is not None else None
             if storage is not None and storage.nbytes() == home.nbytes:
                 most_bytes -= home.nbytes
                 ahead = Holding(storage, home.nbytes, home.device, home.group, home.name, self._owner)
@@ -192,9 +191,9 @@ class Ledger:
             return
         with untouched():
             for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
-                key = plain.untyped_storage()._cdata
-                holding = self._held.get(key) or self._homes.get(key)
-                if holding is not None:
+                storage = plain.untyped_storage()
+                holding = self._held.get(storage._cdata) or self._homes.get(storage._cdata)
+                if holding is not None and (holding.weak is None or holding.weak() is storage):
                     self._readers.add(reader)
                     self._ranks.setdefault(holding.name, len(self._ranks))
 
@@ -219,7 +218,7 @@ class Ledger:
             key = holding.storage._cdata
             holding.where = Where.DEVICE
             self._drop(key)
-            holding.weak = holding.weak or StorageWeakRef(holding.storage)
+            holding.weak = weakref.ref(holding.storage)
             self._homes[key] = holding
             holding.let_go()
 
@@ -242,10 +241,11 @@ class Ledger:
         self._homes.clear()
 
     def mend(self) -> None:
-        """An exception came in between. What is held says the rest."""
+        """An exception came in between. What is held says the rest, and all of it is away until it is settled."""
         for holding in self._held.values():
             _stop_watching(holding)
         self._num_held = Counter(holding.group for holding in self._held.values())
+        send_away(*((holding.tensors, holding) for holding in self._held.values()))
 
     def _drop(self, key: int) -> None:
         holding = self._held.pop(key, None)
@@ -260,17 +260,17 @@ class Ledger:
                     send_away(((tensor,), holding))
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        # It is the same storage: while a weak reference to one is held, no other comes to lie at its address.
+        # Of the same storage, or of one that is gone and had its address.
         home = self._homes[key]
         if home.nbytes == holding.nbytes:
-            holding.block, holding.event, holding.weak = home.block, home.event, home.weak
+            holding.block, holding.event = home.block, home.event
         else:
             del self._homes[key]
             self._give_up(home)
 
     def _drop_expired(self) -> None:
         for key, home in list(self._homes.items()):
-            if home.weak is None or is_gone(home.weak):
+            if home.weak is None or home.weak() is None:
                 del self._homes[key]
                 self._give_up(home)
 

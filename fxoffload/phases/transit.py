@@ -51,7 +51,7 @@ from fxoffload.phases.moving.storages import Holding, Where, bytes_of
 from fxoffload.phases.moving.worker import YIELD_S, Worker
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.transactions import transaction
 from fxoffload.sizes import format_bytes
 
@@ -468,8 +468,7 @@ class Transit:
             upcoming = self.transact(self._arrivals.upcoming)
             if self.mover.room.lacks(upcoming):
                 beyond = self.transact(lambda: self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES))
-                with self._room:
-                    self.mover.room.make_behind(upcoming, beyond)
+                self._make_room_behind(upcoming, beyond)
             self._stand_back()
             has_room = self._start_slice(left, may_retry=not retried)
             if has_room is None:
@@ -483,6 +482,14 @@ class Transit:
                 self.transact(lambda: self._arrivals.cancel(left))
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
             self.mover.begin_arrivals()  # nothing of what was found out is true any more
+
+    @locked(lambda self, *args: self._room)
+    def _make_room_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
+        self.mover.room.make_behind(upcoming, beyond)
+
+    @locked(lambda self: self._room)
+    def _wait_for_room(self) -> None:
+        """The background thread may have had the memory for a moment."""
 
     @transaction
     def _start_slice(self, left: deque[Holding], *, may_retry: bool) -> bool | None:
@@ -657,8 +664,7 @@ class Transit:
         try:
             return self._arrivals.start_until(held)
         except torch.OutOfMemoryError:
-            with self._room:  # the background thread may have had the memory for a moment
-                pass
+            self._wait_for_room()
             return self._arrivals.start_until(held)
 
     def _complaint(self, holding: Holding, what: str) -> str:

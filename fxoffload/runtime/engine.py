@@ -43,7 +43,7 @@ from fxoffload.errors import ModifiedInputError
 from fxoffload.runtime.clocks.allocator_history import cuda_history
 from fxoffload.runtime.clocks.allocator_trace import cuda_memory
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
 from fxoffload.runtime.host_memory.arena import (
     ALIGNMENT,
@@ -130,8 +130,9 @@ class CopyEngine:
         self._in_flight_bytes = 0
         self._queue: deque[weakref.ref[Transfer]] = deque()
         self._predicted: weakref.ref[Group] | None = None  # whose backward is expected behind the one that runs
-        # Handed out since the queue was made: what was late stands in it still, and must not be reloaded again.
-        self._taken: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        # Serials of what was handed out since the queue was made: what was late stands in it still, and must not be
+        # reloaded again.
+        self._taken: set[int] = set()
         self._ahead: dict[int, _Ahead] = {}  # by serial; holds what dead transfers have left there too
         self._ahead_bytes = 0
         self._reclaimed_bytes = 0
@@ -305,7 +306,7 @@ class CopyEngine:
 
     def _is_to_come(self, transfer: Transfer) -> bool:
         """Not on the device, and not handed out. A forked child cannot reload what its parent predicted for itself."""
-        return transfer.there is None and transfer not in self._taken and self.arena.has(transfer.block)
+        return transfer.there is None and transfer.serial not in self._taken and self.arena.has(transfer.block)
 
     @transaction
     def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
@@ -330,7 +331,7 @@ class CopyEngine:
             self.streams.compute_waits_for(max(reloaded, key=_first)[1], Wait.TARGET_READY)
         for transfer in transfers:
             self._forget_ahead(transfer)
-        self._taken.update(transfers)
+        self._taken.update(transfer.serial for transfer in transfers)
         return [there.buffer for _, there in found]
 
     def _start_reloads(self, transfers: Sequence[Transfer]) -> None:
@@ -566,16 +567,16 @@ def engine_for(device: torch.device) -> CopyEngine:
     return _make_engine(device) if engine is None else engine
 
 
+@locked(lambda device: _ENGINES_LOCK)
 def _make_engine(device: torch.device) -> CopyEngine:
-    with _ENGINES_LOCK:
-        if device not in _ENGINES:
-            space = address_space_bytes(default_host_budget_bytes())
-            if device.type == "cuda":
-                engine = CopyEngine(device, CudaCopies(device), HostArena(CudaPinner(device), space))
-            else:
-                engine = CopyEngine(device, HostCopies(), HostArena(HeapMemory(), space))
-            _ENGINES[device] = engine
-        return _ENGINES[device]
+    if device not in _ENGINES:
+        space = address_space_bytes(default_host_budget_bytes())
+        if device.type == "cuda":
+            engine = CopyEngine(device, CudaCopies(device), HostArena(CudaPinner(device), space))
+        else:
+            engine = CopyEngine(device, HostCopies(), HostArena(HeapMemory(), space))
+        _ENGINES[device] = engine
+    return _ENGINES[device]
 
 
 def engines() -> list[CopyEngine]:

@@ -6,10 +6,16 @@ anew there.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 # ``with`` enters and leaves it in C: an exception of a signal handler comes before it is taken or in the block. Methods
 # in Python would let it come in between (71 of 300 signals left such a lock held). So none is overridden here.
@@ -29,7 +35,10 @@ class ForkSafeRLock(_RLock):
     """Takes it as often as it was taken before ``let_go``."""
 
     def __init__(self) -> None:
-        _LOCKS.add(self)
+        for number, known in list(_LOCKS.items()):
+            if known() is None:
+                _LOCKS.pop(number, None)
+        _LOCKS[next(_NUMBERS)] = weakref.ref(self)
 
     def _after_fork_in_child(self) -> None:
         held = self.let_go() if self.is_mine() else None
@@ -38,11 +47,43 @@ class ForkSafeRLock(_RLock):
             self.take_again(held)
 
 
-_LOCKS: weakref.WeakSet[ForkSafeRLock] = weakref.WeakSet()
+def locked(
+    lock_of: Callable[..., ForkSafeRLock],
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Lets a function hold a lock while it runs, which it lets go of however it ends.
+
+    A trace function, unlike a signal, may raise at the end of a ``with`` block before that gives the lock back.
+
+    Args:
+        lock_of: the lock, from the function's positional arguments.
+    """
+
+    def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @functools.wraps(function)
+        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            lock = lock_of(*args)
+            if lock.is_mine():
+                return function(*args, **kwargs)
+            try:
+                with lock:
+                    return function(*args, **kwargs)
+            except BaseException:
+                if lock.is_mine():
+                    lock.let_go()
+                raise
+
+        return call
+
+    return decorate
+
+
+# Not a WeakSet: what it does when a lock goes is in Python, where a signal's exception would be printed and lost.
+_LOCKS: dict[int, weakref.ref[ForkSafeRLock]] = {}
+_NUMBERS = itertools.count()
 
 
 def _after_fork_in_child() -> None:
-    for lock in list(_LOCKS):
+    for lock in [found for known in list(_LOCKS.values()) if (found := known()) is not None]:
         lock._after_fork_in_child()
 
 

@@ -12,8 +12,8 @@ A signal handler (Ctrl-C, a timeout) and ``PyThreadState_SetAsyncExc`` may raise
 - Locks are entered by ``with``, in C (``ForkSafeRLock``). ``threading.Event`` and ``threading.Condition`` are not used:
   their ``with`` runs in Python, and an exception there leaves their lock held. ``Latch`` stands for both.
 
-A trace function, unlike a signal, may raise at the end of a ``with`` block before its lock is given back. So a
-transaction that raises lets go of its lock in any case.
+A trace function, unlike a signal, may raise at the end of a ``with`` block before that gives its lock back. So a
+transaction that raises lets go of its lock in any case, as a function does that is ``locked``.
 """
 
 from __future__ import annotations

@@ -135,9 +135,11 @@ class TestLock:
             lock.release()
 
     def test_locks_that_are_gone_are_not_kept(self) -> None:
-        before = len(fork_safe_lock._LOCKS)
-        del (lock := [ForkSafeRLock()])[0]
-        assert len(fork_safe_lock._LOCKS) == before and lock == []
+        for _ in range(3):
+            ForkSafeRLock()
+        lock = ForkSafeRLock()
+        known = [ref() for ref in fork_safe_lock._LOCKS.values()]
+        assert known[-1] is lock and None not in known
 
 
 class TestTensors:

@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload.phases.guarding.overrides import leads_to
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 
 Watcher = Callable[[DistributedDataParallel], object]
 
@@ -42,23 +42,23 @@ class _Forwards:
         # The same one each time, called and not traced: see [Note: Overrides]. What it calls is compiled as ever.
         self._ours: Any = torch.compiler.disable(forward, recursive=False)
 
+    @locked(lambda self, watcher: self._lock)
     def watch(self, watcher: Watcher) -> None:
         """See ``watch_forwards``."""
-        with self._lock:
-            self._keep((*self._watchers, weakref.WeakMethod(watcher)))
-            now = DistributedDataParallel.forward
-            if self._examined[0] is not now:
-                self._examined = now, leads_to(now, self._ours)
-            if not self._examined[1]:
-                self._original = now
-                DistributedDataParallel.forward = self._ours
+        self._keep((*self._watchers, weakref.WeakMethod(watcher)))
+        now = DistributedDataParallel.forward
+        if self._examined[0] is not now:
+            self._examined = now, leads_to(now, self._ours)
+        if not self._examined[1]:
+            self._original = now
+            DistributedDataParallel.forward = self._ours
 
+    @locked(lambda self, watcher: self._lock)
     def ignore(self, watcher: Watcher) -> None:
         """See ``ignore_forwards``."""
-        with self._lock:
-            self._keep(one for one in self._watchers if one() != watcher)
-            if not self._watchers and DistributedDataParallel.forward is self._ours:
-                DistributedDataParallel.forward = self._original
+        self._keep(one for one in self._watchers if one() != watcher)
+        if not self._watchers and DistributedDataParallel.forward is self._ours:
+            DistributedDataParallel.forward = self._original
 
     def _ask(self, ddp: DistributedDataParallel) -> None:
         for reference in self._watchers:

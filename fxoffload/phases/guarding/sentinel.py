@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxoffload._torch_private import set_version
 from fxoffload.phases.moving.storages import Holding
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.sizes import format_bytes
 
 
@@ -87,46 +87,60 @@ def holdings_of(tensor: Tensor) -> list[Holding]:
     return list(record.holdings) if record is not None else []
 
 
+@locked(lambda *parts: _LOCK)
 def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Switches the class of tensors that lie in a holding, for each of some parts."""
     process = os.getpid()
-    with _LOCK:
-        for tensors, holding in parts:
-            for tensor in tensors:
-                attributes: Any = tensor.__dict__
-                record = attributes.get(_RECORD)
-                if record is None:
-                    home = type(tensor)
-                    # A backward reads what its forward saved in C++, without asking the class: it ends the process,
-                    # unless autograd takes the tensor for modified and raises.
-                    version = None if tensor.is_inference() else tensor._version + 1
-                    record = attributes[_RECORD] = _Away(home, [holding], process, version)
-                    _count(tensor, record)
-                    tensor.__class__ = _CLASSES.get(home) or _away_class(home)
-                elif holding not in record.holdings:
-                    record.holdings.append(holding)
+    for tensors, holding in parts:
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is not None and type(tensor) is record.home:
+                record = _after_an_exception(tensor, record)
+            if record is None:
+                home = type(tensor)
+                # A backward reads what its forward saved in C++, without asking the class: it ends the process,
+                # unless autograd takes the tensor for modified and raises.
+                version = None if tensor.is_inference() else tensor._version + 1
+                record = attributes[_RECORD] = _Away(home, [holding], process, version)
+                _count(tensor, record)
+                tensor.__class__ = _CLASSES.get(home) or _away_class(home)
+            elif holding not in record.holdings:
+                record.holdings.append(holding)
 
 
+@locked(lambda *parts: _LOCK)
 def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Gives tensors their classes back, once nothing of them is away any more."""
-    with _LOCK:
-        for tensors, holding in parts:
-            for tensor in tensors:
-                attributes: Any = tensor.__dict__
-                record = attributes.get(_RECORD)
-                if record is None:
+    for tensors, holding in parts:
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is None:
+                continue
+            if record.holdings != [holding]:
+                record.holdings = [held for held in record.holdings if held is not holding]
+                if record.holdings:
                     continue
-                if record.holdings != [holding]:
-                    record.holdings = [held for held in record.holdings if held is not holding]
-                    if record.holdings:
-                        continue
-                tensor.__class__ = record.home
-                _count(tensor, record)
-                if record.version is not None:
-                    if record.home_version is None:
-                        record.home_version = tensor._version - 1
-                    set_version(tensor, record.home_version)
-                del attributes[_RECORD]
+            tensor.__class__ = record.home
+            _count(tensor, record)
+            if record.version is not None:
+                if record.home_version is None:
+                    record.home_version = tensor._version - 1
+                set_version(tensor, record.home_version)
+            del attributes[_RECORD]
+
+
+def _after_an_exception(tensor: Tensor, record: _Away) -> _Away | None:
+    """It was on its way to its class or back when one came: it goes there, and then away."""
+    if record.home_version is None:
+        _count(tensor, record)
+        tensor.__class__ = _CLASSES.get(record.home) or _away_class(record.home)
+        return record
+    set_version(tensor, record.home_version)
+    attributes: Any = tensor.__dict__
+    del attributes[_RECORD]
+    return None
 
 
 def _count(tensor: Tensor, record: _Away) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload._torch_private import StorageWeakRef, is_made_like_dtensor, local_of
+from fxoffload._torch_private import is_made_like_dtensor, local_of
 from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
 
 
@@ -55,7 +55,7 @@ class Holding:
         block: its place in the host image.
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
-        weak: refers to the storage when ``storage`` no longer does; made once.
+        weak: refers to the storage when ``storage`` no longer does.
         watched: the tensors, while it is found out who else holds them.
     """
 
@@ -70,7 +70,7 @@ class Holding:
     block: HostBlock | None = None
     event: Any = None
     serial: int = 0
-    weak: StorageWeakRef | None = None
+    weak: weakref.ref[torch.UntypedStorage] | None = None
     watched: list[weakref.ref[Tensor]] | None = None
 
     @property

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fxoffload.phases.forks import Birthplace
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller, use_device
 from fxoffload.runtime.transactions import Latch
 
@@ -92,6 +92,7 @@ class Worker:
         """
         self._birthplace.require(what)
 
+    @locked(lambda self, *args: self._lock)
     def submit(self, work: Callable[[], None], failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """Queues a job: by one store, so that an exception comes before it or after it.
 
@@ -102,15 +103,13 @@ class Worker:
             RuntimeError: in a forked child, or there can be no more threads.
         """
         self.require_own_process("offload() or onload()")
-        with self._lock:
-            thread = self._jobs.thread
-            if thread is None or not thread.is_alive():
-                thread = threading.Thread(target=_run, args=(self._jobs, self._name), name=self._name, daemon=True)
-                self._jobs.thread = thread
-                thread.start()
-            job = _Job(work, failed)
-            self._jobs.waiting.append(job)
-            self._jobs.wake.put(None)
+        thread = self._jobs.thread
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=_run, args=(self._jobs, self._name), name=self._name, daemon=True)
+            self._jobs.thread = thread
+            thread.start()
+        self._jobs.waiting.append(_Job(work, failed))
+        self._jobs.wake.put(None)
 
     def drain(self) -> None:
         """Blocks until everything that was submitted before has run.
@@ -130,11 +129,15 @@ class Worker:
         """Ends the thread after what was submitted."""
         if not self._birthplace.is_here:
             return
-        with self._lock:
-            thread = self._jobs.thread
-            self._jobs.end()
+        thread = self._end()
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join()
+
+    @locked(lambda self: self._lock)
+    def _end(self) -> threading.Thread | None:
+        thread = self._jobs.thread
+        self._jobs.end()
+        return thread
 
 
 def _run(jobs: _Jobs, name: str) -> None:
@@ -152,14 +155,14 @@ def _run(jobs: _Jobs, name: str) -> None:
             log.exception("a job of the thread %s failed; it goes on with the next one", name)
 
 
+@locked(lambda jobs, begin: jobs.turn)
 def _run_first(jobs: _Jobs, begin: Callable[[int | None], None]) -> None:
-    with jobs.turn:
-        job = jobs.waiting[0] if jobs.waiting else None
-        if job is None:
-            return
-        if not job.is_over:
-            job.run(begin)
-        jobs.waiting.popleft()
+    job = jobs.waiting[0] if jobs.waiting else None
+    if job is None:
+        return
+    if not job.is_over:
+        job.run(begin)
+    jobs.waiting.popleft()
 
 
 @atexit.register

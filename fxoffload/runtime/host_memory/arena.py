@@ -51,7 +51,7 @@ from typing import TypeVar
 
 import torch
 
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
 from fxoffload.runtime.host_memory import numa
 from fxoffload.runtime.host_memory.address_range import HUGE_PAGE, HostRange
@@ -211,8 +211,9 @@ class HostArena:
     def _find_free(self) -> None:
         """Of fences the youngest stands for all; which range it lay on is not known any more."""
         youngest = self._free.youngest
-        for span in (*(lease.span for lease in self._dead), *([self._cut] if self._cut is not None else [])):
-            youngest = younger(youngest, span.fence)
+        spans = (self._cut, *(getattr(lease, "span", None) for lease in self._dead))
+        for span in spans:
+            youngest = younger(youngest, None if span is None else span.fence)
         found, at = FreeList(youngest), 0
         lent = sorted((lease.span for lease in self._leases.values()), key=lambda span: span.start)
         end = self._borders[-1] if self._cut is None else self._cut.start
@@ -442,8 +443,8 @@ class HostArena:
         dead = self._dead
         while dead:
             lease = dead[0]
-            span = lease.span
-            if self._leases.get(span.start) is lease:
+            span = getattr(lease, "span", None)  # none where an exception came before it was lent
+            if span is not None and self._leases.get(span.start) is lease:
                 del self._leases[span.start]  # now it is free
                 self._in_use -= span.end - span.start
                 self._free.insert(Span(span.start, span.end, span.fence))
@@ -622,14 +623,14 @@ class HostArena:
             self._failed = error
         self._booking.shrink_to(self._borders[-1])
 
+    @locked(lambda self: self._opening)
     def _open(self) -> HostRange:
-        with self._opening:
-            if self._range is None:
-                opened = HostRange(self._capacity)
-                if isinstance(self._pinner, CudaPinner):
-                    numa.prefer_node_of(self._pinner.device, opened.address, self._capacity)
-                self._range = opened
-            return self._range
+        if self._range is None:
+            opened = HostRange(self._capacity)
+            if isinstance(self._pinner, CudaPinner):
+                numa.prefer_node_of(self._pinner.device, opened.address, self._capacity)
+            self._range = opened
+        return self._range
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
