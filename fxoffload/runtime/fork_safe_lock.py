@@ -7,12 +7,12 @@ anew there.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+from fxoffload.runtime.weak_bag import WeakBag
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -35,10 +35,7 @@ class ForkSafeRLock(_RLock):
     """Takes it as often as it was taken before ``let_go``."""
 
     def __init__(self) -> None:
-        for number, known in list(_LOCKS.items()):
-            if known() is None:
-                _LOCKS.pop(number, None)
-        _LOCKS[next(_NUMBERS)] = weakref.ref(self)
+        _LOCKS.add(self)
 
     def _after_fork_in_child(self) -> None:
         held = self.let_go() if self.is_mine() else None
@@ -77,13 +74,11 @@ def locked(
     return decorate
 
 
-# Not a WeakSet: what it does when a lock goes is in Python, where a signal's exception would be printed and lost.
-_LOCKS: dict[int, weakref.ref[ForkSafeRLock]] = {}
-_NUMBERS = itertools.count()
+_LOCKS: WeakBag[ForkSafeRLock] = WeakBag()
 
 
 def _after_fork_in_child() -> None:
-    for lock in [found for known in list(_LOCKS.values()) if (found := known()) is not None]:
+    for lock in _LOCKS:
         lock._after_fork_in_child()
 
 

@@ -138,8 +138,8 @@ class TestLock:
         for _ in range(3):
             ForkSafeRLock()
         lock = ForkSafeRLock()
-        known = [ref() for ref in fork_safe_lock._LOCKS.values()]
-        assert known[-1] is lock and None not in known
+        assert list(fork_safe_lock._LOCKS)[-1] is lock
+        assert len(fork_safe_lock._LOCKS._known) == len(list(fork_safe_lock._LOCKS))
 
 
 class TestTensors:

@@ -9,6 +9,7 @@ after a few tenths of a millisecond of work.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -20,12 +21,13 @@ from fxoffload.phases.forks import Birthplace
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller, use_device
 from fxoffload.runtime.transactions import Latch
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
 YIELD_S = 5e-5
 
-_ALL: weakref.WeakSet[Worker] = weakref.WeakSet()
+_ALL: WeakBag[Worker] = WeakBag()
 
 
 class _Job:
@@ -141,6 +143,14 @@ class Worker:
 
 
 def _run(jobs: _Jobs, name: str) -> None:
+    is_over = False
+    while not is_over:
+        with contextlib.suppress(BaseException):  # one that came while another one was told of
+            _run_all(jobs, name)
+            is_over = True
+
+
+def _run_all(jobs: _Jobs, name: str) -> None:
     mine = threading.current_thread()
     begin = begin_thread
     while True:

@@ -6,9 +6,10 @@ import ctypes
 import logging
 import mmap
 import os
-import weakref
 
 import torch
+
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class HostRange:
                 log.debug("MADV_DONTNEED refused: %s", error)
 
 
-_MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_MAPS: WeakBag[mmap.mmap] = WeakBag()
 
 
 def _after_fork_in_child() -> None:

@@ -64,6 +64,7 @@ from fxoffload.runtime.host_memory.pinners import HeapMemory as HeapMemory
 from fxoffload.runtime.host_memory.pinners import Pinner as Pinner
 from fxoffload.runtime.host_memory.pinners import touch
 from fxoffload.runtime.transactions import Changes, transaction
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -554,7 +555,7 @@ class HostArena:
         ready = self._borders[-1]
         needed = ready + size - self._free.tail_bytes(ready)
         if self._failed is not None:
-            self._refuse(str(self._failed))
+            self._refuse(str(self._failed) or type(self._failed).__name__)
         elif needed > min(_whole_pages(limit_bytes), self._capacity):
             self._refuse(_beyond(limit_bytes))
         elif not self._grow_to(needed, limit_bytes, whole=True):
@@ -645,7 +646,7 @@ class HostArena:
         self._begin()
 
 
-_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
+_ARENAS: WeakBag[HostArena] = WeakBag()
 
 
 def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
@@ -666,7 +667,7 @@ def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    for arena in list(_ARENAS):
+    for arena in _ARENAS:
         arena._abandon()
 
 

@@ -33,6 +33,7 @@ from fxoffload.runtime.host_memory import limits as host_limits
 from fxoffload.runtime.host_memory.cgroups import Group
 from fxoffload.runtime.host_memory.limits import DEFAULT_SHARE
 from fxoffload.runtime.transactions import transaction
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Ledger:
         self._lock = ForkSafeRLock()
         self._torn = False
         self._folder_file: IO[bytes] | None = None  # while the folder is locked
-        self._bookings: weakref.WeakSet[Booking] = weakref.WeakSet()
+        self._bookings: WeakBag[Booking] = WeakBag()
         self._group = ""
         self._shrinking: deque[tuple[Booking, int]] = deque()
 
@@ -123,7 +124,8 @@ class Ledger:
             more, left = (nbytes - booking.nbytes) / 2**30, max(room, 0) / 2**30
             booking.refusal = f"{more:.2f} GiB more were asked for and {left:.2f} GiB are left: {refusal}"
         if granted > booking.nbytes and granted >= at_least:
-            self._bookings.add(booking)
+            if all(known is not booking for known in self._bookings):
+                self._bookings.add(booking)
             booking.nbytes = granted
             self._write()
         self._unlock_folder()
