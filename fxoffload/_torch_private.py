@@ -345,13 +345,12 @@ def gpus_in_use() -> list[int]:
 _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 
 
-def shift_version(tensor: torch.Tensor, by: int) -> None:
-    """Lets autograd believe that a tensor was written to ``by`` more times. Inference tensors count nothing.
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Lets autograd believe that a tensor was written to so many times. It is no inference tensor: those count nothing.
 
     One by one: several tensors, in different storages too, may have one counter (``detach()``, then ``.data = ``).
     """
-    if not tensor.is_inference():
-        _set_version_counters((tensor,), (tensor._version + by,))
+    _set_version_counters((tensor,), (version,))
 
 
 def write_counter(tensor: torch.Tensor) -> torch.Tensor:

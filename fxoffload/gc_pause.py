@@ -3,53 +3,59 @@ its parent (see ``fxoffload.runtime.forked``)."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import os
-import threading
-from collections.abc import Iterator
+import weakref
+
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
+
+# Called with a weak reference whose pause is gone: ``gc.enable()``, all of it in C, where no signal can raise.
+_ENABLE = functools.partial(next, iter(gc.enable, object()))
 
 
 class _Pauses:
-    """Those of a process: the first one that begins switches the collector off, the last one that ends on again."""
+    """Those of a process: the first one that begins switches the collector off, the last one that ends on again. One
+    that an exception has cut short ends when nobody refers to it any more."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way = 0
+        self._lock = ForkSafeRLock()
+        self._under_way: list[weakref.ref[gc_paused]] = []
         self._was_enabled = False
 
-    def begin(self) -> None:
-        with self._lock:
-            if not self._under_way:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._under_way += 1
+    @locked(lambda self, pause: self._lock)
+    def begin(self, pause: gc_paused) -> None:
+        self._under_way = [ref for ref in self._under_way if ref() is not None]
+        if not self._under_way:
+            self._was_enabled = gc.isenabled()
+        self._under_way.append(weakref.ref(pause, _ENABLE if self._was_enabled else None))
+        gc.disable()
 
-    def end(self) -> None:
-        with self._lock:
-            self._under_way -= 1
-            if not self._under_way:
-                self.forget()
+    @locked(lambda self, pause: self._lock)
+    def end(self, pause: gc_paused) -> None:
+        left = [ref for ref in self._under_way if ref() not in (pause, None)]
+        if not left and self._was_enabled:
+            gc.enable()  # before: a pause that is not noted any more ends no more
+        self._under_way = left
 
     def forget(self) -> None:
         """The collector is as it was."""
-        if self._was_enabled:
+        if self._under_way and self._was_enabled:
             gc.enable()
-        self._was_enabled = False
 
 
 _pauses = _Pauses()
 
 
-@contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Python's cyclic collector rests, in all threads. One that is off stays off."""
-    pauses = _pauses
-    pauses.begin()
-    try:
-        yield
-    finally:
-        pauses.end()
+class gc_paused:
+    """Python's cyclic collector rests in this block, in all threads. One that is off stays off."""
+
+    def __enter__(self) -> None:
+        self._begun = _pauses
+        self._begun.begin(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self._begun.end(self)
 
 
 _leaves_garbage = False
@@ -61,12 +67,15 @@ def leave_garbage_to_parent() -> None:
     _leaves_garbage = True
 
 
+_around_fork = gc_paused()
+
+
 def _before_fork() -> None:
-    _pauses.begin()  # nothing is collected in the child before it is said what may be
+    _around_fork.__enter__()  # nothing is collected in the child before it is said what may be
 
 
 def _after_fork_in_parent() -> None:
-    _pauses.end()
+    _around_fork.__exit__()
 
 
 def _after_fork_in_child() -> None:

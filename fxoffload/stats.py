@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Counters:
     """The mutable side. One instance, ``counters``; thread-safe (autograd runs the backward on another thread)."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeRLock()
         self._counts: dict[str, float] = defaultdict(int)
         self._by_reason: dict[str, Counter[str]] = {
             name: Counter() for name in ("calls_kept", "calls_uncompiled", "bytes_skipped")

@@ -116,7 +116,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
     def reload(self: CopyEngine, transfer: Any, *target: Any) -> None:
         start_reload(self, transfer, *target)
-        found.buffers.append((StorageWeakRef(transfer.buffer.untyped_storage()), transfer.nbytes))
+        found.buffers.append((StorageWeakRef(transfer.there.buffer.untyped_storage()), transfer.nbytes))
 
     start_reload = CopyEngine._reload
     monkeypatch.setattr(CopyEngine, "_reload", reload)

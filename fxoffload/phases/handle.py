@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from fxoffload.phases.forks import Birthplace
 from fxoffload.phases.metrics import Transition
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.transactions import Latch
 
 
 class Handle:
@@ -22,7 +21,7 @@ class Handle:
     Args:
         what: for messages.
         transition: is charged with the time that somebody waits.
-        finish: the rest of the work, done once by the first thread that waits.
+        finish: the rest of the work, done by who waits first. May be called again, and by several threads.
     """
 
     def __init__(
@@ -31,10 +30,9 @@ class Handle:
         self.what = what
         self._transition = transition
         self._finish = finish
-        self._event = threading.Event()
+        self._over = Latch()
         self._error: BaseException | None = None
         self.is_reported = False
-        self._lock = ForkSafeRLock()
         self._birthplace = Birthplace()
 
     def wait(self) -> Handle:
@@ -45,14 +43,13 @@ class Handle:
                 stays there and the rest is on the host.
             RuntimeError: it is under way in the process that this one was forked from.
         """
-        if not self._event.is_set():
+        if not self.done():
             self._birthplace.require(f"wait() for the {self.what}")
         began = time.perf_counter()
-        self._event.wait()
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if self._error is None and finish is not None:
-                finish()
+        self._over.wait()
+        if self._error is None and self._finish is not None:
+            self._finish()
+        self._finish = None
         if self._transition is not None:
             self._transition.stood_still_since(began)
         self.report()
@@ -70,12 +67,13 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the copies are finished, or have failed."""
-        return self._event.is_set()
+        return self._over.is_open
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Called once, by whoever moves the bytes."""
-        self._error = error
-        self._event.set()
+        """Called by whoever moves the bytes. The first time counts."""
+        if not self.done():
+            self._error = error
+        self._over.open()
 
     def __enter__(self) -> Handle:
         return self

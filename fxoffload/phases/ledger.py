@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.phases.guarding.sentinel import bring_back, holdings_of, is_away, send_away, untouched
 from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.moving.host_image import HostImage
@@ -24,7 +23,7 @@ _RETURN_ORDER = (GRADS, BUFFERS, PARAMS, OPTIMIZER, EXTRA)
 
 
 class Ledger:
-    """The book of a ``PhaseManager``, which holds its lock around every call.
+    """The book of a ``PhaseManager``, whose transactions call it.
 
     What is just on the device is not held: its tensors are the user's to drop. Only its block in the host image is
     remembered, by a weak reference to the storage, to be written again the next time.
@@ -172,7 +171,7 @@ class Ledger:
                 break
             if home.group not in groups or home.block is None or not self._image.may_write(home.block):
                 continue
-            storage = storage_behind(home.weak) if home.weak is not None else None
+            storage = home.weak() if home.weak is not None else None
             if storage is not None and storage.nbytes() == home.nbytes:
                 most_bytes -= home.nbytes
                 ahead = Holding(storage, home.nbytes, home.device, home.group, home.name, self._owner)
@@ -214,9 +213,9 @@ class Ledger:
             return
         with untouched():
             for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
-                key = plain.untyped_storage()._cdata
-                holding = self._held.get(key) or self._homes.get(key)
-                if holding is not None:
+                storage = plain.untyped_storage()
+                holding = self._held.get(storage._cdata) or self._homes.get(storage._cdata)
+                if holding is not None and (holding.weak is None or holding.weak() is storage):
                     self._readers.add(reader)
                     self._ranks.setdefault(holding.name, len(self._ranks))
 
@@ -225,12 +224,12 @@ class Ledger:
         holdings = list(holdings)
         for holding in holdings:
             key = holding.storage._cdata
-            self._homes.pop(key, None)
-            if key in self._held:
-                self._drop(key)
+            self._drop(key)
             self._held[key] = holding
+            self._homes.pop(key, None)
             self._num_held[holding.group] += 1
-            holding.where, holding.serial = Where.LEAVING, 0
+            holding.serial = 0
+            holding.where = Where.LEAVING
         send_away(*((holding.tensors, holding) for holding in holdings))
 
     def settle(self, holdings: Iterable[Holding]) -> None:
@@ -241,7 +240,7 @@ class Ledger:
             key = holding.storage._cdata
             holding.where = Where.DEVICE
             self._drop(key)
-            holding.weak = holding.weak or StorageWeakRef(holding.storage)
+            holding.weak = weakref.ref(holding.storage)
             self._homes[key] = holding
             holding.let_go()
 
@@ -249,9 +248,9 @@ class Ledger:
         """Of what is on the host and no use is known for (gradients that were set to None) nothing is kept, unless
         somebody still has the tensor."""
         for holding in holdings:
-            watched = [weakref.ref(tensor) for tensor in holding.tensors]
+            holding.watched = [weakref.ref(tensor) for tensor in holding.tensors]
             holding.tensors = []
-            holding.tensors = [tensor for tensor in (ref() for ref in watched) if tensor is not None]
+            _stop_watching(holding)
             if not holding.tensors:
                 self._drop(holding.storage._cdata)
                 self._give_up(holding)
@@ -262,6 +261,13 @@ class Ledger:
         for holding in self._homes.values():
             self._give_up(holding)
         self._homes.clear()
+
+    def mend(self) -> None:
+        """An exception came in between. What is held says the rest, and all of it is away until it is settled."""
+        for holding in self._held.values():
+            _stop_watching(holding)
+        self._num_held = Counter(holding.group for holding in self._held.values())
+        send_away(*((holding.tensors, holding) for holding in self._held.values()))
 
     def _drop(self, key: int) -> None:
         holding = self._held.pop(key, None)
@@ -276,24 +282,35 @@ class Ledger:
                     send_away(((tensor,), holding))
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        # It is the same storage: while a weak reference to one is held, no other comes to lie at its address. What a
-        # user has of a block (a state dict) keeps its values: the storage leaves to another one.
+        # Of the same storage, or of one that is gone and had its address. What a user has of a block (a state dict)
+        # keeps its values: the storage leaves to another one.
         home = self._homes[key]
         if home.nbytes == holding.nbytes and (home.block is None or self._image.may_write(home.block)):
-            holding.block, holding.event, holding.weak = home.block, home.event, home.weak
+            holding.block, holding.event = home.block, home.event
         else:
             del self._homes[key]
             self._give_up(home)
 
     def _drop_expired(self) -> None:
         for key, home in list(self._homes.items()):
-            if home.weak is None or is_gone(home.weak):
+            if home.weak is None or home.weak() is None:
                 del self._homes[key]
                 self._give_up(home)
 
     def _give_up(self, holding: Holding) -> None:
-        block, holding.block = holding.block, None
+        block = holding.block
         if block is not None:
             if holding.event is not None:
                 holding.event.synchronize()
+            block.fence = None
             self._image.free(block)
+            holding.block = None
+
+
+def _stop_watching(holding: Holding) -> None:
+    """Its tensors are those of the watched ones that somebody holds."""
+    if holding.watched is not None:
+        known = holding.tensors
+        found = [tensor for tensor in (ref() for ref in holding.watched) if tensor is not None]
+        holding.tensors = found + [tensor for tensor in known if not any(tensor is one for one in found)]
+        holding.watched = None

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fxoffload.phases.inventory import Inventory, find_device
 from fxoffload.phases.metrics import Transition, summed
 from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.phases.moving.host_reads import read_tensor
-from fxoffload.phases.moving.storages import Holding, Where, bytes_of, plain_tensors
+from fxoffload.phases.moving.storages import Holding, Where, plain_tensors
 from fxoffload.phases.phase import (
     BUFFERS,
     GRADS,
@@ -117,8 +118,7 @@ class PhaseManager:
         self._guards = self._transit.guards = Guards(self)
         self._guards.watch(self.optimizers)
         self.weight_plans = WeightPlans()
-        self._streamed_to: set[torch.device] = set()
-        self._blocks: list[Phase] = []
+        self._blocks: list[weakref.ref[_Block]] = []
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None
         self._pending: list[Any] = []  # what waits for an optimizer's first step
@@ -140,16 +140,13 @@ class PhaseManager:
     def where(self, group: str) -> Where:
         """Where a group is. Of a group that is in several places the least finished: a transition, then the host."""
         as_groups((group,))
-        with self._transit.lock:
-            self._transit.harvest()
-            return self._transit.ledger.where(group)
+        return self._transit.where(group)
 
     @property
     def state(self) -> str:
         """One line that says what is where."""
         phase = f"phase {self.phase_now.value}" if self.phase_now is not None else "no phase entered"
-        with self._transit.lock:
-            return f"{phase}; {self._transit.ledger.describe()}"
+        return f"{phase}; {self._transit.describe()}"
 
     def holding_of(self, tensor: Tensor) -> Holding | None:
         """What an away tensor lies in; None for a tensor at home, or one we do not know."""
@@ -163,7 +160,6 @@ class PhaseManager:
 
     def copies(self, device: torch.device) -> CopyStreams:
         """The copy streams of a device, for a stream of weights."""
-        self._streamed_to.add(device)
         return self._transit.mover.copies(device)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
@@ -263,28 +259,36 @@ class PhaseManager:
             except Exception as error:
                 log.warning("could not undo what was moved before a phase could not be entered: %s", error)
 
-    @contextlib.contextmanager
-    def phase(self, phase: Phase | str, then: Phase | str | None = None) -> Iterator[PhaseManager]:
+    def phase(
+        self, phase: Phase | str, then: Phase | str | None = None
+    ) -> contextlib.AbstractContextManager[PhaseManager]:
         """Enters a phase; a block inside another one's enters the outer phase again at its end, also by an exception.
 
         With ``then``, what that next phase does not need begins to leave at the end of the block instead, if it ends
         without an exception. After one, what goes wrong on the way to the outer phase is logged.
         """
-        following = None if then is None else Phase.of(then)
-        self.enter(phase)
-        self._blocks.append(Phase.of(phase))
-        try:
-            yield self
-        except BaseException:
-            self._blocks.pop()
-            if self._blocks:
-                self._enter_again(self._blocks[-1])
-            raise
-        self._blocks.pop()
-        if following is not None:
-            self.prepare(following)
-        elif self._blocks:
-            self.enter(self._blocks[-1])
+        return _Block(self, Phase.of(phase), None if then is None else Phase.of(then))
+
+    def _blocks_around(self, block: _Block) -> list[_Block]:
+        """Those that are entered. One that an exception came into the way of is gone, and counts no more."""
+        found = [one for ref in self._blocks if (one := ref()) is not None and one is not block]
+        self._blocks = [weakref.ref(one) for one in found]
+        return found
+
+    def _begin_block(self, block: _Block) -> None:
+        self.enter(block.phase)
+        self._blocks.append(weakref.ref(block))
+
+    def _end_block(self, block: _Block, failed: bool) -> None:
+        around = self._blocks_around(block)
+        if failed:
+            if around:
+                self._enter_again(around[-1].phase)
+            return
+        if block.then is not None:
+            self.prepare(block.then)
+        elif around:
+            self.enter(around[-1].phase)
         self._transit.report()
 
     def _enter_again(self, phase: Phase) -> None:
@@ -367,16 +371,7 @@ class PhaseManager:
             RuntimeError: something is offloaded.
         """
         self._transit.worker.drain()
-        with self._transit.lock:
-            self._transit.harvest()
-            if self._transit.ledger.holds():
-                raise RuntimeError(
-                    f"expected everything on the device, found {self.state}: call onload() before release_host_memory()"
-                )
-            for device in self._streamed_to:  # streams of weights may still be reading
-                self._transit.mover.copies(device).wait_for_copies()
-            self._transit.ledger.forget_blocks()
-            return self.image.release()
+        return self._transit.release()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
         """A flat dict of what the transitions since the last call took: seconds, bytes, GB/s, exposed seconds.
@@ -384,11 +379,14 @@ class PhaseManager:
         Args:
             reset: whether to begin anew.
         """
-        with self._transit.lock:
+
+        def read() -> dict[str, float]:
             found = summed(self.transitions, self.image.reserved_bytes, [phase.value for phase in Phase])
             if reset:
                 self.transitions = [transition for transition in self.transitions if not transition.is_over]
-        return found
+            return found
+
+        return self._transit.transact(read)
 
     def close(self) -> None:
         """Brings everything back to the device and returns the host memory. The manager can be used again."""
@@ -440,8 +438,22 @@ class PhaseManager:
 
     def _reserve_known(self) -> None:
         wanted = [group for group in GROUPS if group != GRADS or self._options.grads == "keep"]
-        with self._transit.lock:
-            self.image.reserve(bytes_of(self._transit.ledger.storages(wanted)))
+        self._transit.reserve(wanted)
+
+
+class _Block:
+    """See ``PhaseManager.phase``."""
+
+    def __init__(self, manager: PhaseManager, phase: Phase, then: Phase | None) -> None:
+        self._manager = manager
+        self.phase, self.then = phase, then
+
+    def __enter__(self) -> PhaseManager:
+        self._manager._begin_block(self)
+        return self._manager
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._manager._end_block(self, failed=kind is not None)
 
 
 def _drop_abandoned_activations() -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.referrers import describe_referrers
+from fxoffload.runtime.grad_mode import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
 
 
@@ -83,6 +84,7 @@ class Residues(list[Residue]):
         return "\n".join(lines)
 
 
+@without_grad
 def residue(
     device: torch.device | str | int | None = None,
     *,
@@ -108,7 +110,7 @@ def residue(
     one = None if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     gc.collect()
     found = Residues()
-    with untouched(), torch.no_grad():
+    with untouched():
         known = {key for tensor in _known(ignore) if (key := _storage_key(tensor)) is not None}
         storages: dict[int, list[Tensor]] = {}
         for tensor in _alive():

@@ -5,6 +5,11 @@ Every storage is in one of the states of ``Where``; a group is where its storage
 there yet, so that repeating one does nothing. A call that meets a transition under way joins it (the same direction) or
 waits for it (the other direction). A transition that fails puts back what it had moved, and its handle raises.
 
+[Note: Interrupted transitions]
+All of this changes in transactions ([Note: Asynchronous exceptions]). Where the bytes of a storage are is told by what
+changes by single stores: whether it is empty, ``Holding.where`` and ``Holding.serial``. A transition that was not
+handed to its thread is undone: ``_mend`` takes back what was to leave, and leaves on the host what was to return.
+
 [Note: Who waits]
 ``offload`` copies in a background thread: it waits for host memory that is still being pinned and for the copies, and
 empties each storage when its bytes are safe. ``onload`` allocates and starts copies, in the caller's thread if it
@@ -14,11 +19,14 @@ waits, else slice by slice (see [Note: Slices]), and its tensors are fenced one 
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,11 +47,12 @@ from fxoffload.phases.moving.device_memory import Returner, free_bytes, on_strea
 from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.phases.moving.mover import Ahead, Mover
 from fxoffload.phases.moving.room import ROOM_BEHIND_BYTES
-from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.moving.storages import Holding, Where, bytes_of
 from fxoffload.phases.moving.worker import YIELD_S, Worker
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, OPTIMIZER, PARAMS
+from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
+from fxoffload.runtime.transactions import transaction
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -53,6 +62,42 @@ _SETTLED = 8  # storages whose tensors get their classes back at a time
 _PATIENCE = 200  # sleeps of YIELD_S: 10 ms, should somebody who was interrupted be counted as a reader for ever
 _AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
+_Found = TypeVar("_Found")
+
+
+@dataclass(eq=False)
+class _Departure:
+    """An offload.
+
+    Attributes:
+        at_once: somebody waits for the memory.
+        ahead: what was started before it was known what leaves.
+        holdings: what leaves.
+        dropped: gradients, by their owners.
+        handle: what is told of its end.
+    """
+
+    transition: Transition
+    at_once: bool
+    ahead: Ahead = field(default_factory=Ahead)
+    holdings: list[Holding] = field(default_factory=list)
+    dropped: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    handle: Handle | None = None
+
+
+@dataclass(eq=False)
+class _Return:
+    """An onload of these holdings.
+
+    Attributes:
+        pending: of others that were to return already.
+        handle: what is told of its end.
+    """
+
+    transition: Transition
+    holdings: list[Holding]
+    pending: list[Holding]
+    handle: Handle
 
 
 class Transit:
@@ -80,14 +125,18 @@ class Transit:
         state: Callable[[], str],
     ) -> None:
         self.image = image
-        self.lock = ForkSafeRLock()
+        self._lock = ForkSafeRLock()
+        self._torn = False
         self.ledger = Ledger(inventory, device_types, self, image)
         self.worker = Worker("fxoffload-leave")
         self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
         self._arrivals = Arrivals(self.mover)
-        self._handles: list[Handle] = []
-        self._readers: list[None] = []  # one for each that waits for the lock or has it, to read
+        self._preparing: _Departure | _Return | None = None  # what the caller prepares
+        self._departures: list[_Departure] = []  # that the thread has
+        self._returns: list[_Return] = []  # that the other thread has
+        self._failed: list[Handle] = []  # that nobody was told of, maybe
+        self._readers: set[int] = set()  # threads that wait for the lock or have it, to read
         self._room = ForkSafeRLock()  # while the background thread has memory for what comes next
         self._inventory = inventory
         self._empty_cache = empty_cache
@@ -99,6 +148,50 @@ class Transit:
         self.guards: Guards | None = None  # they need the manager, which needs us
         self._latest: dict[str, Transition] = {}  # by group: charged with the time that streams wait
 
+    @transaction
+    def transact(self, work: Callable[[], _Found]) -> _Found:
+        """Calls ``work`` in a transaction: nothing moves meanwhile."""
+        return work()
+
+    def _mend(self) -> None:
+        """See [Note: Interrupted transitions]."""
+        self.mover.go_back()
+        preparing = self._preparing
+        undone: list[Holding] = []
+        if isinstance(preparing, _Departure) and preparing not in self._departures:
+            self.mover.finish(preparing.ahead)
+            self._gradients.restore(preparing.dropped)
+        elif isinstance(preparing, _Return) and preparing not in self._returns:
+            undone = [held for held in preparing.holdings if held.where is Where.ARRIVING]
+        self.ledger.mend()
+        self._mend_holdings(undone)
+        self._preparing = None
+        self._gates.mend()
+        if self.guards is not None:
+            self.guards.mend()
+        self._guard(self.ledger.held())
+
+    def _mend_holdings(self, undone: list[Holding]) -> None:
+        leaving = {id(held) for departure in self._departures for held in departure.holdings}
+        arriving = {id(held) for back in self._returns for held in (*back.holdings, *back.pending)}
+        for held in undone:
+            self.mover.give_up(held)
+            arriving.discard(id(held))
+        at_home: list[Holding] = []
+        for held in self.ledger.held():
+            is_empty = not held.storage.nbytes()
+            if held.where is Where.LEAVING and is_empty:
+                held.where = Where.HOST
+            elif held.where is Where.DEVICE or (held.where is Where.LEAVING and id(held) not in leaving):
+                at_home.append(held)
+            elif held.where in (Where.HOST, Where.ARRIVING):
+                if is_empty == (held.serial > 0):
+                    self.mover.clear(held)
+                if held.is_due and id(held) not in arriving:
+                    held.where = Where.HOST
+        self._arrivals.mend(held for held in self.ledger.held() if held.is_due)
+        self._settle(at_home)
+
     # -- to the host ---------------------------------------------------------------------------------------------------
 
     def offload(self, groups: tuple[str, ...], transition: Transition, *, at_once: bool) -> Handle:
@@ -109,47 +202,49 @@ class Transit:
         """
         self.worker.require_own_process("offload()")
         began = time.perf_counter()
-        # The caller, and the device, wait for this: no time to collect garbage.
-        with record_function(f"fxoffload::offload({','.join(groups)})"), self.lock, gc_paused():
-            self.harvest()
-            dropped = self._gradients.apply_policy() if GRADS in groups else []
-            ahead = Ahead()
-            holdings: list[Holding] = []
-            try:
-                self._settle_modules(groups)
-                arriving = self.ledger.held(Where.ARRIVING, groups=groups)
-                self._fence([held for held in arriving if held.serial])
-                if at_once:
-                    ahead = self._start_ahead(groups)
-                holdings = self._find(groups)
-                transition.nbytes = sum(held.nbytes for held in holdings)
-                free_before = free_bytes(holdings)
-                handle = Handle(
-                    f"offload of {', '.join(groups)}",
-                    transition,
-                    lambda: self._give_back(holdings, transition, free_before, at_once),
-                )
-                returner = Returner(at_once and self._empty_cache)
-                streams = streams_of(holdings)
-                self.ledger.leave(holdings)
-                # Only now: what other threads have queued until nobody could touch these any more comes before it.
-                self.mover.before_leaving(holdings)
-                self._guard(holdings)
-                # Last: with a second thread that wants the interpreter all of this takes twice as long.
-                self.worker.submit(
-                    lambda: self._leave(holdings, ahead, dropped, transition, handle, returner, streams, at_once)
-                )
-                # What was not started stays on the host: not before nothing can be refused any more.
-                self._arrivals.cancel(arriving)
-                self._handles.append(handle)
-            except BaseException:
-                try:
-                    self._settle([held for held in holdings if held.where is Where.LEAVING])
-                finally:
-                    self.mover.finish(ahead)
-                    self._gradients.restore(dropped)
-                raise
-            transition.stood_still_since(began)
+        try:
+            # The caller, and the device, wait for this: no time to collect garbage.
+            with record_function(f"fxoffload::offload({','.join(groups)})"), gc_paused():
+                handle = self._start_offload(groups, transition, at_once)
+        except BaseException:
+            transition.finish(failed=True)
+            raise
+        transition.stood_still_since(began)
+        return handle
+
+    @transaction
+    def _start_offload(self, groups: tuple[str, ...], transition: Transition, at_once: bool) -> Handle:
+        self.harvest()
+        departure = self._preparing = _Departure(transition, at_once)
+        if GRADS in groups:
+            self._gradients.apply_policy(departure.dropped)
+        self._settle_modules(groups)
+        arriving = self.ledger.held(Where.ARRIVING, groups=groups)
+        self._fence([held for held in arriving if held.serial])
+        if at_once:
+            self._start_ahead(groups, departure)
+        departure.holdings = holdings = self._find(groups)
+        transition.nbytes = sum(held.nbytes for held in holdings)
+        free_before = free_bytes(holdings)
+        departure.handle = handle = Handle(
+            f"offload of {', '.join(groups)}",
+            transition,
+            lambda: self._give_back(holdings, transition, free_before, at_once),
+        )
+        returner = Returner(at_once and self._empty_cache)
+        streams = streams_of(holdings)
+        self.ledger.leave(holdings)
+        # Only now: what other threads have queued until nobody could touch these any more comes before it.
+        self.mover.before_leaving(holdings)
+        self._guard(holdings)
+        # Late: with a second thread that wants the interpreter all of this takes twice as long.
+        self.worker.submit(
+            lambda: self._leave(departure, returner, streams), lambda error: self._end_departure(departure, error)
+        )
+        self._departures.append(departure)  # from here on it is the thread's; it waits for the end of this transaction
+        self._preparing = None
+        # What was not started stays on the host: not before nothing can be refused any more.
+        self._arrivals.cancel(arriving)
         return handle
 
     def _settle_modules(self, groups: tuple[str, ...]) -> None:
@@ -157,10 +252,11 @@ class Transit:
             for module in self._inventory.modules.values():
                 sharded.settle(module)
 
-    def _start_ahead(self, groups: tuple[str, ...]) -> Ahead:
+    def _start_ahead(self, groups: tuple[str, ...], departure: _Departure) -> None:
         remembered = self.ledger.remembered(groups, _AHEAD_BYTES)
         self.mover.before_leaving(remembered)
-        return self.mover.start_ahead(remembered)
+        departure.ahead = Ahead(remembered)
+        self.mover.start_ahead(departure.ahead)
 
     def _find(self, groups: tuple[str, ...]) -> list[Holding]:
         if GRADS in groups:
@@ -180,57 +276,69 @@ class Transit:
         away = self.ledger.held(Where.HOST, groups=(GRADS,))
         self.ledger.drop_dead([held for held in away if not self._gradients.still_used(held.tensors)])
 
-    def _leave(
-        self,
-        holdings: list[Holding],
-        ahead: Ahead,
-        dropped: list[tuple[Tensor, Tensor]],
-        transition: Transition,
-        handle: Handle,
-        returner: Returner,
-        streams: list[torch.cuda.Stream],
-        at_once: bool,
-    ) -> None:
+    def _leave(self, departure: _Departure, returner: Returner, streams: list[torch.cuda.Stream]) -> None:
         """In the background thread."""
 
         def empty(part: list[Holding]) -> None:
-            with self.lock:
-                # Others were taken back: whoever began this was interrupted.
-                emptied = [held for held in part if held.where is Where.LEAVING]
-                for held in emptied:
-                    held.storage.resize_(0)
-                    held.where = Where.HOST
-            for held in emptied:
+            for held in self._empty(part):
                 returner.freed(held)
 
         error: BaseException | None = None
         try:
+            holdings = self._still_leaving(departure)
             with record_function("fxoffload::copies to the host"):
-                self.mover.leave(holdings, ahead, empty, gives_way=not at_once)
+                self.mover.leave(holdings, departure.ahead, empty, gives_way=not departure.at_once)
         except BaseException as caught:
             error = caught
             with on_streams(streams):
-                self._roll_back(holdings, dropped)
-        finally:
-            dropped.clear()
-            transition.finish(failed=error is not None)
-            transition.host_bytes = self.image.reserved_bytes
-            handle.complete(error)
+                self._roll_back(departure)
+        self._end_departure(departure, error)
 
-    def _roll_back(self, holdings: list[Holding], dropped: list[tuple[Tensor, Tensor]]) -> None:
-        with self.lock:
-            gone = [held for held in holdings if held.where is Where.HOST]
-            self._settle([held for held in holdings if held.where is Where.LEAVING])
-            self._gradients.restore(dropped)
-            try:
-                self.mover.begin_arrivals()
-                self.mover.arrive(gone)
-                for held in gone:
-                    if held.event is not None:
-                        held.event.synchronize()
-                self._settle(gone)
-            except Exception as error:
-                log.warning("an offload failed, and what had left cannot return (%s): it is on the host, whole", error)
+    @transaction
+    def _still_leaving(self, departure: _Departure) -> list[Holding]:
+        """Nothing where whoever began this was interrupted."""
+        return departure.holdings if departure in self._departures else []
+
+    @transaction
+    def _empty(self, part: list[Holding]) -> list[Holding]:
+        emptied = [held for held in part if held.where is Where.LEAVING]
+        for held in emptied:
+            held.storage.resize_(0)
+            held.where = Where.HOST
+        return emptied
+
+    @transaction
+    def _roll_back(self, departure: _Departure) -> None:
+        gone = [held for held in departure.holdings if held.where is Where.HOST]
+        self._settle([held for held in departure.holdings if held.where is Where.LEAVING])
+        self._gradients.restore(departure.dropped)
+        try:
+            self.mover.begin_arrivals()
+            self.mover.arrive(gone)
+            for held in gone:
+                if held.event is not None:
+                    held.event.synchronize()
+            self._settle(gone)
+        except Exception as error:
+            log.warning("an offload failed, and what had left cannot return (%s): it is on the host, whole", error)
+
+    @transaction
+    def _end_departure(self, departure: _Departure, error: BaseException | None) -> None:
+        """Called once more where it was interrupted."""
+        handle = departure.handle
+        if departure not in self._departures or handle is None:
+            return
+        self._settle([held for held in departure.holdings if held.where is Where.LEAVING])
+        departure.dropped.clear()
+        self._tell(handle, departure.transition, error)
+        self._departures.remove(departure)
+
+    def _tell(self, handle: Handle, transition: Transition, error: BaseException | None) -> None:
+        if error is not None and handle not in self._failed:
+            self._failed.append(handle)
+        transition.finish(failed=error is not None)
+        transition.host_bytes = self.image.reserved_bytes
+        handle.complete(error)
 
     def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int, at_once: bool) -> None:
         """In the thread that waits for an offload: returns memory to the driver, what left before included.
@@ -253,61 +361,66 @@ class Transit:
         """
         self.worker.require_own_process("onload()")
         began = time.perf_counter()
-        with record_function(f"fxoffload::onload({','.join(groups)})"):
-            self._drain(groups)
-            try:
-                return self._start_onload(groups, transition, began, at_once)
-            except torch.OutOfMemoryError:
-                if not self._make_room():
-                    raise
-            return self._start_onload(groups, transition, began, at_once)
+        try:
+            with record_function(f"fxoffload::onload({','.join(groups)})"):
+                self._drain(groups)
+                try:
+                    handle = self._start_onload(groups, transition, at_once)
+                except torch.OutOfMemoryError:
+                    if not self._make_room():
+                        raise
+                    handle = self._start_onload(groups, transition, at_once)
+        except BaseException:
+            transition.finish(failed=True)
+            raise
+        transition.stood_still_since(began)
+        return handle
 
     def _make_room(self) -> bool:
         """Waits for what is leaving. Returns whether there was something."""
-        with self.lock:
-            crowded = bool(self.ledger.held(Where.LEAVING))
+        crowded = self._holds(Where.LEAVING, GROUPS)
         if crowded:
             self.worker.drain()
             torch.cuda.empty_cache()
         return crowded
 
     def _drain(self, groups: tuple[str, ...]) -> None:
-        with self.lock:
-            under_way = self.ledger.held(Where.LEAVING, groups=groups)
-        if under_way:
+        if self._holds(Where.LEAVING, groups):
             self.worker.drain()
 
-    def _start_onload(self, groups: tuple[str, ...], transition: Transition, began: float, at_once: bool) -> Handle:
-        with self.lock:
-            self.harvest()
-            if GRADS in groups:
-                self._drop_dead_gradients()
-            holdings = self.ledger.on_host(groups)
-            if self.guards is not None:
-                self.guards.returning(holdings)
-            pending = self.ledger.held(Where.ARRIVING, groups=groups)
-            transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
-            transition.is_over = False
-            handle = Handle(f"onload of {', '.join(groups)}", transition)
-            self._latest |= dict.fromkeys((held.group for held in holdings), transition)
-            self.mover.begin_arrivals()
-            try:
-                if at_once:
-                    self._begun(self._start_all(pending))
-                    self.mover.arrive(holdings)
-                    self._begun(holdings)
-                else:
-                    self._arrivals.add(holdings)
-                    self._begun(self._arrivals.start_first())
-            except BaseException:
-                self._arrivals.cancel(holdings)
-                transition.finish(failed=True)
-                raise
-            self._handles.append(handle)
-            streams = streams_of(holdings)
-            head_start_s = 0.0 if at_once else self._arrivals.head_start_s
-            self._bringer.submit(lambda: self._bring([*pending, *holdings], transition, handle, streams, head_start_s))
-            transition.stood_still_since(began)
+    @transaction
+    def _holds(self, where: Where, groups: tuple[str, ...]) -> bool:
+        return bool(self.ledger.held(where, groups=groups))
+
+    @transaction
+    def _start_onload(self, groups: tuple[str, ...], transition: Transition, at_once: bool) -> Handle:
+        self.harvest()
+        if GRADS in groups:
+            self._drop_dead_gradients()
+        holdings = self.ledger.on_host(groups)
+        if self.guards is not None:
+            self.guards.returning(holdings)
+        pending = self.ledger.held(Where.ARRIVING, groups=groups)
+        transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
+        transition.is_over = False
+        handle = Handle(f"onload of {', '.join(groups)}", transition)
+        back = self._preparing = _Return(transition, holdings, pending, handle)
+        self._latest |= dict.fromkeys((held.group for held in holdings), transition)
+        self.mover.begin_arrivals()
+        if at_once:
+            self._begun(self._start_all(pending))
+            self.mover.arrive(holdings)
+            self._begun(holdings)
+        else:
+            self._arrivals.add(holdings)
+            self._begun(self._arrivals.start_first())
+        streams = streams_of(holdings)
+        head_start_s = 0.0 if at_once else self._arrivals.head_start_s
+        self._bringer.submit(
+            lambda: self._bring(back, streams, head_start_s), lambda error: self._end_return(back, error)
+        )
+        self._returns.append(back)  # from here on it is the thread's
+        self._preparing = None
         return handle
 
     def _start_all(self, pending: list[Holding]) -> list[Holding]:
@@ -317,16 +430,10 @@ class Transit:
         """A copy without an event was made at once."""
         self._settle([held for held in holdings if held.event is None])
 
-    def _bring(
-        self,
-        holdings: list[Holding],
-        transition: Transition,
-        handle: Handle,
-        streams: list[torch.cuda.Stream],
-        head_start_s: float,
-    ) -> None:
+    def _bring(self, back: _Return, streams: list[torch.cuda.Stream], head_start_s: float) -> None:
         """In the background thread."""
         error: BaseException | None = None
+        holdings = [*back.pending, *back.holdings]
         try:
             time.sleep(head_start_s)
             with record_function("fxoffload::copies to the device"), on_streams(streams):
@@ -339,53 +446,74 @@ class Transit:
                     event = held.event
                     if held.where is Where.ARRIVING and event is not None:
                         event.synchronize()
-                with self.lock:
-                    self._settle([held for held in part if held.where is Where.ARRIVING and held.has_arrived()])
+                self._settle_arrived(part)
                 time.sleep(YIELD_S)
         except BaseException as caught:
             error = caught
-        finally:
-            transition.finish(failed=error is not None)
-            transition.host_bytes = self.image.reserved_bytes
-            handle.complete(error)
+        self._end_return(back, error)
+
+    @transaction
+    def _settle_arrived(self, part: list[Holding]) -> None:
+        self._settle([held for held in part if held.where is Where.ARRIVING and held.has_arrived()])
+
+    @transaction
+    def _end_return(self, back: _Return, error: BaseException | None) -> None:
+        """Called once more where it was interrupted."""
+        if back not in self._returns:
+            return
+        if error is not None:
+            others = [one for one in self._returns if one is not back]
+            wanted = {id(held) for one in others for held in (*one.holdings, *one.pending)}
+            self._arrivals.cancel([held for held in back.holdings if id(held) not in wanted])
+        self._tell(back.handle, back.transition, error)
+        self._returns.remove(back)
 
     def _start_rest(self, holdings: list[Holding]) -> None:
         retried = False
         left = deque(holdings)
         while True:
             began = time.perf_counter()
-            with self.lock:
-                upcoming = self._arrivals.upcoming()
+            upcoming = self.transact(self._arrivals.upcoming)
             if self.mover.room.lacks(upcoming):
-                with self.lock:
-                    beyond = self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES)
-                with self._room:
-                    self.mover.room.make_behind(upcoming, beyond)
+                beyond = self.transact(lambda: self._arrivals.upcoming_bytes(ROOM_BEHIND_BYTES))
+                self._make_room_behind(upcoming, beyond)
             self._stand_back()
-            with self.lock:
-                while left and not _is_unstarted(left[0]):
-                    left.popleft()
-                if not left:
-                    return
-                try:
-                    self._begun(self._arrivals.start())
-                    oom = False
-                except torch.OutOfMemoryError:
-                    if retried:
-                        self._arrivals.cancel(filter(_is_unstarted, left))
-                        raise
-                    oom = True
-            if not oom:
+            has_room = self._start_slice(left, may_retry=not retried)
+            if has_room is None:
+                return
+            if has_room:
                 # As long as it took: others want the allocator too.
                 time.sleep(max(YIELD_S, time.perf_counter() - began))
                 continue
             retried = True
             if not self._make_room():
-                with self.lock:
-                    self._arrivals.cancel(filter(_is_unstarted, left))
+                self.transact(lambda: self._arrivals.cancel(left))
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
-            with self.lock:
-                self.mover.begin_arrivals()  # nothing of what was found out is true any more
+            self.mover.begin_arrivals()  # nothing of what was found out is true any more
+
+    @locked(lambda self, *args: self._room)
+    def _make_room_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
+        self.mover.room.make_behind(upcoming, beyond)
+
+    @locked(lambda self: self._room)
+    def _wait_for_room(self) -> None:
+        """The background thread may have had the memory for a moment."""
+
+    @transaction
+    def _start_slice(self, left: deque[Holding], *, may_retry: bool) -> bool | None:
+        """Starts the next ones. Returns whether there was room for them; None where nothing was left to start."""
+        while left and not left[0].is_due:
+            left.popleft()
+        if not left:
+            return None
+        try:
+            self._begun(self._arrivals.start())
+        except torch.OutOfMemoryError:
+            if may_retry:
+                return False
+            self._arrivals.cancel(left)
+            raise
+        return True
 
     def _stand_back(self) -> None:
         """Else this thread has the lock again before one that waits for it, to read something now, wakes up."""
@@ -396,44 +524,90 @@ class Transit:
 
     def report(self) -> None:
         """Raises what went wrong in the background and nobody was told."""
-        with self.lock:
-            over = [handle for handle in self._handles if handle.done()]
-            self._handles = [handle for handle in self._handles if not handle.done()]
-            failed = [handle for handle in over if handle.has_failed()]
-            for handle in failed[1:]:
-                log.warning("the %s failed as well", handle.what)
+        failed = self._unreported()
         for handle in failed[:1]:
             handle.report()
 
+    @transaction
+    def _unreported(self) -> list[Handle]:
+        """The first one stays in the list until somebody was told."""
+        failed = [handle for handle in self._failed if handle.has_failed()]
+        for handle in failed[1:]:
+            log.warning("the %s failed as well", handle.what)
+        self._failed = failed[:1]
+        return self._failed
+
+    @transaction
     def harvest(self) -> None:
         """What has arrived meanwhile is on the device."""
-        with self.lock:
-            self._settle(self.ledger.arrived())
+        self._settle(self.ledger.arrived())
+
+    # -- whoever wants to know -----------------------------------------------------------------------------------------
+
+    @transaction
+    def where(self, group: str) -> Where:
+        """See ``Ledger.where``."""
+        self.harvest()
+        return self.ledger.where(group)
+
+    @transaction
+    def describe(self) -> str:
+        """See ``Ledger.describe``."""
+        return self.ledger.describe()
+
+    @transaction
+    def reserve(self, groups: Sequence[str]) -> None:
+        """Begins to pin host memory for what is known of these groups."""
+        self.image.reserve(bytes_of(self.ledger.storages(groups)))
+
+    @transaction
+    def release(self) -> int:
+        """Returns the host image to the operating system. Returns its bytes.
+
+        Raises:
+            RuntimeError: something is offloaded.
+        """
+        self.harvest()
+        if self.ledger.holds():
+            raise RuntimeError(
+                f"expected everything on the device, found {self._state()}: call onload() before release_host_memory()"
+            )
+        self.mover.synchronize()  # streams of weights may still be reading
+        self.ledger.forget_blocks()
+        return self.image.release()
 
     # -- whoever wants to use it ---------------------------------------------------------------------------------------
 
     def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """See ``fxoffload.phases.moving.storages.Owner``."""
         with self._reading():
-            if holding.where in _GONE:
-                raise OffloadedError(self._complaint(holding, what))
-            self._fence([holding])
+            self._touched(holding, what)
 
-    @contextlib.contextmanager
+    @transaction
+    def _touched(self, holding: Holding, what: str) -> None:
+        if holding.where in _GONE:
+            raise OffloadedError(self._complaint(holding, what))
+        self._fence([holding])
+
+    @contextmanager
     def _reading(self) -> Iterator[None]:
-        """The lock, for somebody who needs something now: the background threads stand back."""
+        """Somebody needs something now: the background threads stand back."""
+        mine = threading.get_ident()
         try:
-            self._readers.append(None)
-            with self.lock:
-                yield
+            self._readers.add(mine)
+            yield
         finally:
-            self._readers.pop()
+            self._readers.discard(mine)
 
     def pass_gate(self, tensors: list[Tensor], what: str) -> None:
         """``fence`` of what a module is about to read, which says in what order things are needed."""
         with self._reading():
-            self.ledger.note_reads(what, tensors)
-            self.fence(tensors, what)
+            self._pass_gate(tensors, what)
+
+    @transaction
+    def _pass_gate(self, tensors: list[Tensor], what: str) -> None:
+        self.ledger.note_reads(what, tensors)
+        self._fence_tensors(tensors, what)
 
     def fence(self, tensors: Iterable[Tensor], what: str) -> None:
         """Lets the current stream wait for those of the tensors that are arriving.
@@ -442,31 +616,39 @@ class Transit:
             OffloadedError: one is on the host; or gradients are, and this may be followed by a backward.
         """
         with self._reading():
-            arriving: list[Holding] = []
-            for held in (held for tensor in tensors for held in holdings_of(tensor)):
-                if held.owner is not self:
-                    held.owner.touched(held, what)
-                elif held.where in _GONE:
-                    raise OffloadedError(self._complaint(held, what))
-                else:
-                    arriving.append(held)
-            self._fence(arriving)
-            if torch.is_grad_enabled():
-                self._require_gradients(what)
+            self._fence_tensors(tensors, what)
+
+    @transaction
+    def _fence_tensors(self, tensors: Iterable[Tensor], what: str) -> None:
+        arriving: list[Holding] = []
+        for held in (held for tensor in tensors for held in holdings_of(tensor)):
+            if held.owner is not self:
+                held.owner.touched(held, what)
+            elif held.where in _GONE:
+                raise OffloadedError(self._complaint(held, what))
+            else:
+                arriving.append(held)
+        self._fence(arriving)
+        if torch.is_grad_enabled():
+            self._require_gradients(what)
 
     def fence_group(self, group: str) -> None:
         """``fence`` of all that a group holds."""
         with self._reading():
-            for held in self.ledger.held(*_GONE, groups=(group,)):
-                raise OffloadedError(self._complaint(held, f"a use of the {group}"))
-            self._fence(self.ledger.held(Where.ARRIVING, groups=(group,)))
+            self._fence_group(group)
 
+    @transaction
+    def _fence_group(self, group: str) -> None:
+        for held in self.ledger.held(*_GONE, groups=(group,)):
+            raise OffloadedError(self._complaint(held, f"a use of the {group}"))
+        self._fence(self.ledger.held(Where.ARRIVING, groups=(group,)))
+
+    @transaction
     def _require_gradients(self, what: str) -> None:
-        with self._reading():
-            self._fence(self.ledger.held(Where.ARRIVING, groups=(GRADS,)))
-            for held in self.ledger.held(groups=(GRADS,)):
-                if self._gradients.still_used(held.tensors):
-                    raise OffloadedError(self._complaint(held, what))
+        self._fence(self.ledger.held(Where.ARRIVING, groups=(GRADS,)))
+        for held in self.ledger.held(groups=(GRADS,)):
+            if self._gradients.still_used(held.tensors):
+                raise OffloadedError(self._complaint(held, what))
 
     def _fence(self, holdings: Iterable[Holding]) -> None:
         """Lets the current stream wait for copies; what arrives before the youngest of them is fenced too."""
@@ -490,8 +672,7 @@ class Transit:
         try:
             return self._arrivals.start_until(held)
         except torch.OutOfMemoryError:
-            with self._room:  # the background thread may have had the memory for a moment
-                pass
+            self._wait_for_room()
             return self._arrivals.start_until(held)
 
     def _complaint(self, holding: Holding, what: str) -> str:
@@ -532,7 +713,3 @@ class Transit:
             self.guards.close()
         self.worker.stop()
         self._bringer.stop()
-
-
-def _is_unstarted(holding: Holding) -> bool:
-    return holding.where is Where.ARRIVING and not holding.serial

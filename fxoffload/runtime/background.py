@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxoffload.reset import on_reset
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
+from fxoffload.runtime.weak_bag import WeakBag
 
 # A plan takes seconds, a chunk of host memory less. What takes longer may hang, and is not waited for.
 _PATIENCE_S = 60.0
@@ -34,7 +34,7 @@ _PATIENCE_S = 60.0
 # How long a plan in the making may hold the interpreter when a thread of the step asks for it.
 _SWITCH_S = 1e-4
 
-_RUNNING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_RUNNING: WeakBag[threading.Thread] = WeakBag()
 _TURN = ForkSafeRLock()
 _INTERVALS: list[tuple[float, float]] = []  # while a plan gives way: the one that was there, and the plan's
 

@@ -8,6 +8,8 @@
 - A reload's target is allocated on the compute stream, and the reload stream waits for that stream before it writes.
 - What was prefetched but is never read (an exception, a dropped graph) is given up the same way: the compute stream
   waits for the copy, then the reference is dropped.
+- So a reference is held before its copy is started, and is let go of after the wait: an exception between any two
+  statements leaves one that is held for longer (see [Note: Asynchronous exceptions]).
 
 [Note: Watched inputs]
 The caller may write to a graph input once the forward has returned. So the forward waits for the copies of inputs,
@@ -26,12 +28,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
+import os
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +44,8 @@ from fxoffload.reset import on_reset
 from fxoffload.runtime.clocks.allocator_history import cuda_history
 from fxoffload.runtime.clocks.allocator_trace import cuda_memory
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
+from fxoffload.runtime.forked import keep_if_forked
 from fxoffload.runtime.host_memory.arena import (
     ALIGNMENT,
     CudaPinner,
@@ -54,7 +59,8 @@ from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.steps.calls import StepCalls
 from fxoffload.runtime.steps.lent import others_watch
 from fxoffload.runtime.tape import Tape
-from fxoffload.runtime.transfer import Group, Remains, Transfer, View, Watch
+from fxoffload.runtime.transactions import transaction
+from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -70,6 +76,14 @@ class Budgets:
     host: int | None
     in_flight: int | None
     prefetch: int | None
+
+
+class _Ahead(NamedTuple):
+    """What is on the device before it is needed. Its transfer may be gone: the copy must be waited for all the same."""
+
+    transfer: weakref.ref[Transfer]
+    there: There
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -104,17 +118,8 @@ class CopyEngine:
             trim=HostTrim(self),
         )
         self.on_drop: Callable[[Tensor], None] | None = None
-        self._lock = threading.RLock()
-        self._in_flight: deque[_InFlight] = deque()
-        self._in_flight_bytes = 0
-        self._queue: deque[weakref.ref[Transfer]] = deque()
-        self._predicted: weakref.ref[Group] | None = None  # whose backward is expected behind the one that runs
-        # Handed out since the queue was made: what was late stands in it still, and must not be reloaded again.
-        self._taken: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._ahead: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._ahead_bytes = 0
-        self._reclaimed_bytes = 0
-        self._dead: deque[Remains] = deque()
+        self._lock = ForkSafeRLock()
+        self._begin()
         self._order = itertools.count(1)
         self._warned_full = False
         self._asked_bytes = 0  # of host memory, by the user
@@ -125,8 +130,50 @@ class CopyEngine:
         self.tape.forget()
         self._warned_full = False
 
+    def _begin(self) -> None:
+        """The state of an engine that has nothing under way."""
+        self._torn = False
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight_bytes = 0
+        self._queue: deque[weakref.ref[Transfer]] = deque()
+        self._predicted: weakref.ref[Group] | None = None  # whose backward is expected behind the one that runs
+        # Serials of what was handed out since the queue was made: what was late stands in it still, and must not be
+        # reloaded again.
+        self._taken: set[int] = set()
+        self._ahead: dict[int, _Ahead] = {}  # by serial; holds what dead transfers have left there too
+        self._ahead_bytes = 0
+        self._reclaimed_bytes = 0
+        self._landing: Sequence[Tensor] = ()  # targets of the reloads that are being started
+        self._dead: deque[weakref.ref[Transfer]] = deque()  # that were in flight or ahead
+        self._bury = self._dead.append  # in C: no exception comes in between
+
+    def _mend(self) -> None:
+        """What is on the device is what transfers say (``there``), and what is in flight is all else that was."""
+        self.streams.go_back()
+        for item in list(self._ahead.values()):
+            transfer = item.transfer()
+            if transfer is not None and transfer.there is not item.there:
+                self._wait_for(item.there)
+                del self._ahead[transfer.serial]
+        if self._landing:
+            with self.streams.reloading():
+                end = self.streams.reload(())
+            self.streams.compute_waits_for(end, Wait.TARGET_READY)
+            self._landing = ()
+        sources = {id(item.there.buffer) for item in self._ahead.values()}
+        self._in_flight = deque(item for item in self._in_flight if id(item.source) not in sources)
+        self._in_flight_bytes = sum(item.nbytes for item in self._in_flight)
+        self._ahead_bytes = sum(item.nbytes for item in self._ahead.values() if not item.there.reclaimed)
+        self._reclaimed_bytes = sum(item.nbytes for item in self._ahead.values() if item.there.reclaimed)
+
+    def _abandon(self) -> None:
+        """In a forked child: events of the parent are kept, and nothing is under way."""
+        keep_if_forked(-1, (self._in_flight, self._ahead, self._landing))
+        self._begin()
+
     # -- device to host ------------------------------------------------------------------------------------------------
 
+    @transaction
     def offload(
         self,
         storages: Sequence[Sequence[Tensor]],
@@ -140,13 +187,12 @@ class CopyEngine:
         ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``). ``watches``: of
         each storage, where somebody may (see [Note: Watched inputs]).
         """
-        with self._lock:
-            self._collect()
-            self.streams.offload_waits_for_compute()
-            stream = self.streams.compute_stream()
-            with self.streams.offloading():
-                each = zip(storages, watches or [None] * len(storages), strict=True)
-                return [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
+        self._collect()
+        self.streams.offload_waits_for_compute()
+        stream = self.streams.compute_stream()
+        with self.streams.offloading():
+            each = zip(storages, watches or [None] * len(storages), strict=True)
+            return [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
 
     def _offload(
         self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watch: Watch | None, stream: object
@@ -161,46 +207,37 @@ class CopyEngine:
             return None
         source = torch.empty(0, dtype=torch.uint8, device=self.device)
         source.set_(tensors[0].untyped_storage(), start, (nbytes,), (1,))
-        if block.fence is not None:
-            self.streams.offload_waits_for(block.fence.event, Wait.HOST_READ)
-            block.fence = None
+        span = block.span
+        if span.fence is not None:
+            self.streams.offload_waits_for(span.fence.event, Wait.HOST_READ)
+            span.fence = None
         pieces = [(host, source[at : at + host.numel()]) for at, host in self.arena.pieces(block, nbytes)]
-        event = self.streams.offload(pieces, gives_way=self.streams.host_waits())
+        span.written = event = self.streams.offload(pieces, gives_way=self.streams.host_waits())
         views = [
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
             for t in tensors
         ]
-        transfer = Transfer(
-            nbytes,
-            block,
-            event,
-            views,
-            reclaimable=reclaimable,
-            bury=self._dead.append,
-            watch=watch,
-        )
-        self._in_flight.append(_InFlight(weakref.ref(transfer), source, event, nbytes, stream))
+        transfer = Transfer(nbytes, block, views, reclaimable=reclaimable, watch=watch)
+        self._in_flight.append(_InFlight(weakref.ref(transfer, self._bury), source, event, nbytes, stream))
         self._in_flight_bytes += nbytes
         counters.add("bytes_offloaded", nbytes)
         counters.add("num_copies")
         return transfer
 
+    @transaction
     def release(self, limit_bytes: int) -> None:
         """Drop sources, oldest copy first, until at most ``limit_bytes`` are held."""
-        with self._lock:
-            self._release(limit_bytes)
-
-    def _release(self, limit_bytes: int) -> None:
-        done: list[_InFlight] = []
-        while self._in_flight and self._in_flight_bytes > limit_bytes:
-            item = self._in_flight.popleft()
-            self._in_flight_bytes -= item.nbytes
-            done.append(item)
-        if done:
-            self._drop(done)
+        count, held = 0, self._in_flight_bytes
+        while count < len(self._in_flight) and held > limit_bytes:
+            held -= self._in_flight[count].nbytes
+            count += 1
+        if count:
+            self._drop(list(itertools.islice(self._in_flight, count)))
+            for _ in range(count):
+                self._in_flight_bytes -= self._in_flight.popleft().nbytes
 
     def _drop(self, items: Sequence[_InFlight]) -> None:
-        """Give up the references to sources, behind a wait for their copies."""
+        """Wait for the copies of sources, whose references are given up next."""
         # One stream makes these copies in order: waiting for the youngest of each compute stream covers the rest.
         youngest = {item.stream: item for item in items}
         for item in youngest.values():
@@ -209,36 +246,40 @@ class CopyEngine:
             for item in items:
                 self.on_drop(item.source)
 
+    @transaction
     def wait_offload(self, transfers: Sequence[Transfer]) -> None:
         """Let the compute stream wait for these copies to the host, but for those of watched inputs."""
-        with self._lock:
-            awaited = [t for t in transfers if t.watch is None]
-            if awaited:
-                self.streams.compute_waits_for(awaited[-1].written, Wait.SOURCE_DONE)
+        awaited = [t for t in transfers if t.watch is None]
+        if awaited:
+            self.streams.compute_waits_for(awaited[-1].block.span.written, Wait.SOURCE_DONE)
 
     # -- host to device ------------------------------------------------------------------------------------------------
 
+    @transaction
     def request(self, group: Group, *, keeps_graph: bool, prefetch: bool, across_graphs: bool) -> None:
         """The backward of ``group`` begins: queue its transfers, then those predicted to follow."""
-        with self._lock:
-            self._collect()
-            wanted = group.in_need_order()
-            mine = set(wanted)
-            is_surprise = self._is_surprise(group)
-            following = self.tape.begin_backward(group, keeps_graph=keeps_graph)
-            # A target belongs to the compute stream that it was allocated on.
-            following = [g for g in following if g.stream == group.stream] if across_graphs else []
-            for other in following:
-                wanted.extend(other.in_need_order())
-            self._predicted = weakref.ref(following[0]) if following and prefetch else None
-            self._reclaim_all(set(wanted) if group.takes_below else mine)
-            expected = set(wanted)
-            for transfer in list(self._ahead):
-                # What was reloaded for another backward would leave no room for this one's.
-                if transfer not in expected or (is_surprise and transfer.ahead_bytes and transfer not in mine):
-                    self._give_up(transfer)
-            self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
-            self._taken.clear()
+        self._collect()
+        wanted = group.in_need_order()
+        mine = set(wanted)
+        is_surprise = self._is_surprise(group)
+        following = self.tape.begin_backward(group, keeps_graph=keeps_graph)
+        # A target belongs to the compute stream that it was allocated on.
+        following = [g for g in following if g.stream == group.stream] if across_graphs else []
+        for other in following:
+            wanted.extend(other.in_need_order())
+        self._predicted = weakref.ref(following[0]) if following and prefetch else None
+        self._reclaim_all(set(wanted) if group.takes_below else mine)
+        expected = set(wanted)
+        for item in list(self._ahead.values()):
+            transfer = item.transfer()
+            if transfer is None:
+                continue
+            # What was reloaded for another backward would leave no room for this one's.
+            if transfer not in expected or (is_surprise and not item.there.reclaimed and transfer not in mine):
+                self._wait_for(item.there)
+                self._forget_ahead(transfer)
+        self._queue = deque(weakref.ref(t) for t in wanted) if prefetch else deque()
+        self._taken.clear()
 
     def _is_surprise(self, group: Group) -> bool:
         """Whether the backward of another group was predicted. Counts it. One that holds nothing is never predicted."""
@@ -248,6 +289,7 @@ class CopyEngine:
         counters.add("num_wrong_predictions")
         return True
 
+    @transaction
     def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0, at_least_one: bool = True) -> None:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes``.
 
@@ -255,52 +297,49 @@ class CopyEngine:
         backward begins with such values, and nothing would reload behind the segments that read them), -1 takes them
         off, 0 lets them stand beside it. ``at_least_one``: one storage may be ahead, however large.
         """
-        with self._lock:
-            self._collect()
-            budget_bytes += reclaimed_share * self._reclaimed_bytes
-            due: list[Transfer] = []
-            ahead = self._ahead_bytes
-            while self._queue:
-                transfer = self._queue[0]()
-                if transfer is not None and self._is_to_come(transfer):
-                    if (ahead or not at_least_one) and ahead + transfer.nbytes > budget_bytes:
-                        break
-                    ahead += transfer.nbytes
-                    due.append(transfer)
-                self._queue.popleft()
-            self._start_reloads(due)
+        self._collect()
+        budget_bytes += reclaimed_share * self._reclaimed_bytes
+        due: list[Transfer] = []
+        ahead = self._ahead_bytes
+        while self._queue:
+            transfer = self._queue[0]()
+            if transfer is not None and self._is_to_come(transfer):
+                if (ahead or not at_least_one) and ahead + transfer.nbytes > budget_bytes:
+                    break
+                ahead += transfer.nbytes
+                due.append(transfer)
+            self._queue.popleft()
+        self._start_reloads(due)
 
     def _is_to_come(self, transfer: Transfer) -> bool:
         """Not on the device, and not handed out. A forked child cannot reload what its parent predicted for itself."""
-        return transfer.buffer is None and transfer not in self._taken and self.arena.has(transfer.block)
+        return transfer.there is None and transfer.serial not in self._taken and self.arena.has(transfer.block)
 
+    @transaction
     def take(self, transfers: Sequence[Transfer]) -> list[Tensor]:
         """The bytes of each transfer on the device, readable by the compute stream from here on.
 
         Raises:
             ModifiedInputError: the program has written to a watched input since its forward.
         """
-        with self._lock:
-            late = [t for t in transfers if t.buffer is None]
-            if late:
-                counters.add("num_prefetch_misses", len(late))
-                self._start_reloads(late)
-            _check_watches(transfers)
-            # The copies of one direction run in order: the youngest stands for all.
-            reclaimed = [t for t in transfers if t.reclaimed]
-            if reclaimed:
-                # Their buffers are the sources, which the copies to the host may still be reading.
-                self.streams.compute_waits_for(max(reclaimed, key=lambda t: t.serial).ready, Wait.SOURCE_DONE)
-            reloaded = [t for t in transfers if not t.reclaimed]
-            if reloaded:
-                self.streams.compute_waits_for(max(reloaded, key=_reload_order).ready, Wait.TARGET_READY)
-            buffers = []
-            for transfer in transfers:
-                assert transfer.buffer is not None
-                buffers.append(transfer.buffer)
-                self._forget_ahead(transfer)
-            self._taken.update(transfers)
-            return buffers
+        late = [t for t in transfers if t.there is None]
+        if late:
+            counters.add("num_prefetch_misses", len(late))
+            self._start_reloads(late)
+        _check_watches(transfers)
+        found = [(t, t.there) for t in transfers if t.there is not None]
+        # The copies of one direction run in order: the youngest stands for all.
+        reclaimed = [(t.serial, there.ready) for t, there in found if there.reclaimed]
+        if reclaimed:
+            # Their buffers are the sources, which the copies to the host may still be reading.
+            self.streams.compute_waits_for(max(reclaimed, key=_first)[1], Wait.SOURCE_DONE)
+        reloaded = [(_reload_order(t), there.ready) for t, there in found if not there.reclaimed]
+        if reloaded:
+            self.streams.compute_waits_for(max(reloaded, key=_first)[1], Wait.TARGET_READY)
+        for transfer in transfers:
+            self._forget_ahead(transfer)
+        self._taken.update(transfer.serial for transfer in transfers)
+        return [there.buffer for _, there in found]
 
     def _start_reloads(self, transfers: Sequence[Transfer]) -> None:
         missing = [t for t in transfers if not self._reclaim(t)]
@@ -311,19 +350,19 @@ class CopyEngine:
         # Where one of them cannot be had, no transfer has a target, or it would pass for one that was reloaded.
         buffers = [torch.empty(t.nbytes, dtype=torch.uint8, device=self.device) for t in missing]
         self.streams.reload_waits_for_compute()
+        self._landing = buffers
         with self.streams.reloading():
             for transfer, buffer in zip(missing, buffers, strict=True):
                 self._reload(transfer, buffer, stream)
+        self._landing = ()
 
     def _reload(self, transfer: Transfer, buffer: Tensor, stream: object) -> None:
         pieces = [
             (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
         ]
-        transfer.ready = self.streams.reload(pieces, gives_way=self.streams.host_waits())
-        transfer.buffer, transfer.stream = buffer, stream
-        transfer.fence = Fence(next(self._order), transfer.ready)
-        transfer.ahead_bytes = transfer.nbytes
-        self._ahead.add(transfer)
+        ready = self.streams.reload(pieces, gives_way=self.streams.host_waits())
+        transfer.block.span.fence = Fence(next(self._order), ready)
+        self._note_ahead(transfer, There(buffer, ready, stream, False))
         self._ahead_bytes += transfer.nbytes
         counters.add("bytes_reloaded", transfer.nbytes)
         counters.add("num_copies")
@@ -344,56 +383,67 @@ class CopyEngine:
         kept: deque[_InFlight] = deque()
         for item in self._in_flight:
             transfer = item.transfer()
-            if transfer is not None and transfer in transfers and transfer.reclaimable and transfer.buffer is None:
+            if transfer is not None and transfer in transfers and transfer.reclaimable and transfer.there is None:
                 self._take_back(transfer, item)
             else:
                 kept.append(item)
         self._in_flight = kept
 
     def _take_back(self, transfer: Transfer, item: _InFlight) -> None:
+        # Takes no bytes of the prefetch budget: its memory was held all the time.
+        self._note_ahead(transfer, There(item.source, item.event, item.stream, True))
         self._in_flight_bytes -= item.nbytes
         self._reclaimed_bytes += transfer.nbytes
-        transfer.buffer, transfer.ready, transfer.reclaimed = item.source, item.event, True
-        transfer.stream = item.stream
-        self._ahead.add(transfer)  # takes no bytes of the prefetch budget: its memory was held all the time
         counters.add("bytes_reclaimed", transfer.nbytes)
 
+    def _note_ahead(self, transfer: Transfer, there: There) -> None:
+        self._ahead[transfer.serial] = _Ahead(weakref.ref(transfer, self._bury), there, transfer.nbytes)
+        transfer.there = there
+
     def _forget_ahead(self, transfer: Transfer) -> None:
-        self._ahead.discard(transfer)
-        if transfer.reclaimed:
-            self._reclaimed_bytes -= transfer.nbytes
-        self._ahead_bytes -= transfer.ahead_bytes
-        transfer.buffer, transfer.ready, transfer.ahead_bytes, transfer.reclaimed = None, None, 0, False
+        transfer.there = None
+        self._drop_ahead(transfer.serial)
 
-    def _give_up(self, transfer: Transfer) -> None:
-        self.streams.compute_waits_for(transfer.ready, Wait.TARGET_READY, transfer.stream)
-        self._forget_ahead(transfer)
+    def _drop_ahead(self, serial: int) -> None:
+        item = self._ahead.pop(serial, None)
+        if item is None:
+            return
+        if item.there.reclaimed:
+            self._reclaimed_bytes -= item.nbytes
+        else:
+            self._ahead_bytes -= item.nbytes
 
+    def _wait_for(self, there: There) -> None:
+        """Before the reference to a buffer that nobody reads is given up."""
+        self.streams.compute_waits_for(there.ready, Wait.TARGET_READY, there.stream)
+
+    @transaction
     def _sources(self) -> Counter[int]:
         """How many sources are held of each storage."""
-        with self._lock:
-            return Counter(item.source.untyped_storage()._cdata for item in self._in_flight)
+        return Counter(item.source.untyped_storage()._cdata for item in self._in_flight)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Return what dead transfers left behind: host blocks, sources of copies that nothing will reload, and buffers
-        that were reloaded for nothing."""
-        if self._dead and self._in_flight:
-            abandoned = [item for item in self._in_flight if item.transfer() is None]
-            if abandoned:
-                self._in_flight = deque(item for item in self._in_flight if item.transfer() is not None)
-                self._in_flight_bytes -= sum(item.nbytes for item in abandoned)
-                self._drop(abandoned)
-        while self._dead:
-            remains = self._dead.popleft()
-            try:
-                if remains.buffer is not None:
-                    self._ahead_bytes -= remains.ahead_bytes
-                    self._reclaimed_bytes -= remains.reclaimed_bytes
-                    self.streams.compute_waits_for(remains.ready, Wait.TARGET_READY, remains.stream)
-            finally:
-                self.arena.free(remains.block, remains.fence)
+        """Let go of what dead transfers left behind: sources of copies that nothing will reload, and buffers that were
+        reloaded for nothing."""
+        count = len(self._dead)
+        if not count:
+            return
+        kept: deque[_InFlight] = deque()
+        abandoned: list[_InFlight] = []
+        for item in self._in_flight:
+            (abandoned if item.transfer() is None else kept).append(item)
+        if abandoned:
+            self._drop(abandoned)
+            self._in_flight = kept
+            self._in_flight_bytes -= sum(item.nbytes for item in abandoned)
+        for serial, item in list(self._ahead.items()):
+            if item.transfer() is None:
+                self._wait_for(item.there)
+                self._drop_ahead(serial)
+        for _ in range(count):
+            self._dead.popleft()
 
     def _warn_full(self, nbytes: int, budgets: Budgets) -> None:
         counters.add("bytes_kept_host_full", nbytes)
@@ -422,33 +472,33 @@ class CopyEngine:
         self.reserve(nbytes, budgets)
         return self.arena.wait_until_grown() and self.arena.reserved_bytes >= nbytes
 
+    @transaction
     def drop_abandoned(self) -> None:
         """Let go of what forwards without a backward have on the device: sources of copies, and buffers that were
         reloaded for nothing. The next copy does that too; somebody may want the memory before."""
-        with self._lock:
-            self._collect()
+        self._collect()
 
+    @transaction
     def host_bytes_in_use(self) -> int:
         """Bytes of live host blocks."""
-        with self._lock:
-            self._collect()
-            return self.arena.in_use_bytes
+        self._collect()
+        return self.arena.in_use_bytes
 
+    @transaction
     def release_host_memory(self) -> int:
         """Give the arena's memory back. Returns bytes. See ``HostArena.release``."""
-        with self._lock:
-            self._release(0)
-            self._collect()
-            self.streams.synchronize()
-            given = self.arena.release()
-            self._asked_bytes = 0
-            return given
+        self.release(0)
+        self._collect()
+        self.streams.synchronize()
+        given = self.arena.release()
+        self._asked_bytes = 0
+        return given
 
+    @transaction
     def mark_host_memory(self) -> None:
         """See ``HostMemory``."""
-        with self._lock:
-            self._collect()
-            self.arena.mark()
+        self._collect()
+        self.arena.mark()
 
     def host_bytes_needed(self) -> int:
         """See ``HostMemory``."""
@@ -491,8 +541,13 @@ def _check_watches(transfers: Sequence[Transfer]) -> None:
 
 
 def _reload_order(transfer: Transfer) -> int:
-    assert transfer.fence is not None
-    return transfer.fence.order
+    fence = transfer.block.span.fence
+    assert fence is not None
+    return fence.order
+
+
+def _first(pair: tuple[int, object]) -> int:
+    return pair[0]
 
 
 def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:
@@ -508,29 +563,32 @@ def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 
 _ENGINES: dict[torch.device, CopyEngine] = {}
-_ENGINES_LOCK = threading.Lock()
+_ENGINES_LOCK = ForkSafeRLock()  # to make one
 
 
 def engine_for(device: torch.device) -> CopyEngine:
     """The engine of ``device`` (with an index on a GPU); made on first use."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    with _ENGINES_LOCK:
-        engine = _ENGINES.get(device)
-        if engine is None:
-            space = address_space_bytes(default_host_budget_bytes())
-            if device.type == "cuda":
-                engine = CopyEngine(device, CudaCopies(device), HostArena(CudaPinner(device), space))
-            else:
-                engine = CopyEngine(device, HostCopies(), HostArena(HeapMemory(), space))
-            _ENGINES[device] = engine
-        return engine
+    engine = _ENGINES.get(device)
+    return _make_engine(device) if engine is None else engine
+
+
+@locked(lambda device: _ENGINES_LOCK)
+def _make_engine(device: torch.device) -> CopyEngine:
+    if device not in _ENGINES:
+        space = address_space_bytes(default_host_budget_bytes())
+        if device.type == "cuda":
+            engine = CopyEngine(device, CudaCopies(device), HostArena(CudaPinner(device), space))
+        else:
+            engine = CopyEngine(device, HostCopies(), HostArena(HeapMemory(), space))
+        _ENGINES[device] = engine
+    return _ENGINES[device]
 
 
 def engines() -> list[CopyEngine]:
     """All engines made so far."""
-    with _ENGINES_LOCK:
-        return list(_ENGINES.values())
+    return list(_ENGINES.values())
 
 
 def _forget() -> None:
@@ -539,5 +597,13 @@ def _forget() -> None:
 
 
 on_reset(_forget)
+
+
+def _after_fork_in_child() -> None:
+    for engine in engines():
+        engine._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 assert ALIGNMENT % _RANGE_ALIGNMENT == 0

@@ -8,11 +8,11 @@ no trace.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass
 
 from fxoffload.runtime.backward_order import BackwardOrder, Waiting
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.transfer import Group
 
 
@@ -50,7 +50,7 @@ class Tape:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._order = BackwardOrder()
-        self._lock = threading.Lock()
+        self._lock = ForkSafeRLock()
 
     def push(self, group: Group) -> None:
         """A forward call has saved ``group``."""

@@ -4,13 +4,14 @@
 AOTAutograd saves *tokens*: empty CPU tensors that carry a ``Slot``. A slot owns its group, a group its transfers, a
 transfer its host block. When autograd lets go of the tokens (the backward has run, the graph was dropped, an exception
 unwound it) the blocks return to the arena by reference counting; ``retain_graph`` keeps the tokens and so the blocks.
-Finalizers may run on any thread at any time, so they only append to queues.
+That may happen on any thread at any time, so the callbacks of weak references, which append to queues, are all that
+runs then; they are in C, where no signal can raise.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fxoffload.errors import TokenLostError
-from fxoffload.runtime.forked import generation, keep_if_forked
-from fxoffload.runtime.host_memory.arena import Fence, HostBlock
+from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.runtime.windows import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
@@ -75,17 +75,21 @@ class Watch:
         return self._twin._version != self._version
 
 
-@dataclass(slots=True)
-class Remains:
-    """What a dead transfer leaves for the engine to clean up."""
+@dataclass(frozen=True, slots=True)
+class There:
+    """The bytes of a transfer on the device, while a reload is under way or finished but not yet handed out.
 
-    block: HostBlock
-    fence: Fence | None
-    buffer: Tensor | None
+    Attributes:
+        buffer: the bytes.
+        ready: the event after which they are there.
+        stream: the compute stream that ``buffer`` was allocated on.
+        reclaimed: whether ``buffer`` is the source itself, taken back. Else it takes bytes of the prefetch budget.
+    """
+
+    buffer: Tensor
     ready: object
-    ahead_bytes: int
-    reclaimed_bytes: int
     stream: object
+    reclaimed: bool
 
 
 class Transfer:
@@ -94,14 +98,8 @@ class Transfer:
     Attributes:
         nbytes: bytes of the range.
         block: where it lies on the host.
-        written: the event of the copy to the host.
-        buffer: the bytes on the device while a reload is under way or finished but not yet handed out.
-        ready: the event of that reload.
-        stream: the compute stream that ``buffer`` was allocated on.
-        ahead_bytes: bytes that ``buffer`` takes of the prefetch budget.
-        fence: the youngest reload out of ``block``.
+        there: on the device, if it is there. One store changes it.
         views: the saved tensors in the range.
-        reclaimed: whether ``buffer`` is the source itself, taken back.
         serial: grows with every copy to the host.
         reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
             input after the forward has returned).
@@ -109,58 +107,24 @@ class Transfer:
             [Note: Watched inputs] in ``fxoffload.runtime.engine``).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_bury",
-        "_generation",
-        "ahead_bytes",
-        "block",
-        "buffer",
-        "fence",
-        "nbytes",
-        "ready",
-        "reclaimable",
-        "reclaimed",
-        "serial",
-        "stream",
-        "views",
-        "watch",
-        "written",
-    )
+    __slots__ = ("__weakref__", "block", "nbytes", "reclaimable", "serial", "there", "views", "watch")
 
     def __init__(
         self,
         nbytes: int,
         block: HostBlock,
-        written: object,
         views: Sequence[View],
         *,
         reclaimable: bool,
-        bury: Callable[[Remains], None],
         watch: Watch | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.block = block
-        self.written = written
         self.views = tuple(views)
         self.reclaimable = reclaimable or watch is not None
         self.watch = watch
-        self.buffer: Tensor | None = None
-        self.ready: object = None
-        self.stream: object = None
-        self.ahead_bytes = 0
-        self.reclaimed = False
+        self.there: There | None = None
         self.serial = next(_SERIAL)
-        self.fence: Fence | None = None
-        self._bury = bury
-        self._generation = generation()
-
-    def __del__(self) -> None:
-        held = (self.block, self.written, self.fence, self.ready, self.buffer)
-        if keep_if_forked(self._generation, held):
-            return
-        reclaimed = self.nbytes if self.reclaimed else 0
-        self._bury(Remains(self.block, self.fence, self.buffer, self.ready, self.ahead_bytes, reclaimed, self.stream))
 
     def __reduce__(self) -> NoReturn:
         # A copy, made with a token that somebody copies deeply, would return the same block a second time.

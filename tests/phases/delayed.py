@@ -78,6 +78,9 @@ class DelayedCopies:
             self._queue.append(copies)
             return Event(self, len(self._queue))
 
+    def go_back(self) -> None:
+        pass
+
     def exposed_ms(self) -> float:
         return 0.0
 
@@ -249,6 +252,9 @@ class LateStreams:
                     self.num_lost += 1
 
         return self._queue("reload", work)
+
+    def go_back(self) -> None:
+        pass
 
     def exposed_ms(self) -> float:
         return 0.0

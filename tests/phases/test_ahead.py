@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxoffload.phases import PhaseManager, Where
-from fxoffload.phases.moving.mover import Mover
+from fxoffload.phases.moving.mover import Ahead, Mover
 from fxoffload.phases.moving.worker import YIELD_S
 from fxoffload.runtime.copies.streams import HostCopies
 
@@ -27,10 +27,9 @@ class Watched:
         self.started: list[list[str]] = []
         start = Mover.start_ahead
 
-        def watched(mover: Mover, remembered: Any) -> Any:
-            remembered = list(remembered)
-            self.started.append([holding.name for holding in remembered])
-            return start(mover, remembered)
+        def watched(mover: Mover, ahead: Ahead) -> None:
+            self.started.append([holding.name for holding in ahead.holdings()])
+            start(mover, ahead)
 
         monkeypatch.setattr(Mover, "start_ahead", watched)
         self.manager.offload()

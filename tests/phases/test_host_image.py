@@ -66,7 +66,16 @@ def make(tmp_path: Path) -> Callable[..., HostImage]:
 
     def build(pinner: object = None, limit: int = 64 * MIB, *, total: int | None = None, pin: bool = True) -> HostImage:
         ledger, pinner = Ledger(tmp_path / "ledger"), pinner or Driver()
-        return HostImage(pinner, lambda: limit, total_limit_bytes=total, pin=pin, ledger=ledger)  # type: ignore[arg-type]
+        image = HostImage(pinner, lambda: limit, total_limit_bytes=total, pin=pin, ledger=ledger)  # type: ignore[arg-type]
+        take, taken = image.take, []
+
+        def take_for_good(nbytes: int) -> HostBlock:
+            """In use until it is freed."""
+            taken.append(take(nbytes))
+            return taken[-1]
+
+        image.take = take_for_good  # type: ignore[method-assign]
+        return image
 
     return build
 

@@ -151,7 +151,7 @@ def test_no_room_for_one_onload_takes_nothing_from_another(monkeypatch: pytest.M
             raise torch.OutOfMemoryError("full")
         allocate(mover, holding)
 
-    with scene.manager._transit.lock:  # the background thread comes late
+    with scene.manager._transit._lock:  # the background thread comes late
         params = scene.manager.onload("params", wait=False)
         state = scene.manager.onload("optimizer", wait=False)
         monkeypatch.setattr(Mover, "allocate", full)

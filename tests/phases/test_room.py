@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from fxoffload.phases.moving.arrivals import SLICE, Arrivals
 from fxoffload.phases.moving.room import FIRST_ROOM_BYTES, ROOM_BYTES, Room, stretches
+from fxoffload.phases.moving.storages import Holding
 
 MIB = 1 << 20
 
@@ -23,7 +23,8 @@ def default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holdings(*mib: float, device: str = "cuda:0", group: str = "params") -> Any:
-    return [SimpleNamespace(nbytes=int(size * MIB), device=torch.device(device), group=group) for size in mib]
+    storage, place, owner = torch.UntypedStorage(0), torch.device(device), SimpleNamespace()
+    return [Holding(storage, int(size * MIB), place, group, "", owner) for size in mib]  # type: ignore[arg-type]
 
 
 def sizes(found: Any) -> list[int]:
@@ -239,9 +240,10 @@ def test_nothing_is_asked_for_on_a_cpu(make_allocator: Make) -> None:
 
 def test_what_comes_next_is_of_one_device_and_at_least_a_slice() -> None:
     arrivals = Arrivals(SimpleNamespace())  # type: ignore[arg-type]
-    arrivals._queue = deque([*holdings(*[100] * 12), *holdings(*[1] * 20, device="cuda:1")])
+    arrivals.add([*holdings(*[100] * 12), *holdings(*[1] * 20, device="cuda:1")])
     assert len(arrivals.upcoming_bytes(1000 * MIB)) == 10
     assert len(arrivals.upcoming_bytes(300 * MIB)) == SLICE
     assert len(arrivals.upcoming_bytes(10_000 * MIB)) == 12
-    arrivals._queue = deque([*holdings(*[100] * 10), *holdings(*[1] * 20, group="optimizer")])
+    arrivals.cancel(arrivals.upcoming(100))
+    arrivals.add([*holdings(*[100] * 10), *holdings(*[1] * 20, group="optimizer")])
     assert len(arrivals.upcoming_bytes(10_000 * MIB)) == 10

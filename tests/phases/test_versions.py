@@ -60,15 +60,15 @@ def test_one_counter_leaves_in_parts() -> None:
 def test_whoever_interrupts_an_offload_can_repeat_it(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     model = nn.ParameterList(nn.Parameter(torch.full((8,), float(i))) for i in range(4))
     manager = rehearse(model)
-    shift, calls = sentinel.shift_version, []
+    set_version, calls = sentinel.set_version, []
 
-    def interrupted(tensor: Tensor, by: int) -> None:
-        calls.append(by)
+    def interrupted(tensor: Tensor, version: int) -> None:
+        calls.append(version)
         if len(calls) == place + 1:
             raise KeyboardInterrupt
-        shift(tensor, by)
+        set_version(tensor, version)
 
-    monkeypatch.setattr(sentinel, "shift_version", interrupted)
+    monkeypatch.setattr(sentinel, "set_version", interrupted)
     with pytest.raises(KeyboardInterrupt):
         manager.offload("params")
     monkeypatch.undo()

@@ -14,9 +14,10 @@ LARGE = 64 * MIB  # the limit of their arenas
 
 
 def take(arena: HostArena, nbytes: int) -> HostBlock:
-    """A block, which there has to be."""
+    """A block, which there has to be, and which is in use until it is freed."""
     block = arena.allocate(nbytes, LARGE)
     assert block is not None, arena.refusal
+    vars(arena).setdefault("taken", []).append(block)
     return block
 
 

@@ -304,7 +304,7 @@ def test_a_fork_in_the_middle_of_a_growth(tmp_path: Path) -> None:
     arena = make(tmp_path, pinner)
     arena.reserve(8 * MIB, LARGE)
     until(lambda: len(pinner.seen) == 4)
-    with arena._changed:
+    with arena._lock:
         pid = os.fork()
         if pid == 0:
             pinner.on_register, pinner.base = (lambda chunk: None), None

@@ -138,7 +138,7 @@ class Lent:
 
 
 def reloaded(group: Group) -> list[bool]:
-    return [t.buffer is not None for t in group.in_need_order()]
+    return [t.there is not None for t in group.in_need_order()]
 
 
 # -- to the host -----------------------------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ def test_what_was_reclaimed_for_nothing_is_given_up() -> None:
     bench.engine.tape.begin_backward(failed, keeps_graph=False)
     bench.engine.request(other, keeps_graph=False, prefetch=True, across_graphs=False)
     assert bench.engine._reclaimed_bytes == NBYTES  # other's own source; failed's is gone
-    assert failed.in_need_order()[0].buffer is None
+    assert failed.in_need_order()[0].there is None
 
 
 def test_the_host_budget_bounds_what_is_in_use_even_where_more_is_reserved() -> None:
@@ -692,8 +692,8 @@ def test_a_call_of_a_chain_takes_back_what_calls_below_have_on_the_device(values
     mine = bench.save(*values, push=bool(values))
     mine.takes_below = chained
     bench.request(mine)
-    assert [t.reclaimed for t in below.in_need_order()] == [chained, chained]
-    assert all(t.reclaimed for t in mine.in_need_order())
+    assert [t.there is not None and t.there.reclaimed for t in below.in_need_order()] == [chained, chained]
+    assert all(t.there is not None and t.there.reclaimed for t in mine.in_need_order())
     assert bench.held() == (0 if chained else 2 * NBYTES)
     assert bench.take(below.in_need_order()) == [2, 1]
 
@@ -728,12 +728,12 @@ def test_what_was_taken_back_for_another_backward_stays() -> None:
     oldest, first = bench.save(1), bench.save(2)
     first.takes_below = True
     bench.request(first)
-    assert [t.reclaimed for t in oldest.in_need_order()] == [True]
+    assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]
     between = bench.save(3, push=False)
     between.graph = 1  # another one: nothing was seen of it
     bench.engine.tape.push(between)
     bench.request(between)
-    assert [t.reclaimed for t in oldest.in_need_order()] == [True]
+    assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]
     assert fxoffload.stats().num_wrong_predictions == 1
 
 

@@ -6,21 +6,26 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fxoffload import gc_pause
 from fxoffload.gc_pause import gc_paused
+from fxoffload.runtime import engine as engines
 from fxoffload.runtime import forked
+from fxoffload.runtime.copies.streams import HostCopies
+from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.host_memory.arena import Fence, HeapMemory, HostArena
-from fxoffload.runtime.host_memory.free_list import FreeRange
-from fxoffload.runtime.transfer import Remains, Transfer, View
+from fxoffload.runtime.host_memory.free_list import Span
+from fxoffload.runtime.transfer import Group
 from tests.runtime.arenas import LARGE, MIB, take
 
 ABORTED = 99
+BUDGETS = Budgets(LARGE, 0, 0)
 
 
 class Event:
@@ -65,7 +70,7 @@ def test_those_of_an_arena(arena: HostArena) -> None:
     arena.free(first, Fence(1, Event()))
     assert arena.in_use_bytes == MIB  # its fence lies on a free range now
     arena.free(second, Fence(2, Event()))
-    arena._cut = FreeRange(0, 1, Fence(3, Event()))
+    arena._cut = Span(0, 1, Fence(3, Event()))
     del first, second
     left = [third]
     del third
@@ -92,28 +97,48 @@ def test_those_of_an_arena_are_let_go_where_nobody_forked(arena: HostArena) -> N
     assert seen() is None
 
 
-def transfer(arena: HostArena, buried: list[Remains]) -> Transfer:
-    view = View(torch.float32, (4,), (1,), 0)
-    return Transfer(MIB, take(arena, MIB), Event(), [view], reclaimable=True, bury=buried.append)
+class Events(HostCopies):
+    """The event of a copy is one that ends a child, unless the child has made it."""
+
+    def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
+        super().offload(pieces)
+        return Event()
+
+    reload = offload
 
 
-def test_those_of_a_transfer(arena: HostArena) -> None:
-    """One from before the fork is kept; the child's own are buried as ever."""
-    buried: list[Remains] = []
-    held = [transfer(arena, buried)]
-    held[0].ready = Event()
+def test_those_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the host and back, of transfers from before the fork: in flight, ahead, and neither."""
+    engine = CopyEngine(torch.device("cpu"), Events(), HostArena(HeapMemory(), LARGE))
+    monkeypatch.setitem(engines._ENGINES, engine.device, engine)
+
+    def save(count: int) -> Group:
+        group = Group()
+        for transfer in engine.offload([[torch.ones(4)] for _ in range(count)], BUDGETS, reclaimable=False):
+            assert transfer is not None
+            group.add(0, transfer)
+        return group
+
+    groups = [save(3)]
+    engine.release(0)
+    engine.request(groups[0], keeps_graph=False, prefetch=True, across_graphs=True)
+    engine.prefetch(40)
+    groups.append(save(1))
+    states = [t.there is not None for group in groups for t in group.in_need_order()]
+    assert (states, len(engine._in_flight)) == ([True, True, False, False], 1)
 
     def use() -> None:
-        held.clear()
-        assert not buried
-        own = transfer(arena, buried)
+        groups.clear()
+        engine.drop_abandoned()
+        assert engine.host_bytes_in_use() == 0
+        own = save(1)
+        assert engine.host_bytes_in_use() == 512
         del own
-        assert len(buried) == 1
-        buried.clear()
+        assert engine.host_bytes_in_use() == 0
 
     assert in_child(use) == 0
-    held.clear()
-    assert len(buried) == 1
+    groups.clear()
+    assert engine.host_bytes_in_use() == 0
 
 
 def test_those_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +155,12 @@ def test_nothing_is_collected_around_a_fork(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[str, bool]] = []
 
     class Pauses(type(gc_pause._pauses)):
-        def begin(self) -> None:
-            super().begin()
+        def begin(self, pause: gc_paused) -> None:
+            super().begin(pause)
             seen.append(("begin", gc.isenabled()))
 
-        def end(self) -> None:
-            super().end()
+        def end(self, pause: gc_paused) -> None:
+            super().end(pause)
             seen.append(("end", gc.isenabled()))
 
     monkeypatch.setattr(gc_pause, "_pauses", Pauses())

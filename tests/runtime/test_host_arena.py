@@ -46,6 +46,7 @@ class Recorder:
 def take(arena: HostArena, nbytes: int, limit: int = LARGE) -> HostBlock:
     block = arena.allocate(nbytes, limit)
     assert block is not None
+    vars(arena).setdefault("taken", []).append(block)  # in use until it is freed
     return block
 
 
@@ -188,10 +189,10 @@ def test_none_where_the_addresses_end() -> None:
 def test_no_more_is_reserved_than_the_limit(limit: int) -> None:
     """Chunks are huge pages, limits need not be."""
     arena = HostArena(HeapMemory(), LARGE)
-    take(arena, limit // 2, limit)
+    blocks = [arena.allocate(limit // 2, limit)]
     arena.reserve(LARGE, limit)
-    while arena.allocate(ALIGNMENT, limit) is not None:
-        pass
+    while blocks[-1] is not None:
+        blocks.append(arena.allocate(ALIGNMENT, limit))
     assert limit - 4096 < arena.reserved_bytes <= limit
     assert arena.in_use_bytes == arena.reserved_bytes
 
@@ -300,7 +301,7 @@ def test_free_takes_no_lock() -> None:
     """A finalizer may run in the middle of anything, on any thread: also while somebody holds the arena's lock."""
     arena = HostArena(HeapMemory(), LARGE)
     block = take(arena, MIB)
-    with arena._changed:
+    with arena._lock:
         thread = threading.Thread(target=arena.free, args=(block, None), daemon=True)
         thread.start()
         thread.join(timeout=5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch
 from fxoffload.phases.moving.worker import Worker
 from fxoffload.runtime import background, own_threads
 from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
+from fxoffload.runtime.transactions import Changes
+from tests.runtime.arenas import until
 
 
 @pytest.fixture
@@ -43,6 +47,13 @@ def test_a_worker(devices: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Owner:
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def transact(self, work: Callable[[], Any]) -> Any:
+        with self._lock:
+            return work()
+
     def back(self, start: int, end: int) -> None:
         """There is nothing to do."""
 
@@ -57,12 +68,11 @@ class Owner:
 
 
 def pin() -> None:
-    changed = threading.Condition()
-    with changed:
-        chunks = ChunkThreads(changed)
-        chunks.grow_to(4096, Owner(), 4096, 4096)
-        assert changed.wait_for(lambda: chunks.ready == 4096, 10)
-        chunks.stop()
+    owner = Owner()
+    chunks = ChunkThreads(Changes())
+    owner.transact(lambda: chunks.grow_to(4096, owner, 4096, 4096))
+    until(lambda: not chunks.is_running)
+    assert chunks.ready == 4096
 
 
 def test_threads_that_pin(devices: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ import gc
 import weakref
 
 from fxoffload.runtime.host_memory.arena import HostBlock
+from fxoffload.runtime.host_memory.free_list import Span
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transfer import Group, Transfer
 
@@ -17,8 +18,7 @@ def saved(*values: int) -> Group:
     """A group of one byte for each value."""
     group = Group()
     for rank in values:
-        block = HostBlock(0, 0, None)  # type: ignore[arg-type]
-        group.add(rank, Transfer(1, block, None, (), reclaimable=True, bury=lambda _: None))
+        group.add(rank, Transfer(1, HostBlock(Span(0, 0, None)), (), reclaimable=True))
     return group
 
 

@@ -13,27 +13,33 @@ from torch import Tensor
 from fxoffload.errors import TokenLostError
 from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine
-from fxoffload.runtime.host_memory.arena import Fence, HeapMemory, HostArena, HostBlock
-from fxoffload.runtime.transfer import Group, Remains, Slot, Transfer, View, make_token, slot_of
+from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena
+from fxoffload.runtime.transfer import Group, Slot, Transfer, View, make_token, slot_of
 
 CPU = torch.device("cpu")
 
 
-def make_transfer(grave: list[Remains], nbytes: int = 64) -> Transfer:
+def make_arena() -> HostArena:
+    return HostArena(HeapMemory(), 1 << 26)
+
+
+def make_transfer(arena: HostArena, nbytes: int = 64) -> Transfer:
     view = View(torch.float32, (4,), (1,), 0)
-    return Transfer(nbytes, HostBlock(0, 512, None), None, [view], reclaimable=True, bury=grave.append)
+    block = arena.allocate(nbytes, 1 << 26)
+    assert block is not None
+    return Transfer(nbytes, block, [view], reclaimable=True)
 
 
-def make_slot(grave: list[Remains]) -> Slot:
-    group, transfer = Group(), make_transfer(grave)
+def make_slot(arena: HostArena | None = None) -> Slot:
+    group, transfer = Group(), make_transfer(arena or make_arena())
     group.add(0, transfer)
     return Slot(group, transfer, transfer.views[0])
 
 
 def test_the_tokens_own_the_block() -> None:
     """Token -> slot -> group -> transfer -> block: the block returns with the last token, and not before."""
-    grave: list[Remains] = []
-    slot = make_slot(grave)
+    arena = make_arena()
+    slot = make_slot(arena)
     other = Slot(slot.group, slot.transfer, slot.view)
     tokens = [make_token(slot), make_token(other)]
     group = weakref.ref(slot.group)
@@ -41,28 +47,34 @@ def test_the_tokens_own_the_block() -> None:
     assert group() is not None
     del tokens[0]
     gc.collect()
-    assert not grave
+    assert arena.in_use_bytes == 512
     tokens.clear()  # by reference counting: no collector is needed
     assert group() is None
-    (remains,) = grave
-    assert (remains.block.nbytes, remains.buffer, remains.fence) == (512, None, None)
+    assert arena.in_use_bytes == 0
 
 
-def test_what_was_reloaded_for_nothing_is_left_behind_with_the_block() -> None:
-    grave: list[Remains] = []
-    transfer = make_transfer(grave)
-    transfer.buffer, transfer.ready, transfer.ahead_bytes = torch.empty(64, dtype=torch.uint8), "event", 64
-    transfer.fence = Fence(3, "event")
-    buffer = transfer.buffer
-    del transfer
-    (remains,) = grave
-    assert remains.buffer is buffer
-    assert (remains.ready, remains.ahead_bytes, remains.fence) == ("event", 64, Fence(3, "event"))
+def test_what_was_reloaded_for_nothing_is_held_until_its_copy_was_waited_for() -> None:
+    engine = CopyEngine(CPU, HostCopies(), make_arena())
+    group = Group()
+    (transfer,) = engine.offload([[torch.ones(4)]], Budgets(1 << 26, 0, 0), reclaimable=False)
+    assert transfer is not None
+    engine.release(0)
+    group.add(0, transfer)
+    engine.request(group, keeps_graph=False, prefetch=True, across_graphs=True)
+    engine.prefetch(64)
+    assert transfer.there is not None
+    buffer, fence = weakref.ref(transfer.there.buffer), transfer.block.fence
+    del transfer, group
+    assert buffer() is not None
+    engine.drop_abandoned()
+    assert buffer() is None
+    block = engine.arena.allocate(512, 1 << 26)
+    assert block is not None and block.fence == fence is not None
 
 
 def test_a_token_is_a_tensor_that_stands_for_its_slot() -> None:
     """AOTAutograd asserts that what is saved is a tensor."""
-    slot = make_slot([])
+    slot = make_slot()
     token = make_token(slot)
     assert isinstance(token, Tensor)
     assert (token.numel(), token.device, token.requires_grad) == (0, CPU, False)
@@ -83,7 +95,7 @@ def test_a_token_survives_being_saved_by_autograd() -> None:
             return grad, None
 
     found: list[Slot | None] = []
-    slot = make_slot([])
+    slot = make_slot()
     x = torch.ones(2, requires_grad=True)
     Save.apply(x, make_token(slot)).sum().backward()  # type: ignore[no-untyped-call]
     assert found == [slot]
@@ -98,7 +110,7 @@ def test_what_is_no_token_is_a_value(value: object) -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "clone", "detach", "empty_like"])
 def test_a_copy_of_a_token_has_lost_what_it_stood_for(how: str) -> None:
-    token = make_token(make_slot([]))
+    token = make_token(make_slot())
     with torch.no_grad():
         lost = {
             "deepcopy": lambda: copy.deepcopy(token.data),
@@ -113,18 +125,19 @@ def test_a_copy_of_a_token_has_lost_what_it_stood_for(how: str) -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_a_token_has_one_owner(how: Callable[[Tensor], object]) -> None:
     """A deep copy would free the block twice."""
-    grave: list[Remains] = []
-    token = make_token(make_slot(grave))
+    arena = make_arena()
+    token = make_token(make_slot(arena))
     with pytest.raises(TypeError, match="one owner of an offloaded value"):
         how(token)
-    assert not grave
+    assert arena.in_use_bytes == 512
     del token
-    assert len(grave) == 1
+    assert arena.in_use_bytes == 0
 
 
 def test_groups_ask_for_what_is_needed_first() -> None:
     group = Group()
-    transfers = [make_transfer([]) for _ in range(4)]
+    arena = make_arena()
+    transfers = [make_transfer(arena) for _ in range(4)]
     for rank, transfer in zip((2, 0, 1, 0), transfers, strict=True):
         group.add(rank, transfer)
     assert group.in_need_order() == [transfers[1], transfers[3], transfers[2], transfers[0]]

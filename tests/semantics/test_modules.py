@@ -236,7 +236,7 @@ class _Watch:
 
         def request(engine: CopyEngine, group: Group, **kwargs: bool) -> None:
             transfers = group.in_need_order()
-            self.ahead.append((sum(t.buffer is not None for t in transfers), len(transfers)))
+            self.ahead.append((sum(t.there is not None for t in transfers), len(transfers)))
             original(engine, group, **kwargs)
 
         monkeypatch.setattr(CopyEngine, "request", request)

@@ -63,7 +63,7 @@ class Arrivals:
         def watched(engine: CopyEngine, group: Group, **kwargs: bool) -> None:
             transfers = group.in_need_order()
             assert transfers
-            self.ready.append(all(t.buffer is not None for t in transfers))
+            self.ready.append(all(t.there is not None for t in transfers))
             request(engine, group, **kwargs)
 
         monkeypatch.setattr(CopyEngine, "request", watched)

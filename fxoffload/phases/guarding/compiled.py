@@ -41,13 +41,14 @@ class CompiledFunctions:
         compiled = private.num_graphs_compiled()
         if compiled is not None and compiled != self._compiled_before:
             # Only when something was compiled since: looking for it takes a pass over all Python objects.
-            self._compiled_before = compiled
             targets = {id(inner): inner for module in modules for inner in module.modules()}
             targets |= {id(optimizer): optimizer for optimizer in optimizers}
-            self._found = []
+            found: list[tuple[list[Any], Callable[[], Any]]] = []
             for function, hooks in private.compiled_functions():
                 if used := list(reached(function, targets)):
-                    self._found.append((hooks, functools.partial(_fence, used)))
+                    found.append((hooks, functools.partial(_fence, used)))
+            self._found = found
+            self._compiled_before = compiled
         for hooks, fence in self._found:
             hooks.append(fence)  # at the end: a fence may take itself away while Dynamo walks through the list
 

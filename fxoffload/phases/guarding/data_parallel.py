@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload.phases.guarding.overrides import leads_to
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 
 Watcher = Callable[[DistributedDataParallel], object]
 
@@ -42,25 +42,23 @@ class _Forwards:
         # The same one each time, called and not traced: see [Note: Overrides]. What it calls is compiled as ever.
         self._ours: Any = torch.compiler.disable(forward, recursive=False)
 
-    def watch(self, watcher: Watcher) -> Callable[[], None]:
+    @locked(lambda self, watcher: self._lock)
+    def watch(self, watcher: Watcher) -> None:
         """See ``watch_forwards``."""
-        reference = weakref.WeakMethod(watcher)
-        with self._lock:
-            self._keep((*self._watchers, reference))
-            now = DistributedDataParallel.forward
-            if self._examined[0] is not now:
-                self._examined = now, leads_to(now, self._ours)
-            if not self._examined[1]:
-                self._original = now
-                DistributedDataParallel.forward = self._ours
+        self._keep((*self._watchers, weakref.WeakMethod(watcher)))
+        now = DistributedDataParallel.forward
+        if self._examined[0] is not now:
+            self._examined = now, leads_to(now, self._ours)
+        if not self._examined[1]:
+            self._original = now
+            DistributedDataParallel.forward = self._ours
 
-        def end() -> None:
-            with self._lock:
-                self._keep(one for one in self._watchers if one is not reference)
-                if not self._watchers and DistributedDataParallel.forward is self._ours:
-                    DistributedDataParallel.forward = self._original
-
-        return end
+    @locked(lambda self, watcher: self._lock)
+    def ignore(self, watcher: Watcher) -> None:
+        """See ``ignore_forwards``."""
+        self._keep(one for one in self._watchers if one() != watcher)
+        if not self._watchers and DistributedDataParallel.forward is self._ours:
+            DistributedDataParallel.forward = self._original
 
     def _ask(self, ddp: DistributedDataParallel) -> None:
         for reference in self._watchers:
@@ -75,9 +73,12 @@ class _Forwards:
 _forwards = _Forwards()
 
 
-def watch_forwards(watcher: Watcher) -> Callable[[], None]:
-    """Lets a bound method be called with each ``DistributedDataParallel`` whose forward begins.
+def watch_forwards(watcher: Watcher) -> None:
+    """Lets a bound method be called with each ``DistributedDataParallel`` whose forward begins, until
+    ``ignore_forwards`` or the end of the object that the method is bound to."""
+    _forwards.watch(watcher)
 
-    Returns what ends that. So does the end of the object that the method is bound to.
-    """
-    return _forwards.watch(watcher)
+
+def ignore_forwards(watcher: Watcher) -> None:
+    """Ends that. May be called again, and before."""
+    _forwards.ignore(watcher)

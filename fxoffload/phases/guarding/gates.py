@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload._torch_private import optimized_modules_of
 from fxoffload.phases.guarding import sharded
-from fxoffload.phases.guarding.data_parallel import watch_forwards
+from fxoffload.phases.guarding.data_parallel import ignore_forwards, watch_forwards
+from fxoffload.phases.guarding.overrides import remove_hook
 
 
 class Gates:
@@ -35,21 +36,25 @@ class Gates:
     def __init__(self, models: Mapping[str, nn.Module], passed: Callable[[list[Tensor], str], object]) -> None:
         self._models = models
         self._passed = passed
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []  # each may be called again, and before what it undoes is done
+        self._is_whole = True
         self._callers: list[nn.Module] | None = None
         self._members: set[int] = set()
 
     def install(self) -> None:
         """Puts a gate in front of every module that reads something. Nothing happens where they are already there."""
-        if self._undo:
+        if self._undo and self._is_whole:
             return
+        self.remove()
+        self._is_whole = False
         if self._callers is None:
             # Once: looking for who compiled a model takes a pass over all Python objects.
             self._callers = [caller for model in self._models.values() for caller in optimized_modules_of(model)]
         for caller in self._callers:
             self._gate(caller, _tensors_under(caller), "the forward of the compiled model")
         self._members = {id(module) for model in self._models.values() for module in model.modules()}
-        self._undo.append(watch_forwards(self._pass_wrapper))
+        self._undo.append(lambda: ignore_forwards(self._pass_wrapper))
+        watch_forwards(self._pass_wrapper)
         for prefix, model in self._models.items():
             groups = dict(sharded.fsdp_groups(model))
             for name, module in model.named_modules():
@@ -64,12 +69,19 @@ class Gates:
                     self._gate(module, _tensors_under(module), what)
                 elif own := list(_own_tensors(module)):
                     self._gate(module, own, what)
+        self._is_whole = True
 
     def remove(self) -> None:
         """Takes all of them away."""
-        undo, self._undo = self._undo, []
-        for step in undo:
-            step()
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def mend(self) -> None:
+        """An exception came in between: takes away what was put up in part."""
+        if not self._is_whole:
+            self.remove()
+            self._is_whole = True
 
     def _pass_wrapper(self, ddp: DistributedDataParallel) -> None:
         modules = list(ddp.modules())
@@ -85,7 +97,8 @@ class Gates:
             self._passed(tensors, what)
 
         hook: Any = torch.compiler.disable(gate)
-        self._undo.append(module.register_forward_pre_hook(hook, prepend=True).remove)
+        self._undo.append(lambda: remove_hook(module._forward_pre_hooks, hook))
+        module.register_forward_pre_hook(hook, prepend=True)
 
     def _wrap(self, module: nn.Module, compiled: Callable[..., Any], tensors: list[Tensor], what: str) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,8 +109,8 @@ class Gates:
             if module._compiled_call_impl is call:
                 module._compiled_call_impl = compiled
 
-        module._compiled_call_impl = call
         self._undo.append(undo)
+        module._compiled_call_impl = call
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

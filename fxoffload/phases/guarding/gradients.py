@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fxoffload.phases.guarding.overrides import remove_hook
 from fxoffload.phases.inventory import Inventory
 
 
@@ -24,26 +24,28 @@ class Gradients:
         self._inventory = inventory
         self._policy = policy
         self._refuse = refuse
-        self._hooks: list[Any] = []
+        self._hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
 
-    def apply_policy(self) -> list[tuple[Tensor, Tensor]]:
-        """Before gradients leave: drops them, or complains. Returns what ``restore`` needs if the rest goes wrong.
+    def apply_policy(self, dropped: list[tuple[Tensor, Tensor]]) -> None:
+        """Before gradients leave: drops them, or complains.
+
+        Args:
+            dropped: is told, before, what ``restore`` needs if the rest goes wrong.
 
         Raises:
             RuntimeError: there are some, and ``grads="error"``.
         """
         if self._policy == "keep":
-            return []
+            return
         owners = [(name, owner) for name, owner in self._inventory.gradient_owners() if owner.grad is not None]
         if self._policy == "error" and owners:
             raise RuntimeError(
                 f'expected no gradients (grads="error"), found {len(owners)}, the first of {owners[0][0]}: call '
                 'optimizer.zero_grad(), or choose grads="keep" or "drop"'
             )
-        dropped = [(owner, owner.grad) for _, owner in owners if owner.grad is not None]
+        dropped += [(owner, owner.grad) for _, owner in owners if owner.grad is not None]
         for _, owner in owners:
             owner.grad = None
-        return dropped
 
     @staticmethod
     def restore(dropped: list[tuple[Tensor, Tensor]]) -> None:
@@ -60,13 +62,15 @@ class Gradients:
 
         for _, owner in self._inventory.gradient_owners():
             if owner.grad is not None and owner.requires_grad and owner.is_leaf:
-                self._hooks.append(owner.register_hook(refuse))
+                self._hooks.append((owner, refuse))  # before: it is taken away, wherever an exception comes
+                owner.register_hook(refuse)
 
     def unguard(self) -> None:
         """They are back."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        while self._hooks:
+            owner, refuse = self._hooks[-1]
+            remove_hook(owner._backward_hooks, refuse)
+            self._hooks.pop()
 
     def still_used(self, tensors: list[Tensor]) -> bool:
         """Whether a backward may write to one: it is the ``.grad`` of something, or DDP's bucket, which DDP keeps."""

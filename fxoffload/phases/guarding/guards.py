@@ -50,6 +50,7 @@ class Guards:
         self._of_modules: list[Override] = []
         self._guarded: list[int] = []
         self._compiled = CompiledFunctions()
+        self._is_whole = True
 
     def install(self, *, of_modules: bool = True) -> None:
         """Puts the overrides in place. Nothing happens where they already are.
@@ -57,6 +58,8 @@ class Guards:
         Args:
             of_modules: whether something that modules have is away: not so where only the optimizer's state is.
         """
+        self.mend()
+        self._is_whole = False
         optimizers = self._manager.optimizers
         self.watch(optimizers)
         modules = self._manager._inventory.modules
@@ -69,6 +72,13 @@ class Guards:
             self._compiled.install(modules.values(), optimizers)
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
+        self._is_whole = True
+
+    def mend(self) -> None:
+        """An exception came in between: takes away what was put up in part."""
+        if not self._is_whole:
+            self.remove()
+            self._is_whole = True
 
     def watch(self, optimizers: Iterable[Any]) -> None:
         """Hooks the state dicts of optimizers, for those that were not hooked yet."""
@@ -87,8 +97,8 @@ class Guards:
         ]
         guarded = [id(target) for _, module in members for target in (module, *_gatherers(module))]
         if guarded != self._guarded:
-            self._guarded = guarded
             self._of_modules = [override for name, module in members for override in self._overrides_of(module, name)]
+            self._guarded = guarded
         for override in self._of_modules:
             self._overrides.put(override)
 

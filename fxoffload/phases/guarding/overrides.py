@@ -72,17 +72,18 @@ class Override:
             self._before, self._original = now, getattr(self._target, name)
             attributes[name] = self._ours
         self._on = True
+        return self.remove
 
-        def undo() -> None:
-            self._on = False
-            if attributes.get(name) is not self._ours:
-                return  # replaced once more by somebody else, who may call us
-            if self._before is _MISSING:
-                del attributes[name]
-            else:
-                attributes[name] = self._before
-
-        return undo
+    def remove(self) -> None:
+        """Takes it away. May be called again, and before ``put``."""
+        self._on = False
+        attributes, name = self._target.__dict__, self._name
+        if attributes.get(name) is not self._ours:
+            return  # replaced once more by somebody else, who may call us
+        if self._before is _MISSING:
+            del attributes[name]
+        else:
+            attributes[name] = self._before
 
     def _is_part_of(self, method: Any) -> bool:
         """Whether this is the override, or was made of it."""
@@ -147,20 +148,27 @@ class Overrides:
     """Replaced methods, put back together."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._put: list[Override] = []  # noted before they are
 
     def __bool__(self) -> bool:
-        return bool(self._undo)
+        return bool(self._put)
 
     def put(self, override: Override) -> None:
         """Puts one in front of the method that its object has now."""
-        self._undo.append(override.put())
+        self._put.append(override)
+        override.put()
 
     def remove(self) -> None:
         """Puts everything back."""
-        undo, self._undo = self._undo, []
-        for step in reversed(undo):
-            step()
+        while self._put:
+            self._put[-1].remove()
+            self._put.pop()
+
+
+def remove_hook(hooks: dict[int, Any] | None, hook: Any) -> None:
+    """Takes a hook out of a module's or tensor's, if it is there."""
+    for key in [key for key, known in (hooks or {}).items() if known is hook]:
+        hooks.pop(key, None)  # type: ignore[union-attr]
 
 
 def is_ours(value: Any) -> bool:

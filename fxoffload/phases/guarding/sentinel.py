@@ -28,9 +28,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import shift_version
+from fxoffload._torch_private import set_version
 from fxoffload.phases.moving.storages import Holding, Where
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.sizes import format_bytes
 
 
@@ -40,9 +40,24 @@ class OffloadedError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Away:
+    """What is known of a tensor that is away.
+
+    Attributes:
+        home: its class.
+        holdings: that it lies in.
+        process: in which it was sent away.
+        version: that its counter is to have while it is away; None: it counts nothing.
+        is_counted: whether the counter is known to have it.
+        home_version: that it is to have next, once it is on its way back. A version is written down before the counter
+            is set, and so set once, wherever an exception comes.
+    """
+
     home: type
     holdings: list[Holding]
     process: int
+    version: int | None
+    is_counted: bool = False
+    home_version: int | None = None
 
 
 _RECORD = "_fxoffload_away"
@@ -91,41 +106,66 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name != _RECORD}
 
 
+@locked(lambda *parts: _LOCK)
 def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Switches the class of tensors that lie in a holding, for each of some parts."""
     process = os.getpid()
-    with _LOCK:
-        for tensors, holding in parts:
-            for tensor in tensors:
-                attributes: Any = tensor.__dict__
-                record = attributes.get(_RECORD)
-                if record is None or all(held.where is Where.DEVICE for held in record.holdings):
-                    home = home_of(tensor)
-                    # A backward reads what its forward saved in C++, without asking the class: it ends the process,
-                    # unless autograd takes the tensor for modified and raises.
-                    shift_version(tensor, 1)
-                    attributes[_RECORD] = _Away(home, [holding], process)
-                    tensor.__class__ = _CLASSES.get(home) or _away_class(home)
-                elif holding not in record.holdings:
-                    record.holdings.append(holding)
+    for tensors, holding in parts:
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is not None and type(tensor) is record.home:
+                record = _after_an_exception(tensor, record)
+            if record is None or all(held.where is Where.DEVICE for held in record.holdings):
+                home = home_of(tensor)
+                # A backward reads what its forward saved in C++, without asking the class: it ends the process,
+                # unless autograd takes the tensor for modified and raises.
+                version = None if tensor.is_inference() else tensor._version + 1
+                record = attributes[_RECORD] = _Away(home, [holding], process, version)
+                _count(tensor, record)
+                tensor.__class__ = _CLASSES.get(home) or _away_class(home)
+            elif holding not in record.holdings:
+                record.holdings.append(holding)
 
 
+@locked(lambda *parts: _LOCK)
 def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Gives tensors their classes back, once nothing of them is away any more."""
-    with _LOCK:
-        for tensors, holding in parts:
-            for tensor in tensors:
-                attributes: Any = tensor.__dict__
-                record = attributes.get(_RECORD)
-                if record is None:
+    for tensors, holding in parts:
+        for tensor in tensors:
+            attributes: Any = tensor.__dict__
+            record = attributes.get(_RECORD)
+            if record is None:
+                continue
+            if record.holdings != [holding]:
+                record.holdings = [held for held in record.holdings if held is not holding]
+                if record.holdings:
                     continue
-                if record.holdings != [holding]:
-                    record.holdings = [held for held in record.holdings if held is not holding]
-                    if record.holdings:
-                        continue
-                tensor.__class__ = record.home
-                del attributes[_RECORD]
-                shift_version(tensor, -1)
+            tensor.__class__ = record.home
+            _count(tensor, record)
+            if record.version is not None:
+                if record.home_version is None:
+                    record.home_version = tensor._version - 1
+                set_version(tensor, record.home_version)
+            del attributes[_RECORD]
+
+
+def _after_an_exception(tensor: Tensor, record: _Away) -> _Away | None:
+    """It was on its way to its class or back when one came: it goes there, and then away."""
+    if record.home_version is None:
+        _count(tensor, record)
+        tensor.__class__ = _CLASSES.get(record.home) or _away_class(record.home)
+        return record
+    set_version(tensor, record.home_version)
+    attributes: Any = tensor.__dict__
+    del attributes[_RECORD]
+    return None
+
+
+def _count(tensor: Tensor, record: _Away) -> None:
+    if record.version is not None and not record.is_counted:
+        set_version(tensor, record.version)
+        record.is_counted = True
 
 
 @contextlib.contextmanager

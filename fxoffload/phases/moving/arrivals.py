@@ -30,7 +30,10 @@ HEAD_START_S_PER_BYTE = 1 / 120e9
 
 
 class Arrivals:
-    """The queue of a ``Transit``, which holds its lock around every call. See [Note: Slices]."""
+    """The queue of a ``Transit``, whose transactions call it. See [Note: Slices].
+
+    The queue says in which order: whether a holding is to arrive, it says itself (``Holding.is_due``).
+    """
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
@@ -40,15 +43,15 @@ class Arrivals:
     def add(self, holdings: Iterable[Holding]) -> None:
         """These arrive next, after what was added before."""
         for holding in holdings:
-            holding.where, holding.serial = Where.ARRIVING, 0
+            holding.where = Where.ARRIVING
             self._queue.append(holding)
 
     def start_first(self) -> list[Holding]:
         """Starts as much as the first forward needs at once."""
         nbytes, count = 0, 0
         most = FIRST_MAPPED_BYTES if has_expandable_segments() else FIRST_BYTES
-        for holding in self._queue:
-            if nbytes >= most or count == 4 * SLICE:
+        for holding in self.upcoming(4 * SLICE):
+            if nbytes >= most:
                 break
             nbytes, count = nbytes + holding.nbytes, count + 1
         self.head_start_s = nbytes * HEAD_START_S_PER_BYTE
@@ -60,21 +63,19 @@ class Arrivals:
         A failure (the device has no room) is raised, and leaves that one and all behind it where they are in the queue.
         """
         begun = self.upcoming(count)
-        try:
-            self._mover.start_arriving(begun)
-        finally:
-            while self._queue and self._queue[0].serial:
-                self._queue.popleft()
+        self._mover.start_arriving(begun)
         return begun
 
     def upcoming(self, count: int = SLICE) -> list[Holding]:
         """The next ones."""
-        return list(itertools.islice(self._queue, count))
+        while self._queue and not self._queue[0].is_due:
+            self._queue.popleft()
+        return list(itertools.islice((holding for holding in self._queue if holding.is_due), count))
 
     def upcoming_bytes(self, nbytes: int) -> list[Holding]:
         """The next ones that go together, as many as have so many bytes in all; at least a slice, and at most eight."""
         found: list[Holding] = []
-        for holding in itertools.islice(self._queue, 8 * SLICE):
+        for holding in self.upcoming(8 * SLICE):
             if len(found) >= SLICE and (nbytes <= 0 or not go_together(found[0], holding)):
                 break
             found.append(holding)
@@ -83,14 +84,20 @@ class Arrivals:
 
     def start_until(self, holding: Holding) -> list[Holding]:
         """Starts everything up to this one."""
-        if holding.serial or holding not in self._queue:
+        if not holding.is_due:
             return []
-        return self.start(self._queue.index(holding) + 1)
+        due = self.upcoming(len(self._queue))
+        return self.start(due.index(holding) + 1) if holding in due else []
 
     def cancel(self, holdings: Iterable[Holding]) -> None:
         """Those of them that were not started stay on the host."""
-        gone = {id(holding) for holding in holdings if not holding.serial}
-        for holding in self._queue:
-            if id(holding) in gone:
+        for holding in holdings:
+            if holding.is_due:
                 holding.where = Where.HOST
-        self._queue = deque(holding for holding in self._queue if id(holding) not in gone)
+        self._queue = deque(holding for holding in self._queue if holding.is_due)
+
+    def mend(self, due: Iterable[Holding]) -> None:
+        """An exception came in between. ``due``: all that is to arrive."""
+        left = {id(holding): holding for holding in due}
+        queued = [holding for holding in self._queue if left.pop(id(holding), None) is not None]
+        self._queue = deque([*queued, *left.values()])

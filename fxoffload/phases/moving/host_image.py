@@ -21,7 +21,7 @@ from collections.abc import Callable
 import psutil
 from torch import Tensor
 
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock, Pinner, address_space_bytes
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 from fxoffload.runtime.host_memory.limits import PAGEABLE_SHARE
@@ -56,13 +56,13 @@ class _Booking(Booking):
         self._total = total
         total.bookings.append(self)
 
+    @locked(lambda self, nbytes: self._total.lock)
     def grow_to(self, nbytes: int) -> bool:
-        with self._total.lock:
-            return nbytes <= self._granted(nbytes) and super().grow_to(nbytes)
+        return nbytes <= self._granted(nbytes) and super().grow_to(nbytes)
 
+    @locked(lambda self, nbytes: self._total.lock)
     def grow_within(self, nbytes: int) -> int:
-        with self._total.lock:
-            return super().grow_within(self._granted(nbytes))
+        return super().grow_within(self._granted(nbytes))
 
     def _granted(self, nbytes: int) -> int:
         room = max(self._total.room_of(self), self.nbytes)
@@ -102,7 +102,6 @@ class HostImage:
         self._first = HostArena(pinner if pin else pageable, space, exact=True, warn=False, booking=first)
         self._rest = HostArena(pageable, space, exact=True, warn=False, booking=rest)
         self._space = space
-        self._lock = ForkSafeRLock()
         self._has_warned = False
         self._driver_refused = False
 
@@ -200,11 +199,10 @@ class HostImage:
         return self._first.wait_ms + self._rest.wait_ms
 
     def _warn(self, nbytes: int, reason: str) -> None:
-        with self._lock:
-            self._driver_refused = self._driver_refused or self._first.has_failed
-            if self._has_warned:
-                return
-            self._has_warned = True
+        self._driver_refused = self._driver_refused or self._first.has_failed
+        if self._has_warned:
+            return
+        self._has_warned = True
         log.warning(
             "%s of host memory could not be pinned (%s) and are pageable, as may be what follows "
             "(PhaseManager.image.pageable_bytes counts it): such copies run at about 1.2 GB/s to the host and 5 to 7 "

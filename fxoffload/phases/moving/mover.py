@@ -31,6 +31,7 @@ from fxoffload.phases.moving.room import Room
 from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.phases.moving.worker import YIELD_S
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
+from fxoffload.runtime.host_memory.arena import Fence
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
 # A third of what PCIe 5 takes for a byte; what is faster than 200 GB/s would be held up.
@@ -64,6 +65,10 @@ class Ahead:
     def _has(self, holding: Holding) -> bool:
         known = self._started.get(holding.storage._cdata)
         return known is not None and known.block is holding.block and known.nbytes == holding.nbytes
+
+    def holdings(self) -> list[Holding]:
+        """Made for this."""
+        return list(self._started.values())
 
     def devices(self) -> set[torch.device]:
         """Where the copies come from."""
@@ -103,16 +108,10 @@ class Mover:
             if isinstance(copies, CudaCopies):  # a stream of weights may be reading what is on the device
                 copies.offload_stream.wait_stream(copies.reload_stream)
 
-    def start_ahead(self, remembered: Sequence[Holding]) -> Ahead:
-        """Starts to copy what will leave, very likely, into the blocks that it had."""
-        ahead = Ahead(remembered)
-        try:
-            for part in parts(remembered):
-                self._start_leaving(part, gives_way=False)
-        except BaseException:
-            self.finish(ahead)
-            raise
-        return ahead
+    def start_ahead(self, ahead: Ahead) -> None:
+        """Starts to copy what will leave, very likely, into the blocks that it had. ``finish`` ends it."""
+        for part in parts(ahead.holdings()):
+            self._start_leaving(part, gives_way=False)
 
     def finish(self, ahead: Ahead) -> None:
         """Waits for copies that nobody needs, and lets their storages go."""
@@ -156,6 +155,7 @@ class Mover:
             ahead.let_go()
         except BaseException:
             for device in {holding.device for holding in holdings}:
+                self.copies(device).go_back()
                 self.copies(device).synchronize()
             self.finish(ahead)
             raise
@@ -210,19 +210,34 @@ class Mover:
         self.copies(device).reload_waits_for_compute()
 
     def give_up(self, holding: Holding) -> None:
-        """It could not be started, or all of it: empties it again, when nothing is being copied to it any more."""
+        """It stays on the host: empties it again, when nothing is being copied to it any more."""
+        holding.where = Where.HOST
+        self.clear(holding)
+
+    def clear(self, holding: Holding) -> None:
+        """As if its copy had not been started."""
+        holding.serial = 0  # first: of what was not started only the bytes on the host count
         self.copies(holding.device).synchronize()
         holding.storage.resize_(0)
-        holding.event, holding.serial, holding.where = None, 0, Where.HOST
+        holding.event = None
+
+    def go_back(self) -> None:
+        """An exception came in between: see ``CopyStreams.go_back``."""
+        for copies in list(self._copies.values()):
+            copies.go_back()
+
+    def synchronize(self) -> None:
+        """Waits for all copies."""
+        for copies in list(self._copies.values()):
+            copies.synchronize()
 
     def _fill(self, part: list[Holding], gives_way: bool) -> None:
         try:
             self.before_writing(part[0].device)
             self._start_copies(part, gives_way)
         except BaseException:
-            self.copies(part[0].device).synchronize()
             for holding in part:
-                holding.storage.resize_(0)
+                self.clear(holding)
             raise
 
     def _start_copies(self, part: list[Holding], gives_way: bool) -> None:
@@ -231,8 +246,13 @@ class Mover:
             pieces = [piece for holding in part for piece in self._pieces(holding)]
             event = copies.reload(pieces, gives_way=gives_way)
         serial = next(self._serials)
+        fence = Fence(serial, event) if event is not None else None
         for holding in part:
-            holding.event, holding.serial, holding.where = event, serial, Where.ARRIVING
+            assert holding.block is not None
+            holding.block.fence = fence
+            holding.event = event
+            holding.where = Where.ARRIVING
+            holding.serial = serial  # last: it says that the copy was started
 
     def _start_leaving(self, part: list[Holding], *, gives_way: bool) -> Any:
         """Returns the event of the copies."""
@@ -241,9 +261,9 @@ class Mover:
                 holding.block = self._image.take(holding.nbytes)
         copies = self.copies(part[0].device)
         with copies.offloading():
-            for event in {id(holding.event): holding.event for holding in part}.values():
-                if event is not None:
-                    copies.offload_waits_for(event, Wait.HOST_READ)
+            fences = [holding.block.fence for holding in part if holding.block is not None]
+            for fence in {id(fence): fence for fence in fences if fence is not None}.values():
+                copies.offload_waits_for(fence.event, Wait.HOST_READ)
             pieces = [(host, device) for holding in part for device, host in self._pieces(holding)]
             return copies.offload(pieces, gives_way=gives_way)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload._torch_private import StorageWeakRef, has_dispatch, is_made_like_dtensor, local_of
+from fxoffload._torch_private import has_dispatch, is_made_like_dtensor, local_of
 from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
 
 
@@ -54,7 +55,8 @@ class Holding:
         block: its place in the host image.
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
-        weak: refers to the storage when ``storage`` no longer does; made once.
+        weak: refers to the storage when ``storage`` no longer does.
+        watched: the tensors, while it is found out who else holds them.
     """
 
     storage: torch.UntypedStorage
@@ -68,7 +70,13 @@ class Holding:
     block: HostBlock | None = None
     event: Any = None
     serial: int = 0
-    weak: StorageWeakRef | None = None
+    weak: weakref.ref[torch.UntypedStorage] | None = None
+    watched: list[weakref.ref[Tensor]] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to arrive, and its copy was not started."""
+        return self.where is Where.ARRIVING and not self.serial
 
     def __repr__(self) -> str:
         # Without the storage: torch writes out every byte of one.

@@ -9,23 +9,66 @@ after a few tenths of a millisecond of work.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from fxoffload.phases.forks import Birthplace
-from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller, use_device
+from fxoffload.runtime.transactions import Latch
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
 YIELD_S = 5e-5
 
-Jobs = queue.SimpleQueue[tuple[int | None, Callable[[], None]] | None]
+_ALL: WeakBag[Worker] = WeakBag()
 
-_ALL: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+class _Job:
+    """Work that is done once. ``failed``: called where it was not done to its end, with the reason."""
+
+    def __init__(self, work: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        self._device = device_of_caller()
+        self._work, self._failed = work, failed
+        self._has_begun = False
+        self.is_over = False
+
+    def run(self, begin: Callable[[int | None], None]) -> None:
+        if self._has_begun:
+            self._fail(RuntimeError("the thread that moves memory was interrupted"))
+            return
+        self._has_begun = True
+        try:
+            begin(self._device)
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.is_over = True
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed(error)
+        self.is_over = True
+
+
+class _Jobs:
+    """What the thread knows: a worker that nobody has any more ends its thread."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Job] = deque()  # the first one may be running: it is taken out when it is over
+        self.turn = ForkSafeRLock()  # of the thread that runs them: two after a ``stop`` that was interrupted
+        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None  # that waits for more of them
+
+    def end(self) -> None:
+        self.thread = None
+        self.wake.put(None)
 
 
 class Worker:
@@ -37,10 +80,11 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: Jobs = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs = _Jobs()
         self._lock = ForkSafeRLock()
         self._birthplace = Birthplace()
+        weakref.finalize(self, self._jobs.end)
+        _ALL.add(self)
 
     def require_own_process(self, what: str) -> None:
         """Refuses ``what`` in a forked child.
@@ -50,22 +94,24 @@ class Worker:
         """
         self._birthplace.require(what)
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job.
+    @locked(lambda self, *args: self._lock)
+    def submit(self, work: Callable[[], None], failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Queues a job: by one store, so that an exception comes before it or after it.
+
+        Args:
+            failed: called in the thread where ``work`` raises or is interrupted.
 
         Raises:
-            RuntimeError: in a forked child.
+            RuntimeError: in a forked child, or there can be no more threads.
         """
         self.require_own_process("offload() or onload()")
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_run, args=(self._jobs, self._name), name=self._name, daemon=True
-                )
-                weakref.finalize(self, self._jobs.put, None)
-                self._thread.start()
-                _ALL.add(self)
-            self._jobs.put((device_of_caller(), job))
+        thread = self._jobs.thread
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=_run, args=(self._jobs, self._name), name=self._name, daemon=True)
+            self._jobs.thread = thread
+            thread.start()
+        self._jobs.waiting.append(_Job(work, failed))
+        self._jobs.wake.put(None)
 
     def drain(self) -> None:
         """Blocks until everything that was submitted before has run.
@@ -73,35 +119,60 @@ class Worker:
         Raises:
             RuntimeError: in a forked child, if there was anything.
         """
-        if threading.current_thread() is self._thread or self._thread is None:
+        thread = self._jobs.thread
+        if thread is None or thread is threading.current_thread():
             return
         self.require_own_process("a wait for what is being offloaded")
-        reached = threading.Event()
-        self.submit(reached.set)
+        reached = Latch()
+        self.submit(reached.open, lambda error: reached.open())
         reached.wait()
 
     def stop(self) -> None:
         """Ends the thread after what was submitted."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is not None and self._birthplace.is_here:
-                self._jobs.put(None)
-        if thread is not None and thread is not threading.current_thread() and self._birthplace.is_here:
+        if not self._birthplace.is_here:
+            return
+        thread = self._end()
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join()
 
+    @locked(lambda self: self._lock)
+    def _end(self) -> threading.Thread | None:
+        thread = self._jobs.thread
+        self._jobs.end()
+        return thread
 
-def _run(jobs: Jobs, name: str) -> None:
-    # Knows the queue only: a worker that nobody has any more ends its thread.
-    first = True
-    while (order := jobs.get()) is not None:
-        device, job = order
+
+def _run(jobs: _Jobs, name: str) -> None:
+    is_over = False
+    while not is_over:
+        with contextlib.suppress(BaseException):  # one that came while another one was told of
+            _run_all(jobs, name)
+            is_over = True
+
+
+def _run_all(jobs: _Jobs, name: str) -> None:
+    mine = threading.current_thread()
+    begin = begin_thread
+    while True:
         try:
-            (begin_thread if first else use_device)(device)
-            first = False
-            job()
+            while jobs.waiting:
+                _run_first(jobs, begin)
+                begin = use_device
+            if jobs.thread is not mine and not jobs.waiting:
+                return
+            jobs.wake.get()
         except BaseException:
             log.exception("a job of the thread %s failed; it goes on with the next one", name)
-        del job, order  # a job holds tensors
+
+
+@locked(lambda jobs, begin: jobs.turn)
+def _run_first(jobs: _Jobs, begin: Callable[[int | None], None]) -> None:
+    job = jobs.waiting[0] if jobs.waiting else None
+    if job is None:
+        return
+    if not job.is_over:
+        job.run(begin)
+    jobs.waiting.popleft()
 
 
 @atexit.register

@@ -30,6 +30,7 @@ from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side
 from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
+from fxoffload.runtime.grad_mode import without_grad
 from fxoffload.sizes import format_bytes
 
 Copies = Iterator[tuple[Tensor, Tensor]]
@@ -107,7 +108,7 @@ class BucketStream:
         self._landings: list[Tensor] = []
         self._wholes: dict[int, Tensor] = {}  # by the index of a unit; until they were handed out
 
-    @torch.no_grad()
+    @without_grad
     def advance(self, index: int) -> None:
         """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
         if index == 0:

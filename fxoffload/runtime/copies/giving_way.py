@@ -61,6 +61,12 @@ class GivingWay:
             if here is not self.stream:
                 self._pass_on(here, there)
 
+    def join(self) -> None:
+        """``stream`` waits for the other one: a copy may have ended, by an exception, while that had its turn."""
+        turn = torch.cuda.Event()
+        turn.record(self._other)
+        self.stream.wait_event(turn)
+
     def _pass_on(self, here: torch.cuda.Stream, there: torch.cuda.Stream) -> None:
         turn = torch.cuda.Event()  # one each: another thread may be copying too
         turn.record(here)

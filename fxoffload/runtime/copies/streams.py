@@ -24,7 +24,7 @@ import contextlib
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,8 @@ from fxoffload.runtime.capture_mode import outside_captures
 from fxoffload.runtime.copies.giving_way import GivingWay
 from fxoffload.runtime.copies.host_lead import HostLead
 from fxoffload.runtime.copies.host_pace import HostPace
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.runtime.transactions import transaction
 
 
 class Wait(enum.Enum):
@@ -84,6 +86,11 @@ class CopyStreams(Protocol):
         one before it ([Note: Streams that wait])."""
         ...
 
+    def go_back(self) -> None:
+        """After copies that an exception broke off: this thread is on its own stream again, and what is done next on a
+        copy stream comes behind them."""
+        ...
+
     def exposed_ms(self) -> float: ...
     def reset_exposed(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -128,6 +135,9 @@ class HostCopies:
     def pace(self) -> None:
         """The device is where the host is."""
 
+    def go_back(self) -> None:
+        """There are no streams."""
+
     def exposed_ms(self) -> float:
         return 0.0
 
@@ -138,6 +148,37 @@ class HostCopies:
         """Every copy is finished."""
 
     wait_for_copies = synchronize
+
+
+class _OnStream:
+    """In this block a copy stream is the current one: what torch.cuda.stream() does, with less host time, for this runs
+    for every segment.
+
+    Args:
+        stream: the copy stream.
+        index: of its device.
+        left: by thread: the outermost such block that it is in.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, index: int, left: dict[int, _OnStream]) -> None:
+        self._stream, self._index, self._all_left = stream, index, left
+
+    def __enter__(self) -> None:
+        self._device, self._before = torch.cuda.current_device(), torch.cuda.current_stream(self._index)
+        self._all_left.setdefault(threading.get_ident(), self)
+        torch.cuda.set_stream(self._stream)  # also switches the current device to the stream's
+
+    def __exit__(self, *exception: object) -> None:
+        self.go_back()
+
+    def go_back(self) -> None:
+        """The stream and the device are what they were."""
+        torch.cuda.set_stream(self._before)
+        if self._device != self._index:
+            torch.cuda.set_device(self._device)
+        mine = threading.get_ident()
+        if self._all_left.get(mine) is self:
+            del self._all_left[mine]
 
 
 class CudaCopies:
@@ -166,7 +207,9 @@ class CudaCopies:
         self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
-        self._pending_lock = threading.Lock()
+        self._lock = ForkSafeRLock()  # to count what is pending
+        self._torn = False
+        self._left: dict[int, _OnStream] = {}  # by thread: the block in which it is on a copy stream
 
     @property
     def offload_stream(self) -> torch.cuda.Stream:
@@ -217,29 +260,22 @@ class CudaCopies:
         before.record(stream)
         stream.wait_event(event)  # type: ignore[arg-type]
         after.record(stream)
-        with self._pending_lock:
-            self._pending.append((before, after))
-            if len(self._pending) > self._MAX_PENDING:
-                self._fold(wait_for_them=False)
+        self._pending.append((before, after))
+        if len(self._pending) > self._MAX_PENDING:
+            self._fold(wait_for_them=False)
 
     def offloading(self) -> contextlib.AbstractContextManager[None]:
-        return self._on(self.offload_stream)
+        return _OnStream(self.offload_stream, self._index, self._left)
 
     def reloading(self) -> contextlib.AbstractContextManager[None]:
-        return self._on(self.reload_stream)
+        return _OnStream(self.reload_stream, self._index, self._left)
 
-    @contextlib.contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # What torch.cuda.stream() does, with less host time: this runs for every segment. set_stream also switches the
-        # current device to the stream's.
-        device, before = torch.cuda.current_device(), self.compute_stream()
-        torch.cuda.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(before)
-            if device != self._index:
-                torch.cuda.set_device(device)
+    def go_back(self) -> None:
+        left = self._left.get(threading.get_ident())
+        if left is not None:
+            left.go_back()
+        for way in (self._down, self._up):
+            way.join()
 
     def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
         return self._copy(self._down, pieces, gives_way)
@@ -263,14 +299,16 @@ class CudaCopies:
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
-        with self._pending_lock:
-            self._fold(wait_for_them=True)
-            return self._exposed_ms
+        self._fold(wait_for_them=True)
+        return self._exposed_ms
 
+    @transaction
     def reset_exposed(self) -> None:
-        with self._pending_lock:
-            self._pending.clear()
-            self._exposed_ms = 0.0
+        self._pending.clear()
+        self._exposed_ms = 0.0
+
+    def _mend(self) -> None:
+        """A wait that was not counted is not missed."""
 
     def synchronize(self) -> None:
         for stream in (*self._down.both, *self._up.both):
@@ -295,6 +333,7 @@ class CudaCopies:
         event.record(way.stream)
         return event
 
+    @transaction
     def _fold(self, *, wait_for_them: bool) -> None:
         while self._pending:
             before, after = self._pending[0]

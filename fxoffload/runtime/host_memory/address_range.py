@@ -9,12 +9,12 @@ import mmap
 import os
 import platform
 import re
-import weakref
 from typing import NamedTuple
 
 import torch
 
 from fxoffload._torch_private import StorageWeakRef, is_gone
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class HostRange:
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         # One huge page more than asked for, to start at the border of one: huge pages are used for whole ones only.
-        self._map = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = _Map(-1, nbytes + HUGE_PAGE, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 try:
@@ -44,7 +44,8 @@ class HostRange:
         self._skipped = -whole.data_ptr() % HUGE_PAGE
         self.bytes = whole[self._skipped : self._skipped + nbytes]
         self.address = self.bytes.data_ptr()
-        _MAPS[self._map] = []
+        self._map.parts = []
+        _MAPS.add(self._map)
 
     def tensor(self, start: int, nbytes: int, *, for_children: bool) -> torch.Tensor:
         """Some bytes, in a storage of their own.
@@ -56,9 +57,8 @@ class HostRange:
         offset = self._skipped + start
         found = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
         if for_children or _COPIES_PINNED_PAGES:
-            parts = _MAPS[self._map]
-            parts[:] = [part for part in parts if not is_gone(part.storage)]
-            parts.append(_Part(StorageWeakRef(found.untyped_storage()), offset, nbytes))
+            self._map.parts = [part for part in self._map.parts if not is_gone(part.storage)]
+            self._map.parts.append(_Part(StorageWeakRef(found.untyped_storage()), offset, nbytes))
         return found
 
     def give_back(self, start: int, nbytes: int) -> None:
@@ -79,7 +79,13 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-_MAPS: weakref.WeakKeyDictionary[mmap.mmap, list[_Part]] = weakref.WeakKeyDictionary()
+class _Map(mmap.mmap):
+    """A mapping, and the tensors of it that a forked child is to have."""
+
+    parts: list[_Part]
+
+
+_MAPS: WeakBag[_Map] = WeakBag()
 
 
 def _copies_pinned_pages(release: str) -> bool:
@@ -94,8 +100,8 @@ _COPIES_PINNED_PAGES = _copies_pinned_pages(platform.release())
 def _advise_parts(advice: str) -> None:
     if not hasattr(mmap, advice):
         return
-    for held, parts in list(_MAPS.items()):
-        for part in parts:
+    for held in _MAPS:
+        for part in held.parts:
             if not is_gone(part.storage):
                 start = part.offset // mmap.PAGESIZE * mmap.PAGESIZE
                 with contextlib.suppress(OSError):

@@ -21,7 +21,12 @@ back are backed and registered anew like any others.
 [Note: Arena and fork]
 A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
 refused, and freeing them does nothing. The events that were its parent's are not destroyed there
-(``fxoffload.runtime.forked``).
+(``fxoffload.runtime.forked``): the arena holds them, those of the copies into its blocks too.
+
+[Note: Who owns a block]
+Whoever refers to it: a block that nobody refers to returns by itself, and ``free`` returns one early. So none is lost
+where an exception comes between ``allocate`` and whoever was to have the block. The leases say what is lent; what is
+free is all the rest, and can be found again from that ([Note: Asynchronous exceptions]).
 
 [Note: Block fences]
 Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
@@ -39,6 +44,7 @@ block across several registrations is registered anew as one (2 GiB in huge page
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -48,22 +54,25 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
-from fxoffload.runtime.forked import generation, keep_if_forked
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
+from fxoffload.runtime.forked import keep_if_forked
 from fxoffload.runtime.host_memory import numa
 from fxoffload.runtime.host_memory.address_range import HUGE_PAGE, HostRange
 from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
 from fxoffload.runtime.host_memory.free_list import Fence as Fence
-from fxoffload.runtime.host_memory.free_list import FreeList, FreeRange, younger
+from fxoffload.runtime.host_memory.free_list import FreeList, Span, younger
 from fxoffload.runtime.host_memory.ledger import Booking
 from fxoffload.runtime.host_memory.pinners import CudaPinner as CudaPinner
 from fxoffload.runtime.host_memory.pinners import HeapMemory as HeapMemory
 from fxoffload.runtime.host_memory.pinners import Pinner as Pinner
 from fxoffload.runtime.host_memory.pinners import touch, wait_for_devices
+from fxoffload.runtime.transactions import Changes, transaction
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -78,18 +87,56 @@ MAX_CHUNK_BYTES = 128 << 20
 _PAGE = HUGE_PAGE  # chunk borders are multiples of it
 
 
-@dataclass(slots=True)
-class HostBlock:
-    """A range of the arena: ``offset`` and ``nbytes`` in bytes; ``fence``: wait for it before writing; ``home``: tells
-    the arena that it is a range of, as that was made or as a fork left it; ``made_in``: a ``forked.generation``;
-    ``storage``: of the block's tensors, see [Note: Tensors of a block]."""
+_Found = TypeVar("_Found")
 
-    offset: int
-    nbytes: int
-    fence: Fence | None
-    home: object = field(default=None, compare=False, repr=False)
-    made_in: int = field(default_factory=generation, compare=False, repr=False)
-    storage: StorageWeakRef | None = field(default=None, compare=False, repr=False)
+
+class HostBlock:
+    """A range of the arena; see [Note: Who owns a block].
+
+    Attributes:
+        span: where it lies.
+        home: tells the arena that it is a range of, as that was made or as a fork left it.
+    """
+
+    __slots__ = ("__weakref__", "home", "span")
+
+    def __init__(self, span: Span, home: object = None) -> None:
+        self.span = span
+        self.home = home
+
+    @property
+    def offset(self) -> int:
+        """In bytes."""
+        return self.span.start
+
+    @property
+    def nbytes(self) -> int:
+        """In bytes."""
+        return self.span.end - self.span.start
+
+    @property
+    def fence(self) -> Fence | None:
+        """Wait for it before writing."""
+        return self.span.fence
+
+    @fence.setter
+    def fence(self, fence: Fence | None) -> None:
+        self.span.fence = fence
+
+
+class _Lease(weakref.ref[HostBlock]):
+    """A block that is lent, and the range that comes back when it is gone."""
+
+    __slots__ = ("span",)
+    span: Span
+
+
+class _Busy:
+    """In place of a result: something has to change first."""
+
+
+_BUSY = _Busy()
+_PATIENCE_S = 1.0  # after which one that waits looks again, whether or not it was told of a change
 
 
 class HostArena:
@@ -123,8 +170,7 @@ class HostArena:
         self._chunk_bytes = chunk_bytes
         self._warn = warn
         self._booking = booking or Booking()
-        self._registered: list[int] = []  # addresses, of each chunk; shared with the finalizer. 0: it is not
-        self._dead: deque[HostBlock] = deque()
+        self._registered: list[int] = []  # addresses, in order; shared with the finalizer
         self.num_growths = 0
         self.wait_ms = 0.0
         self.refusal = ""
@@ -135,20 +181,68 @@ class HostArena:
 
     def _begin(self) -> None:
         """The state of an arena that has nothing."""
-        self._range: HostRange | None = None
+        self._lock = ForkSafeRLock()
+        self._torn = False
+        self._changes = Changes()
+        self._threads = ChunkThreads(self._changes)
+        self._leases: dict[int, _Lease] = {}  # by their start: the source of truth of what is lent
+        self._dead: deque[_Lease] = deque()  # may have returned
+        self._bury = self._dead.append  # in C: no exception comes in between
+        self._in_use = 0
+        self._given_up: HostRange | None = None  # of a release that is under way: the driver knows it still
+        self._cutting: tuple[int, int, int] | None = None  # the chunk that a trim has in hand: thread, start, end
+        self._trimmer = 0  # the thread that has begun the latest trim
+        self._joining: tuple[HostRange, int, int] | None = None  # chunks that become one registration: start, end
+        self._warned_failed = False
+        self._opening = ForkSafeRLock()
+        self._forget_memory()
+
+    def _forget_memory(self) -> None:
+        """No chunk is ready."""
         self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
         self._free = FreeList()
-        self._cut: FreeRange | None = None  # what a trim has taken out of the free list and not given back yet
-        self._is_cutting = False  # a chunk beyond the last border is in hand
-        self._in_tensors: list[HostBlock] = []  # freed, but users have tensors of them
-        self._in_use = 0
+        self._cut: Span | None = None  # what a trim has taken out of the free list and not given back yet
+        self._in_tensors: dict[int, Span] = {}  # by their start: freed, but users have tensors of them
         self._highest = 0  # see ``highest_bytes``
         self._failed: BaseException | None = None
-        self._warned_failed = False
         self._home = object()
-        self._changed = threading.Condition(threading.RLock())
-        self._opening = threading.Lock()
-        self._threads = ChunkThreads(self._changed)
+        self._threads.restart()
+        self._range: HostRange | None = None  # last: until then ``_mend`` does it again
+
+    @transaction
+    def transact(self, work: Callable[[], _Found]) -> _Found:
+        """Calls ``work`` in a transaction of the arena. Called by the threads."""
+        return work()
+
+    def _mend(self) -> None:
+        """The leases say what is lent, the borders what is ready. What a trim or a release has begun is ended."""
+        if self._joining is not None:
+            self._end_joining(*self._joining)
+        if self._given_up is not None:
+            self._end_release(self._given_up)
+        if self._cutting is not None and self._cutting[0] == threading.get_ident():
+            self._end_cutting_for_good(*self._cutting[1:])
+        self._threads.mend(self._borders[-1])
+        self._find_free()
+
+    def _find_free(self) -> None:
+        """Of fences the youngest stands for all; which range it lay on is not known any more."""
+        youngest = self._free.youngest
+        spans = (self._cut, *(getattr(lease, "span", None) for lease in self._dead))
+        for span in spans:
+            youngest = younger(youngest, None if span is None else span.fence)
+        found, at = FreeList(youngest), 0
+        lent = [lease.span for lease in self._leases.values()]
+        self._in_use = sum(span.end - span.start for span in lent)
+        for span in lent:
+            self._in_tensors.pop(span.start, None)
+        lent = sorted((*lent, *self._in_tensors.values()), key=lambda span: span.start)
+        end = self._borders[-1] if self._cut is None else self._cut.start
+        for start, stop in (*((span.start, span.end) for span in lent), (end, end)):
+            if at < start:
+                found.insert(Span(at, start, youngest))
+            at = stop
+        self._free = found
 
     @property
     def reserved_bytes(self) -> int:
@@ -158,28 +252,34 @@ class HostArena:
     @property
     def in_use_bytes(self) -> int:
         """Bytes in live blocks."""
-        with self._changed:
-            self._collect()
-            return self._in_use
+        return self._count_in_use()
+
+    @transaction
+    def _count_in_use(self) -> int:
+        self._collect()
+        return self._in_use
 
     @property
     def in_tensors_bytes(self) -> int:
         """Bytes in freed blocks that users still have tensors of."""
-        with self._changed:
-            self._collect()
-            return sum(block.nbytes for block in self._in_tensors)
+        return self._count_in_tensors()
+
+    @transaction
+    def _count_in_tensors(self) -> int:
+        self._collect()
+        return sum(span.end - span.start for span in self._in_tensors.values())
 
     @property
     def highest_bytes(self) -> int:
         """The end of the block that lay highest since the last ``mark``."""
         return self._highest
 
+    @transaction
     def mark(self) -> None:
         """Count ``highest_bytes`` from here on, and from the blocks that are live."""
-        with self._changed:
-            self._collect()
-            end = self._borders[-1] if self._cut is None else self._cut.start
-            self._highest = end - self._free.tail_bytes(end)
+        self._collect()
+        end = self._borders[-1] if self._cut is None else self._cut.start
+        self._highest = end - self._free.tail_bytes(end)
 
     @property
     def has_failed(self) -> bool:
@@ -201,19 +301,38 @@ class HostArena:
 
     def reserve(self, nbytes: int, limit_bytes: int) -> None:
         """Grow to at least ``nbytes`` in the background, at most to ``limit_bytes``. Returns at once."""
-        with self._changed:
-            self._grow_to(nbytes, limit_bytes, whole=False)
+        self._until_not_busy(lambda: self._reserve(nbytes, limit_bytes))
+
+    @transaction
+    def _reserve(self, nbytes: int, limit_bytes: int) -> bool | _Busy:
+        return self._grow_to(nbytes, limit_bytes, whole=False) if self._end_trim() else _BUSY
 
     def wait_until_grown(self, patience_s: float = 60.0) -> bool:
         """Return when no memory is being pinned: True; or False after ``patience_s`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.is_growing, patience_s)
+        end = time.monotonic() + patience_s
+        while True:
+            changed = self._changes.next
+            if not self.is_growing:
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            changed.wait(min(left, _PATIENCE_S))
 
+    def _until_not_busy(self, attempt: Callable[[], _Found | _Busy]) -> _Found:
+        """What is waited for is waited for without the lock."""
+        while True:
+            changed = self._changes.next
+            found = attempt()
+            if not isinstance(found, _Busy):
+                return found
+            changed.wait(_PATIENCE_S)
+
+    @transaction
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
-        with self._changed:
-            self._collect()
-            return self._take(block_bytes(nbytes))
+        self._collect()
+        return self._take(block_bytes(nbytes))
 
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes; None where more than ``limit_bytes`` would be in use or reserved.
@@ -221,30 +340,37 @@ class HostArena:
         Blocks the caller while memory that fits the limit is still being pinned; the time is added to ``wait_ms``.
         """
         size = block_bytes(nbytes)
-        with self._changed:
-            self._collect()
-            if self._in_use + size > _whole_pages(limit_bytes):
-                self._refuse(_beyond(limit_bytes))
-                return None
-            block = self._take(size)
+        changed = self._changes.next
+        while isinstance(found := self._allocate(size, limit_bytes), _Busy):
             began = time.perf_counter()
-            while block is None:
-                if self._is_trimming:
-                    self._end_trim()  # what it had taken out is there again
-                elif not self._grow_for(size, limit_bytes):
-                    return None
-                else:
-                    self._changed.wait(timeout=60.0)
-                self._collect()
-                block = self._take(size)
-                self.wait_ms += 1e3 * (time.perf_counter() - began)
-                began = time.perf_counter()
-            return block
+            changed.wait(_PATIENCE_S)
+            self.wait_ms += 1e3 * (time.perf_counter() - began)
+            changed = self._changes.next
+        return found
+
+    @transaction
+    def _allocate(self, size: int, limit_bytes: int) -> HostBlock | _Busy | None:
+        self._collect()
+        if self._in_use + size > _whole_pages(limit_bytes):
+            self._refuse(_beyond(limit_bytes))
+            return None
+        block = self._take(size)
+        if block is None and self._is_trimming:
+            if not self._end_trim():
+                return _BUSY
+            block = self._take(size)  # what it had taken out is there again
+        if block is None and self._grow_for(size, limit_bytes):
+            return _BUSY
+        return block
 
     def free(self, block: HostBlock, fence: Fence | None) -> None:
         """Return a block, from any thread and from finalizers: takes no lock. ``fence``: see [Note: Block fences]."""
+        if not self.owns(block):
+            return
         block.fence = younger(block.fence, fence)
-        self._dead.append(block)
+        lease = self._leases.get(block.offset)
+        if lease is not None and lease() is block:
+            self._bury(lease)
 
     def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, torch.Tensor]]:
         """(offset within the block, uint8 host tensor) for each chunk that the block's first ``nbytes`` touch."""
@@ -260,47 +386,47 @@ class HostArena:
             start = stop
         return found
 
+    @transaction
     def tensor(self, block: HostBlock, nbytes: int) -> torch.Tensor:
         """The block's first ``nbytes`` bytes, to be kept by users; see [Note: Tensors of a block]."""
-        with self._changed:
-            held = self._range
-            if held is None or not self.has(block):
-                raise RuntimeError(_NOT_HERE)
-            storage = None if block.storage is None else storage_behind(block.storage)
-            if storage is None:
-                if self._pinner.pinned:
-                    self._register_as_one(held, block.offset, block.offset + nbytes)
-                found = held.tensor(block.offset, nbytes, for_children=not self._pinner.pinned)
-                block.storage = StorageWeakRef(found.untyped_storage())
-                return found
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        held = self._range
+        if held is None or not self.has(block):
+            raise RuntimeError(_NOT_HERE)
+        span = block.span
+        storage = None if span.storage is None else storage_behind(span.storage)
+        if storage is not None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        if self._pinner.pinned:
+            self._register_as_one(held, block.offset, block.offset + nbytes)
+        found = held.tensor(block.offset, nbytes, for_children=not self._pinner.pinned)
+        span.storage = StorageWeakRef(found.untyped_storage())
+        return found
 
     def may_write(self, block: HostBlock) -> bool:
         """Whether no tensor of the block is alive. Waits for copies out of the last one."""
-        if block.storage is None:
-            return True
-        if not is_gone(block.storage):
-            return False
-        wait_for_devices()
-        block.storage = None
-        return True
+        return _may_write(block.span)
 
     def _register_as_one(self, held: HostRange, start: int, end: int) -> None:
-        """The driver waits for copies that use the memory before it lets it go."""
         first, last = bisect.bisect_right(self._borders, start) - 1, bisect.bisect_left(self._borders, end)
-        if last - first < 2:
-            return
-        address, nbytes = held.address + self._borders[first], self._borders[last] - self._borders[first]
-        before = [one for one in self._registered[first:last] if one]
-        self._registered[first:last] = [address]
-        self._borders[first + 1 : last] = []
-        try:
-            for one in before:
+        if last - first > 1:
+            self._joining = held, self._borders[first], self._borders[last]
+            self._end_joining(*self._joining)
+
+    def _end_joining(self, held: HostRange, start: int, end: int) -> None:
+        """The driver waits for copies that use the memory before it lets it go."""
+        address, nbytes = held.address + start, end - start
+        for one in [one for one in self._registered if address <= one < address + nbytes]:
+            with contextlib.suppress(RuntimeError):  # it was let go before an exception came
                 self._pinner.unregister(one)
+            self._registered.remove(one)
+        first, last = bisect.bisect_left(self._borders, start), bisect.bisect_left(self._borders, end)
+        del self._borders[first + 1 : last]
+        try:
             self._pinner.register(address, nbytes)
+            bisect.insort(self._registered, address)
         except RuntimeError as error:
-            self._registered[first] = 0
             log.warning("%.2f GiB of host memory are no longer pinned, and copied slowly: %s", nbytes / 2**30, error)
+        self._joining = None
 
     def release(self) -> int:
         """Give all memory back to the operating system. Returns the bytes given back.
@@ -310,30 +436,35 @@ class HostArena:
         Raises:
             RuntimeError: blocks are in use.
         """
-        with self._changed:
-            self._threads.stop()
-            while self._is_trimming or self.is_growing:  # others go on while one is waited for
-                self._end_trim()
-                self._threads.stop()
-            self._collect()
-            if self._in_use:
-                raise RuntimeError(
-                    f"expected no offloaded values, found {self._in_use} bytes in use: run or drop the pending "
-                    "backward passes (delete their losses) first"
-                )
-            given = self._borders[-1]
-            if self._in_tensors:
-                wait_for_devices()
-                self._in_tensors = []
-            _unregister_all(self._pinner, self._registered)
-            self._registered.clear()
-            self._highest = 0
-            # Unmapped with the last view that somebody holds.
-            self._range, self._borders, self._free, self._failed = None, [0], FreeList(), None
-            self._threads.restart()
-            self._home = object()
-            self._booking.release()
-            return given
+        return self._until_not_busy(self._release)
+
+    @transaction
+    def _release(self) -> int | _Busy:
+        self._threads.stop()
+        if not self._end_trim() or self.is_growing:
+            return _BUSY
+        self._collect()
+        if self._in_use:
+            raise RuntimeError(
+                f"expected no offloaded values, found {self._in_use} bytes in use: run or drop the pending "
+                "backward passes (delete their losses) first"
+            )
+        if self._in_tensors:
+            wait_for_devices()
+        given, held = self._borders[-1], self._range
+        if held is None:
+            self._forget_memory()
+        else:
+            self._given_up = held
+            self._end_release(held)
+        return given
+
+    def _end_release(self, held: HostRange) -> None:
+        if self._range is held:
+            self._forget_memory()
+        _unregister_all(self._pinner, self._registered)
+        self._booking.release()
+        self._given_up = None  # unmapped with the last view that somebody holds
 
     def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None]) -> int:
         """Give back the free chunks at the end of the range that lie above ``keep_bytes``; see [Note: Trim]. Returns
@@ -343,21 +474,27 @@ class HostArena:
             keep_bytes: what stays, counted from the start of the range.
             wait_for_copies: returns when all copies that were started before are done.
         """
-        with self._changed:
-            self._collect()
-            cut = self._cut_tail(keep_bytes)
-        given = 0
-        if cut is None:
-            return given
         try:
-            wait_for_copies()
-            while nbytes := self._try_give_back_last(cut):
-                given += nbytes
-        finally:
-            with self._changed:
-                if self._cut is cut:
-                    self._end_trim()
-        return given
+            cut = self._cut_tail(keep_bytes)
+            given = 0
+            if cut is not None:
+                wait_for_copies()
+                while nbytes := self._try_give_back_last(cut):
+                    given += nbytes
+                self._leave_trim()
+            return given
+        except BaseException:
+            self._leave_trim()
+            raise
+
+    @transaction
+    def _leave_trim(self) -> None:
+        """The thread that trims does so no more. Another one may have ended it."""
+        if self._cutting is not None and self._cutting[0] == threading.get_ident():
+            self._end_cutting_for_good(*self._cutting[1:])
+        if self._trimmer == threading.get_ident():
+            self._end_trim()
+            self._trimmer = 0
 
     # -- free list -----------------------------------------------------------------------------------------------------
 
@@ -365,38 +502,41 @@ class HostArena:
         found = self._free.take(size)
         if found is None:
             return None
+        block = HostBlock(found, self._home)
+        lease = _Lease(block, self._bury)
+        lease.span = found
+        self._leases[found.start] = lease
         self._in_use += size
         self._highest = max(self._highest, found.end)
-        return HostBlock(found.start, size, found.fence, self._home)
+        return block
 
     def _collect(self) -> None:
-        while self._dead:
-            block = self._dead.popleft()
-            if not self.owns(block):
-                keep_if_forked(block.made_in, block)
-                continue
-            self._in_use -= block.nbytes
-            if block.storage is not None:
-                self._in_tensors.append(block)
-            else:
-                self._insert(block)
-        if self._in_tensors:
-            free = [block for block in self._in_tensors if self.may_write(block)]
-            self._in_tensors = [block for block in self._in_tensors if block.storage is not None]
-            for block in free:
-                self._insert(block)
-
-    def _insert(self, block: HostBlock) -> None:
-        self._free.insert(FreeRange(block.offset, block.offset + block.nbytes, block.fence))
+        dead = self._dead
+        while dead:
+            lease = dead[0]
+            span = getattr(lease, "span", None)  # none where an exception came before it was lent
+            if span is not None and self._leases.get(span.start) is lease:
+                if span.storage is not None:
+                    self._in_tensors[span.start] = span
+                del self._leases[span.start]  # now it is free, or in tensors
+                self._in_use -= span.end - span.start
+                if span.storage is None:
+                    self._free.insert(Span(span.start, span.end, span.fence))
+            dead.popleft()
+        for span in [span for span in self._in_tensors.values() if _may_write(span)]:
+            del self._in_tensors[span.start]
+            self._free.insert(Span(span.start, span.end, span.fence))
 
     # -- trim ----------------------------------------------------------------------------------------------------------
 
     @property
     def _is_trimming(self) -> bool:
-        return self._cut is not None or self._is_cutting
+        return self._cut is not None or self._cutting is not None
 
-    def _cut_tail(self, keep_bytes: int) -> FreeRange | None:
+    @transaction
+    def _cut_tail(self, keep_bytes: int) -> Span | None:
         """Take what ``trim`` may give back out of the free list; None where there is nothing, or no time for it."""
+        self._collect()
         if self._is_trimming or self.is_growing:
             return None
         ready = self._borders[-1]
@@ -404,56 +544,85 @@ class HostArena:
         at = bisect.bisect_left(self._borders, max(keep_bytes, used))
         if at >= len(self._borders) - 1:
             return None
+        self._trimmer = threading.get_ident()
         self._cut = self._free.cut(self._borders[at])
         return self._cut
 
-    def _try_give_back_last(self, cut: FreeRange) -> int:
+    def _try_give_back_last(self, cut: Span) -> int:
         try:
             return self._give_back_last(cut)
         except RuntimeError as error:
             log.warning("host memory that no step needs stays: %s", error)
             return 0
 
-    def _give_back_last(self, cut: FreeRange) -> int:
+    def _give_back_last(self, cut: Span) -> int:
         """Give the last chunk back. Returns its bytes; 0 where the trim that has taken ``cut`` out is over."""
-        with self._changed:
-            if self._cut is not cut:
-                return 0
-            end, start, held = self._borders.pop(), self._borders[-1], self._range
-            assert held is not None
-            self._threads.restart(start)
-            cut.end = start
-            if cut.start == start:
-                self._cut = None
-            self._is_cutting = True
+        chunk = self._begin_cutting(cut)
+        if chunk is None:
+            return 0
+        held, start, end = chunk
         try:
             self._pinner.unregister(held.address + start)
-        except BaseException:
-            with self._changed:
-                self._borders.append(end)
-                self._threads.restart(end)
-                self._free.insert(FreeRange(start, end, cut.fence))
-                self._ends_cutting()
+        except RuntimeError:
+            self._keep_chunk(start, end, cut.fence)
             raise
-        held.give_back(start, end - start)
-        with self._changed:
-            self._registered.pop()
-            self._booking.shrink_to(start)
-            self._ends_cutting()
+        self._end_cutting(start, end)
         return end - start
 
-    def _ends_cutting(self) -> None:
-        self._is_cutting = False
-        self._changed.notify_all()
+    @transaction
+    def _begin_cutting(self, cut: Span) -> tuple[HostRange, int, int] | None:
+        held = self._range
+        if self._cut is not cut or held is None:
+            return None
+        end, start = self._borders[-1], self._borders[-2]
+        self._cutting = threading.get_ident(), start, end
+        self._borders.pop()
+        self._threads.restart(start)
+        cut.end = start
+        if cut.start == start:
+            self._cut = None
+        return held, start, end
 
-    def _end_trim(self) -> None:
-        """What was not given back is free again; wait for what is in hand."""
-        while self._is_trimming:
-            cut, self._cut = self._cut, None
-            if cut is not None:
-                self._free.insert(cut)
-            if self._is_cutting:
-                self._changed.wait()
+    @transaction
+    def _keep_chunk(self, start: int, end: int, fence: Fence | None) -> None:
+        """The driver has not let go of it."""
+        self._borders.append(end)
+        self._threads.restart(end)
+        self._cutting = None
+        self._free.insert(Span(start, end, fence))
+        self._changes.notify()
+
+    def _end_cutting_for_good(self, start: int, end: int) -> None:
+        """Whoever had the chunk in hand was interrupted, before or after the driver let go of it."""
+        if self._borders[-1] == end:
+            self._borders.pop()
+        if self._cut is not None:
+            self._cut.end = min(self._cut.end, start)
+            if self._cut.start == self._cut.end:
+                self._cut = None
+        self._threads.restart(start)
+        assert self._range is not None
+        with contextlib.suppress(RuntimeError):
+            self._pinner.unregister(self._range.address + start)
+        self._end_cutting(start, end)
+
+    @transaction
+    def _end_cutting(self, start: int, end: int) -> None:
+        assert self._range is not None
+        self._range.give_back(start, end - start)
+        if self._registered and self._registered[-1] == self._range.address + start:
+            self._registered.pop()
+        self._booking.shrink_to(start)
+        self._cutting = None
+        self._changes.notify()
+
+    def _end_trim(self) -> bool:
+        """What was not given back is free again. Returns whether the trim is over: no chunk is in another thread's
+        hand."""
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            self._free.insert(cut)
+        return self._cutting is None
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
@@ -462,7 +631,7 @@ class HostArena:
         ready = self._borders[-1]
         needed = ready + size - self._free.tail_bytes(ready)
         if self._failed is not None:
-            self._refuse(str(self._failed))
+            self._refuse(str(self._failed) or type(self._failed).__name__)
         elif needed > min(_whole_pages(limit_bytes), self._capacity):
             self._refuse(_beyond(limit_bytes))
         elif not self._grow_to(needed, limit_bytes, whole=True):
@@ -472,8 +641,8 @@ class HostArena:
         return False
 
     def _grow_to(self, nbytes: int, limit_bytes: int, *, whole: bool) -> bool:
-        """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all."""
-        self._end_trim()
+        """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all. No
+        trim is under way."""
         # The last chunk under a limit may end between two huge pages, but not between two pages.
         granule = mmap.PAGESIZE if self._exact else _PAGE
         wanted = min(_round_up(nbytes, granule), self._capacity, _whole_pages(limit_bytes))
@@ -514,12 +683,15 @@ class HostArena:
         self._range.give_back(start, end - start)
 
     def publish(self, start: int, end: int) -> None:
-        """A chunk is ready, and all in front of it. Called by the threads."""
+        """A chunk is ready, and all in front of it. Called by the threads, once more where it was interrupted."""
         assert self._range is not None
-        self._registered.append(self._range.address + start)
-        self._borders.append(end)
-        self._free.insert(FreeRange(start, end, None))
-        self.num_growths += 1
+        address = self._range.address + start
+        if not self._registered or self._registered[-1] != address:
+            self._registered.append(address)
+        if self._borders[-1] != end:
+            self._borders.append(end)
+            self._free.insert(Span(start, end, None))
+            self.num_growths += 1
         self._booking.backed(end)
 
     def settle(self, error: BaseException | None) -> None:
@@ -528,14 +700,14 @@ class HostArena:
             self._failed = error
         self._booking.shrink_to(self._borders[-1])
 
+    @locked(lambda self: self._opening)
     def _open(self) -> HostRange:
-        with self._opening:
-            if self._range is None:
-                opened = HostRange(self._capacity)
-                if isinstance(self._pinner, CudaPinner):
-                    numa.prefer_node_of(self._pinner.device, opened.address, self._capacity)
-                self._range = opened
-            return self._range
+        if self._range is None:
+            opened = HostRange(self._capacity)
+            if isinstance(self._pinner, CudaPinner):
+                numa.prefer_node_of(self._pinner.device, opened.address, self._capacity)
+            self._range = opened
+        return self._range
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -545,13 +717,22 @@ class HostArena:
 
     def _abandon(self) -> None:
         """See [Note: Arena and fork]."""
-        keep_if_forked(-1, (self._free, self._cut, self._dead.copy(), self._in_tensors))
+        keep_if_forked(-1, (self._free, self._cut, self._leases, self._dead, self._in_tensors))
         self._registered.clear()
-        self._dead.clear()
         self._begin()
 
 
-_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
+def _may_write(span: Span) -> bool:
+    if span.storage is None:
+        return True
+    if not is_gone(span.storage):
+        return False
+    wait_for_devices()
+    span.storage = None
+    return True
+
+
+_ARENAS: WeakBag[HostArena] = WeakBag()
 
 
 def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -> None:
@@ -563,15 +744,16 @@ def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -
 
 def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
     """What the driver does not let go goes with the process."""
-    for address in filter(None, registered):
+    while registered:
         try:
-            pinner.unregister(address)
+            pinner.unregister(registered[-1])
         except RuntimeError as error:
             log.warning("host memory stays registered: %s", error)
+        registered.pop()
 
 
 def _after_fork_in_child() -> None:
-    for arena in list(_ARENAS):
+    for arena in _ARENAS:
         arena._abandon()
 
 

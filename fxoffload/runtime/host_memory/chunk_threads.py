@@ -13,20 +13,27 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
+from fxoffload.runtime.transactions import Changes
 
 MAX_THREADS = 16
 
 
 class ChunkOwner(Protocol):
-    """What the threads do with a chunk. ``back`` is called by several threads and without the lock, ``publish`` (in
-    order) and ``settle`` (all threads have ended, and the first error) with it. ``undo``: either way, and it does not
-    raise; ``is_backed`` is False for the chunk that failed."""
+    """What the threads do with a chunk.
 
+    ``back`` is called by several threads and without the lock. ``publish`` (in order; once more where it was
+    interrupted) and ``settle`` (all threads have ended, and the first error) are called in a transaction of the owner,
+    as ``transact`` begins one. ``undo``: either way, and it does not raise; ``is_backed`` is False for the chunk that
+    failed.
+    """
+
+    def transact(self, work: Callable[[], Any]) -> Any: ...
     def back(self, start: int, end: int) -> None: ...
     def undo(self, start: int, end: int, *, is_backed: bool) -> None: ...
     def publish(self, start: int, end: int) -> None: ...
@@ -34,22 +41,26 @@ class ChunkOwner(Protocol):
 
 
 class ChunkThreads:
-    """See [Note: Chunk threads]. Methods are called with the lock of ``changed`` held."""
+    """See [Note: Chunk threads]. Methods are called in a transaction of the owner.
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    Args:
+        changes: is told of every chunk, and of the end of every thread.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
         self.ready = 0  # published up to here
         self.target = 0  # asked for up to here
         self._claimed = 0  # taken by a thread up to here
         self._ahead: dict[int, int] = {}  # start to end of what is done and not published
-        self._running = 0
+        self._threads: list[threading.Thread] = []  # that have not ended, as far as is known
         self._error: BaseException | None = None
         self._chunk_bytes = self._page = 1
 
     @property
     def is_running(self) -> bool:
         """Whether a chunk is under way."""
-        return self._running > 0
+        return any(thread.is_alive() for thread in self._threads)
 
     def grow_to(self, target: int, owner: ChunkOwner, chunk_bytes: int, page: int) -> None:
         """Ask for ``target`` bytes in all. Chunks end at multiples of ``page``, but for the last one.
@@ -58,50 +69,57 @@ class ChunkThreads:
         """
         self.target = target
         self._chunk_bytes, self._page = chunk_bytes, page
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         missing = -(-(target - self._claimed) // chunk_bytes)
-        for _ in range(min(missing, max_threads() - self._running)):
+        for _ in range(min(missing, max_threads() - len(self._threads))):
             try:
-                background.start(self._work, owner, device_of_caller(), name="fxoffload-pin")
+                thread = background.start(self._work, owner, device_of_caller(), name="fxoffload-pin")
             except RuntimeError:  # no more threads for this process
-                if not self._running:
+                if not self._threads:
                     self.target = self.ready
                     raise
                 return
-            self._running += 1
+            self._threads.append(thread)
 
     def stop(self) -> None:
-        """Take no further chunks, and wait for those that were taken."""
+        """Take no further chunks."""
         self.target = 0
-        while self._running:
-            self._changed.wait()
 
     def restart(self, at: int = 0) -> None:
         """Begin again with the chunks up to ``at``. No thread runs."""
         self.ready = self.target = self._claimed = at
 
+    def mend(self, ready: int) -> None:
+        """A transaction was interrupted. ``ready``: up to here chunks were published."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self.ready = ready
+        for start in [start for start in self._ahead if start < ready]:
+            del self._ahead[start]
+        if not self._threads:
+            self.restart(ready)
+
     def _work(self, owner: ChunkOwner, device: int | None) -> None:
         try:
+            owner.transact(self._begin)
             begin_thread(device)
+            while (chunk := owner.transact(self._claim)) is not None:
+                self._back(owner, *chunk)
         except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                return self._end(owner)
-        while True:
-            with self._changed:
-                chunk = self._claim()
-                if chunk is None:
-                    return self._end(owner)
-            start, end = chunk
-            try:
-                owner.back(start, end)
-            except BaseException as error:
-                owner.undo(start, end, is_backed=False)
-                with self._changed:
-                    self._error = self._error or error
-            else:
-                with self._changed:
-                    self._ahead[start] = end
-                    self._publish(owner)
+            self._error = self._error or error
+        owner.transact(lambda: self._end(owner))
+
+    def _begin(self) -> None:
+        """Whoever has started this thread may have been interrupted before it was noted."""
+        if threading.current_thread() not in self._threads:
+            self._threads.append(threading.current_thread())
+
+    def _back(self, owner: ChunkOwner, start: int, end: int) -> None:
+        try:
+            owner.back(start, end)
+        except BaseException:
+            owner.undo(start, end, is_backed=False)
+            raise
+        owner.transact(lambda: self._done(owner, start, end))
 
     def _claim(self) -> tuple[int, int] | None:
         start = self._claimed
@@ -111,25 +129,29 @@ class ChunkThreads:
         self._claimed = end if end > start else self.target
         return start, self._claimed
 
-    def _publish(self, owner: ChunkOwner) -> None:
-        while self.ready in self._ahead:
-            start, self.ready = self.ready, self._ahead.pop(self.ready)
-            owner.publish(start, self.ready)
-        self._changed.notify_all()
+    def _done(self, owner: ChunkOwner, start: int, end: int) -> None:
+        self._ahead[start] = end
+        while (following := self._ahead.get(self.ready)) is not None:
+            owner.publish(self.ready, following)
+            del self._ahead[self.ready]
+            self.ready = following
+        self._changes.notify()
 
     def _end(self, owner: ChunkOwner) -> None:
         """The last thread gives back what cannot be published and tells how it went."""
-        if self._running == 1:
+        mine = threading.current_thread()
+        if not any(thread.is_alive() for thread in self._threads if thread is not mine):
             for start, end in self._ahead.items():
                 owner.undo(start, end, is_backed=True)
             self._ahead.clear()
-            error, self._error = self._error, None
+            error = self._error
             self._claimed = self.ready
             if error is not None:
                 self.target = self.ready
             owner.settle(error)
-        self._running -= 1
-        self._changed.notify_all()
+            self._error = None
+        self._threads = [thread for thread in self._threads if thread is not mine]
+        self._changes.notify()
 
 
 def max_threads() -> int:

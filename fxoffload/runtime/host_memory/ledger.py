@@ -7,6 +7,9 @@ much of that has memory behind it, and the process' control group. Bookings chan
 growth is allowed where, for the machine and for each control group with a limit, all live bookings together stay within
 a share of the limit, and what is used already, what is booked but not yet backed, and the growth fit below it. Where no
 folder can be written there is no ledger, and the limits hold for each process by itself.
+
+Bookings change in transactions ([Note: Asynchronous exceptions]): the file repeats what they say. A finalizer that
+gives memory back in the middle of one only notes it, and it is done at the end of that.
 """
 
 from __future__ import annotations
@@ -16,18 +19,21 @@ import contextlib
 import fcntl
 import logging
 import os
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
+from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.host_memory import ledger_files
 from fxoffload.runtime.host_memory import limits as host_limits
 from fxoffload.runtime.host_memory.cgroups import Group
 from fxoffload.runtime.host_memory.limits import DEFAULT_SHARE
+from fxoffload.runtime.transactions import transaction
+from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
@@ -79,54 +85,84 @@ class Ledger:
         self._folder: Path | None = self._given
         self._opened = False
         self._path: Path | None = None
-        self._lock = threading.RLock()
-        self._busy = False
-        self._bookings: weakref.WeakSet[Booking] = weakref.WeakSet()
-        self._totals = [0, 0]  # booked and backed bytes of this process
+        self._lock = ForkSafeRLock()
+        self._torn = False
+        self._folder_file: IO[bytes] | None = None  # while the folder is locked
+        self._bookings: WeakBag[Booking] = WeakBag()
         self._group = ""
         self._shrinking: deque[tuple[Booking, int]] = deque()
 
+    def _mend(self) -> None:
+        """The bookings say what is booked."""
+        self._unlock_folder()
+        self._do_shrinking()
+        self._write()
+
+    @property
+    def _booked_bytes(self) -> int:
+        return sum(booking.nbytes for booking in self._bookings)
+
+    @property
+    def _backed_bytes(self) -> int:
+        return sum(booking.backed_bytes for booking in self._bookings)
+
     def grow(self, booking: Booking, nbytes: int, at_least: int) -> int:
         """See ``Booking``: book up to ``nbytes``, nothing where fewer than ``at_least`` would be booked in all."""
-        with self._turn(), self._folder_lock():
-            others = self._others()
-            self._group, limits = host_limits.memory_limits()
-            room, refusal = self._room(others, limits, booking.share)
-            granted = min(nbytes, booking.nbytes + max(room, 0))
-            if granted < nbytes:
-                more, left = (nbytes - booking.nbytes) / 2**30, max(room, 0) / 2**30
-                booking.refusal = f"{more:.2f} GiB more were asked for and {left:.2f} GiB are left: {refusal}"
-            if granted <= booking.nbytes or granted < at_least:
-                return booking.nbytes
-            self._bookings.add(booking)
-            self._totals[0] += granted - booking.nbytes
+        granted = self._grow(booking, nbytes, at_least)
+        self._shrink_if_idle()
+        return granted
+
+    @transaction
+    def _grow(self, booking: Booking, nbytes: int, at_least: int) -> int:
+        self._do_shrinking()  # what was given back before this growth must not be taken off it afterwards
+        self._lock_folder()
+        others = self._others()
+        self._group, limits = host_limits.memory_limits()
+        room, refusal = self._room(others, limits, booking.share)
+        granted = min(nbytes, booking.nbytes + max(room, 0))
+        if granted < nbytes:
+            more, left = (nbytes - booking.nbytes) / 2**30, max(room, 0) / 2**30
+            booking.refusal = f"{more:.2f} GiB more were asked for and {left:.2f} GiB are left: {refusal}"
+        if granted > booking.nbytes and granted >= at_least:
+            if all(known is not booking for known in self._bookings):
+                self._bookings.add(booking)
             booking.nbytes = granted
             self._write()
-            return granted
+        self._unlock_folder()
+        return booking.nbytes
 
     def note_backed(self, booking: Booking, nbytes: int) -> None:
         """See ``Booking.backed``."""
-        with self._turn():
-            self._totals[1] += nbytes - booking.backed_bytes
-            booking.backed_bytes = nbytes
-            self._write()
+        self._note_backed(booking, nbytes)
+        self._shrink_if_idle()
+
+    @transaction
+    def _note_backed(self, booking: Booking, nbytes: int) -> None:
+        booking.backed_bytes = nbytes
+        self._write()
 
     def shrink(self, booking: Booking, nbytes: int) -> None:
         """See ``Booking.shrink_to``."""
         self._shrinking.append((booking, nbytes))
-        # A finalizer may have interrupted this very thread in the middle of its turn, which then does it at its end.
-        if self._lock.acquire(timeout=_LOCK_S):
-            try:
-                if not self._busy:
-                    with self._turn():
-                        pass
-            finally:
-                self._lock.release()
+        self._shrink_if_idle()
+
+    def _shrink_if_idle(self) -> None:
+        """Whoever is in a transaction does it when that is over: maybe this thread, which a finalizer interrupts."""
+        while self._shrinking and not self._torn:
+            self._do_shrinking()
 
     def booked_bytes(self) -> int:
         """What all live processes have booked."""
-        with self._turn(), self._folder_lock():
-            return self._totals[0] + sum(entry.booked for entry in self._others())
+        booked = self._count()
+        self._shrink_if_idle()
+        return booked
+
+    @transaction
+    def _count(self) -> int:
+        self._lock_folder()
+        booked = self._booked_bytes + sum(entry.booked for entry in self._others())
+        self._unlock_folder()
+        return booked
 
     def forget(self) -> None:
         """In a forked child: the memory is the parent's, and so is the file."""
@@ -148,8 +184,8 @@ class Ledger:
         for group in limits:
             name = f"control group {group.path}" if group.path else "machine"
             inside = [entry for entry in others if group.holds(entry.group)]
-            booked = self._totals[0] + sum(entry.booked for entry in inside)
-            pending = booked - self._totals[1] - sum(entry.backed for entry in inside)
+            booked = self._booked_bytes + sum(entry.booked for entry in inside)
+            pending = booked - self._backed_bytes - sum(entry.backed for entry in inside)
             whole = f"{group.limit_bytes / 2**30:.2f} GiB of the {name}"
             by_share = int(share * group.limit_bytes) - booked
             by_use = int(_FULL * group.limit_bytes) - group.used_bytes - max(pending, 0)
@@ -164,61 +200,46 @@ class Ledger:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread at a time. What finalizers leave to do meanwhile is done at the end."""
-        with self._lock:
-            was_busy, self._busy = self._busy, True
-            self._do_shrinking()  # what was given back before this growth must not be taken off it afterwards
-            try:
-                yield
-            finally:
-                self._do_shrinking()
-                self._busy = was_busy
-
+    @transaction
     def _do_shrinking(self) -> None:
         changed = False
         while self._shrinking:
-            changed |= self._shrink(*self._shrinking.popleft())
+            booking, nbytes = self._shrinking[0]
+            if nbytes < booking.nbytes:
+                booking.backed_bytes = min(booking.backed_bytes, nbytes)
+                booking.nbytes = nbytes
+                changed = True
+            self._shrinking.popleft()
         if changed:
             self._write()
 
-    def _shrink(self, booking: Booking, nbytes: int) -> bool:
-        if nbytes >= booking.nbytes:
-            return False
-        backed = min(booking.backed_bytes, nbytes)
-        self._totals[0] += nbytes - booking.nbytes
-        self._totals[1] += backed - booking.backed_bytes
-        booking.nbytes, booking.backed_bytes = nbytes, backed
-        return True
-
-    @contextlib.contextmanager
-    def _folder_lock(self) -> Iterator[None]:
+    def _lock_folder(self) -> None:
         self._open()
-        file = -1
+        if self._folder is None:
+            return
         try:
-            if self._folder is not None:
-                file = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                ledger_files.lock_within(file, _LOCK_S)
+            self._folder_file = open(self._folder / "lock", "ab", buffering=0, opener=_open_private)  # noqa: SIM115
+            ledger_files.lock_within(self._folder_file.fileno(), _LOCK_S)
         except OSError as error:
             log.debug("booking host memory without a lock: %s", error)
-        try:
-            yield
-        finally:
-            if file >= 0:
-                fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
-                os.close(file)
+
+    def _unlock_folder(self) -> None:
+        file = self._folder_file
+        if file is not None and not file.closed:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+            file.close()
+        self._folder_file = None
 
     def _open(self) -> None:
         if self._opened:
             return
-        self._opened = True
         try:
             self._folder = ledger_files.make_folder(self._folder or ledger_files.users_folder())
             self._path = self._folder / f"{os.getpid()}-{ledger_files.start_ms(os.getpid())}"
         except (OSError, psutil.Error) as error:
             self._folder = None
             log.debug("no ledger of host memory: %s", error)
+        self._opened = True
 
     def _others(self) -> list[ledger_files.Entry]:
         """What other live processes have booked; the files of dead ones are removed."""
@@ -242,18 +263,22 @@ class Ledger:
         if self._path is None:
             return
         try:
-            if not self._totals[0]:
+            booked, backed = self._booked_bytes, self._backed_bytes
+            if not booked:
                 self._path.unlink(missing_ok=True)
                 return
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 # In one call and without emptying it first: a reader finds the old numbers or the new ones.
-                booked, backed = self._totals
                 os.pwrite(file, ledger_files.Entry(booked, backed, self._group).text().encode(), 0)
             finally:
                 os.close(file)
         except OSError as error:
             log.debug("host memory is not booked: %s", error)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def shared_ledger() -> Ledger:

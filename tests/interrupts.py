@@ -1,0 +1,167 @@
+"""Exceptions that come between any two lines, or any two bytecodes, of chosen files: fault injection for tests.
+
+A signal handler raises wherever the main thread happens to be. ``Interrupt`` raises at the n-th place that a piece of
+work passes in some files; ``places`` lists them, so that a test can try each, or some of each line. Trace functions see
+more places than signals do (the end of a ``with`` block before its lock is given back): what holds here holds there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import fxoffload
+
+ROOT = Path(fxoffload.__file__).parent
+
+
+class Place(NamedTuple):
+    """The ``nth`` event of a run; ``line`` is of ``file``, below the package."""
+
+    nth: int
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"event {self.nth} at {self.file}:{self.line}"
+
+
+def files(*patterns: str) -> frozenset[str]:
+    """Paths of the package's files that match one of these patterns, such as "phases/moving/*.py".
+
+    Raises:
+        ValueError: a pattern matches none.
+    """
+    found = {pattern: [str(path) for path in ROOT.glob(pattern)] for pattern in patterns}
+    empty = [pattern for pattern, paths in found.items() if not paths]
+    if empty:
+        raise ValueError(f"expected patterns of files below {ROOT}, found none for {empty[0]!r}")
+    return frozenset(path for paths in found.values() for path in paths)
+
+
+@dataclass
+class _Tracer:
+    """Calls ``see`` at each event of one kind in some files, in this thread."""
+
+    files: Collection[str]
+    kind: str  # "line" or "opcode"
+    see: Callable[[str, int], None]
+
+    def __post_init__(self) -> None:
+        self._is_ours: dict[CodeType, bool] = {}
+
+    def call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code not in self._is_ours:
+            self._is_ours[code] = code.co_filename in self.files
+        if not self._is_ours[code]:
+            return None
+        frame.f_trace_opcodes = self.kind == "opcode"
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == self.kind:
+            self.see(frame.f_code.co_filename, frame.f_lineno)
+        return self._inside
+
+
+@contextlib.contextmanager
+def traced(files: Collection[str], see: Callable[[str, int], None], kind: str = "line") -> Iterator[None]:
+    """In this block ``see(path, line)`` is called at each line (or "opcode") in the files; it may raise."""
+    before = sys.gettrace()
+    sys.settrace(_Tracer(files, kind, see).call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def places(files: Collection[str], work: Callable[[], object], kind: str = "line") -> list[Place]:
+    """What ``work`` passes, in order."""
+    found: list[Place] = []
+
+    def see(path: str, line: int) -> None:
+        found.append(Place(len(found) + 1, str(Path(path).relative_to(ROOT)), line))
+
+    with traced(files, see, kind):
+        work()
+    return found
+
+
+def some_of_each_line(found: Collection[Place], count: int, seed: int = 0) -> list[Place]:
+    """At most ``count`` of the events of each line: the first, and others at random."""
+    chooser = random.Random(seed)
+    by_line: dict[tuple[str, int], list[Place]] = {}
+    for place in found:
+        by_line.setdefault(place[1:], []).append(place)
+    chosen = [p for first, *rest in by_line.values() for p in (first, *chooser.sample(rest, min(count - 1, len(rest))))]
+    return sorted(chosen)
+
+
+class Interrupt:
+    """Raises once: at the ``nth`` event in the files.
+
+    Attributes:
+        at: where it did; None if ``work`` ended before.
+    """
+
+    def __init__(
+        self,
+        nth: int,
+        files: Collection[str],
+        error: Callable[[], BaseException] = KeyboardInterrupt,
+        kind: str = "line",
+    ) -> None:
+        self._nth, self._files, self._error, self._kind = nth, files, error, kind
+        self.at: Place | None = None
+
+    def during(self, work: Callable[[], object]) -> BaseException | None:
+        """Does ``work``. Returns what it raised, which is not raised here, and whose frames are gone."""
+        seen = [0]
+
+        def see(path: str, line: int) -> None:
+            seen[0] += 1
+            if seen[0] == self._nth:
+                self.at = Place(self._nth, str(Path(path).relative_to(ROOT)), line)
+                sys.settrace(None)
+                raise self._error()
+
+        try:
+            with traced(self._files, see, self._kind):
+                work()
+        except BaseException as error:
+            found = error
+            while error is not None:  # the frames hold what the work had in hand
+                error.__traceback__ = None
+                error = error.__context__  # type: ignore[assignment]
+            return found
+        return None
+
+
+@contextlib.contextmanager
+def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """In this block a real signal raises in the main thread after random times up to ``seconds``: once after the other,
+    each when the one before was raised."""
+    chooser = random.Random(0)
+
+    def again() -> None:
+        signal.setitimer(signal.ITIMER_REAL, chooser.uniform(seconds / 20, seconds))
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        again()
+        raise error()
+
+    before = signal.signal(signal.SIGALRM, stop)
+    again()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
