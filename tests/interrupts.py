@@ -8,6 +8,7 @@ more places than signals do (the end of a ``with`` block before its lock is give
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import sys
@@ -23,7 +24,7 @@ ROOT = Path(fxoffload.__file__).parent
 
 
 class Place(NamedTuple):
-    """The ``nth`` event of a run; ``line`` is of ``file``, below the package."""
+    """The ``nth`` event of a run; ``line`` is of ``file``, relative to the package."""
 
     nth: int
     file: str
@@ -88,7 +89,7 @@ def places(files: Collection[str], work: Callable[[], object], kind: str = "line
     found: list[Place] = []
 
     def see(path: str, line: int) -> None:
-        found.append(Place(len(found) + 1, str(Path(path).relative_to(ROOT)), line))
+        found.append(Place(len(found) + 1, os.path.relpath(path, ROOT), line))
 
     with traced(files, see, kind):
         work()
@@ -129,7 +130,7 @@ class Interrupt:
         def see(path: str, line: int) -> None:
             seen[0] += 1
             if seen[0] == self._nth:
-                self.at = Place(self._nth, str(Path(path).relative_to(ROOT)), line)
+                self.at = Place(self._nth, os.path.relpath(path, ROOT), line)
                 sys.settrace(None)
                 raise self._error()
 

@@ -153,11 +153,12 @@ class PhaseCallback(TrainerCallback):
 
     def _close(self) -> None:
         self._waits_for_save = False
-        manager, self._manager = self._manager, None
         while self._undo:
-            self._undo.pop()()
-        if manager is not None:
-            manager.close()
+            self._undo[-1]()
+            self._undo.pop()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
 
 
 def _returned_for_modes(optimizer: Any, manager: PhaseManager) -> list[Callable[[], None]]:

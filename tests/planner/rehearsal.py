@@ -116,7 +116,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
     def reload(engine: CopyEngine, transfer: Any, *target: Any) -> None:
         start_reload(engine, transfer, *target)
-        watch.see("reloaded", transfer.buffer)
+        watch.see("reloaded", transfer.there.buffer)
 
     start_reload = CopyEngine._reload
     with (

@@ -159,6 +159,7 @@ class Ledger:
 
     @transaction
     def _count(self) -> int:
+        self._do_shrinking()
         self._lock_folder()
         booked = self._booked_bytes + sum(entry.booked for entry in self._others())
         self._unlock_folder()
