@@ -81,8 +81,9 @@ class Steps:
         except Exception as error:
             found.append(repr(error))
         gc.collect()
-        if left := fxoffload.stats().host_bytes_in_use or engine._in_flight_bytes or engine._ahead_bytes:
-            found.append(f"{left} bytes after a step")
+        left = fxoffload.stats().host_bytes_in_use, engine._in_flight_bytes, engine._ahead_bytes, len(engine._landing)
+        if any(left):
+            found.append(f"left after a step: {left}")
         return found
 
 
