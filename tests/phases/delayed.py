@@ -109,6 +109,7 @@ class DelayedCopies:
             for copies in self._queue[self.num_made : number]:
                 for target, source in copies:
                     target.copy_(source)
+                copies.clear()
                 self.num_made += 1
             self._changed.notify_all()
 
@@ -142,6 +143,11 @@ class Work:
             if not work.done:
                 work.done = True
                 work._run()
+                work._run, work._after = _nothing, []
+
+
+def _nothing() -> None:
+    pass
 
 
 class LateStreams:
@@ -278,12 +284,12 @@ class LateStreams:
 
     def _order(self, stream: object, after: list[Work], wait: Wait) -> None:
         if self.left_out is not wait and after:
-            self._queue(stream, lambda: None, after)
+            self._queue(stream, _nothing, after)
 
     def _queue(self, stream: object, run: Callable[[], None], after: Iterable[Work] = ()) -> Work:
         with self._changed:
             work = Work(self, stream, run, after)
-            self._streams.setdefault(stream, []).append(work)
+            self._streams[stream] = [*(one for one in self._streams.get(stream, ()) if not one.done), work]
             return work
 
     def before(self, work: Work) -> list[Work]:

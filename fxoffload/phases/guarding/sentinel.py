@@ -46,18 +46,17 @@ class _Away:
         home: its class.
         holdings: that it lies in.
         process: in which it was sent away.
-        version: that its counter is to have while it is away; None: it counts nothing.
-        is_counted: whether the counter is known to have it.
-        home_version: that it is to have next, once it is on its way back. A version is written down before the counter
-            is set, and so set once, wherever an exception comes.
+        of: ``id`` of the tensor. Others may have its attributes; see [Note: Objects made meanwhile].
+        counts: whether the tensor has a version counter.
+        is_counted: whether that counter was raised by one.
     """
 
     home: type
     holdings: list[Holding]
     process: int
-    version: int | None
+    of: int
+    counts: bool
     is_counted: bool = False
-    home_version: int | None = None
 
 
 _RECORD = "_fxoffload_away"
@@ -114,18 +113,17 @@ def send_away(*parts: tuple[Iterable[Tensor], Holding]) -> None:
         for tensor in tensors:
             attributes: Any = tensor.__dict__
             record = attributes.get(_RECORD)
-            if record is not None and type(tensor) is record.home:
-                record = _after_an_exception(tensor, record)
             if record is None or all(held.where is Where.DEVICE for held in record.holdings):
-                home = home_of(tensor)
-                # A backward reads what its forward saved in C++, without asking the class: it ends the process,
-                # unless autograd takes the tensor for modified and raises.
-                version = None if tensor.is_inference() else tensor._version + 1
-                record = attributes[_RECORD] = _Away(home, [holding], process, version)
-                _count(tensor, record)
-                tensor.__class__ = _CLASSES.get(home) or _away_class(home)
+                counted = record is not None and record.is_counted and record.of == id(tensor)
+                record = _Away(home_of(tensor), [holding], process, id(tensor), not tensor.is_inference(), counted)
+                attributes[_RECORD] = record
             elif holding not in record.holdings:
                 record.holdings.append(holding)
+            if type(tensor) is record.home or not record.is_counted:
+                # A backward reads what its forward saved in C++, without asking the class: it ends the process,
+                # unless autograd takes the tensor for modified and raises.
+                _count(tensor, record, is_away=True)
+                tensor.__class__ = _CLASSES.get(record.home) or _away_class(record.home)
 
 
 @locked(lambda *parts: _LOCK)
@@ -133,39 +131,43 @@ def bring_back(*parts: tuple[Iterable[Tensor], Holding]) -> None:
     """Gives tensors their classes back, once nothing of them is away any more."""
     for tensors, holding in parts:
         for tensor in tensors:
-            attributes: Any = tensor.__dict__
-            record = attributes.get(_RECORD)
+            record = tensor.__dict__.get(_RECORD)
             if record is None:
                 continue
             if record.holdings != [holding]:
                 record.holdings = [held for held in record.holdings if held is not holding]
                 if record.holdings:
                     continue
-            tensor.__class__ = record.home
-            _count(tensor, record)
-            if record.version is not None:
-                if record.home_version is None:
-                    record.home_version = tensor._version - 1
-                set_version(tensor, record.home_version)
-            del attributes[_RECORD]
+            _come_home(tensor, record)
 
 
-def _after_an_exception(tensor: Tensor, record: _Away) -> _Away | None:
-    """It was on its way to its class or back when one came: it goes there, and then away."""
-    if record.home_version is None:
-        _count(tensor, record)
-        tensor.__class__ = _CLASSES.get(record.home) or _away_class(record.home)
-        return record
-    set_version(tensor, record.home_version)
+def _come_home(tensor: Tensor, record: _Away) -> None:
+    if record.of == id(tensor):
+        _count(tensor, record, is_away=False)
+    tensor.__class__ = record.home
     attributes: Any = tensor.__dict__
     del attributes[_RECORD]
-    return None
 
 
-def _count(tensor: Tensor, record: _Away) -> None:
-    if record.version is not None and not record.is_counted:
-        set_version(tensor, record.version)
-        record.is_counted = True
+# The change of a version counter that is being made: a tensor, its record, the version that is next, and whether the
+# tensor leaves. Several tensors may have one counter, so a change that an exception cut short comes before any other.
+_COUNTING: list[tuple[Tensor, _Away, int, bool]] = []
+
+
+def _count(tensor: Tensor, record: _Away, *, is_away: bool) -> None:
+    """Raises a tensor's version counter by one while it is away: once, wherever an exception comes."""
+    _count_on()
+    if record.counts and record.is_counted != is_away:
+        _COUNTING.append((tensor, record, tensor._version + (1 if is_away else -1), is_away))
+        _count_on()
+
+
+def _count_on() -> None:
+    while _COUNTING:
+        tensor, record, version, is_away = _COUNTING[0]
+        set_version(tensor, version)
+        record.is_counted = is_away
+        _COUNTING.pop()
 
 
 @contextlib.contextmanager
@@ -198,8 +200,12 @@ def _give_own_class(tensor: Tensor) -> None:
     home = _HOMES.get(type(tensor))
     if home is not None and all(holding.where is Where.DEVICE for holding in holdings_of(tensor)):
         attributes: Any = tensor.__dict__
-        attributes.pop(_RECORD, None)
-        tensor.__class__ = home
+        with _LOCK:
+            record = attributes.get(_RECORD)
+            if record is None:
+                tensor.__class__ = home
+            else:
+                _come_home(tensor, record)
 
 
 def _complaint_of_a_child(record: _Away, what: str) -> str:
