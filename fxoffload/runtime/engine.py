@@ -8,8 +8,9 @@
 - A reload's target is allocated on the compute stream, and the reload stream waits for that stream before it writes.
 - What was prefetched but is never read (an exception, a dropped graph) is given up the same way: the compute stream
   waits for the copy, then the reference is dropped.
-- So a reference is held before its copy is started, and is let go of after the wait: an exception between any two
-  statements leaves one that is held for longer (see [Note: Asynchronous exceptions]).
+- So a target is held before the copy into it is started, and any reference is let go of after the wait: an exception
+  between two statements leaves one that is held for longer (see [Note: Asynchronous exceptions]). Where it comes before
+  a source is noted, no transfer was made either: nobody reads what the copy brings to the host.
 
 [Note: Watched inputs]
 The caller may write to a graph input once the forward has returned. So the forward waits for the copies of inputs,
