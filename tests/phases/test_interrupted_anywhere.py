@@ -40,8 +40,10 @@ PATIENCE_S = 60.0
 class Scene:
     """A model with gradients and optimizer state, which are looked at after every interrupt."""
 
-    def __init__(self, copies: CopyStreams | None = None, **options: object) -> None:
+    def __init__(self, copies: CopyStreams | None = None, device: str = "cpu", **options: object) -> None:
         self.model, self.optimizer = make()
+        self.model.to(device)
+        self.batch = batch(0).to(device)
         self._is_over = False
         if isinstance(copies, DelayedCopies):
             threading.Thread(target=self._run, args=(copies,), daemon=True).start()
@@ -49,7 +51,7 @@ class Scene:
         self.manager = PhaseManager(
             self.model,
             self.optimizer,
-            device_types=("cpu",),
+            device_types=(device,),
             make_copies=make_copies,
             **options,  # type: ignore[arg-type]
         )
@@ -72,7 +74,7 @@ class Scene:
 
     def train(self) -> None:
         self.optimizer.zero_grad()
-        self.model(batch(0)).backward()
+        self.model(self.batch).backward()
         self.optimizer.step()
 
     def problems(self) -> list[str]:
@@ -224,7 +226,7 @@ def test_gradients_that_an_offload_would_drop_are_there(printed: list[str]) -> N
     work = files("phases/transit.py", "phases/guarding/gradients.py")
 
     def count() -> int:
-        scene.model(batch(0)).backward()
+        scene.model(scene.batch).backward()
         return sum(p.grad is not None for p in scene.model.parameters())
 
     number = count()
@@ -285,9 +287,11 @@ def test_real_signals_at_any_time(printed: list[str]) -> None:
     assert not printed, raised
 
 
-def run_through_a_storm(seconds: float, gap: float, error: type[BaseException] = KeyboardInterrupt) -> int:
+def run_through_a_storm(
+    seconds: float, gap: float, error: type[BaseException] = KeyboardInterrupt, device: str = "cpu"
+) -> int:
     """All kinds of work, in turn. Returns how often it was interrupted."""
-    scene = Scene()
+    scene = Scene(device=device)
     end, raised = time.monotonic() + seconds, 0
     for _ in range(3):  # a signal may come where its error is caught
         try:

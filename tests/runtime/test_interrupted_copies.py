@@ -52,9 +52,11 @@ class Late(DelayedCopies):
 class Steps:
     """A compiled model with a graph break, whose steps give the same bits every time."""
 
-    def __init__(self, **options: Any) -> None:
-        self.model = Halves(half=1)
-        self.call = compiled(self.model, **options)
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        self.engine = engine_for(torch.device(device))
+        self.model = Halves(half=1).to(device)
+        self.batches = [batch(i).to(device) for i in range(2)]
+        self.call = compiled(self.model, device_types=(device,), **options)
         self.expected = self.step()
         assert fxoffload.stats().bytes_offloaded > 0
         gc.collect()
@@ -62,7 +64,7 @@ class Steps:
 
     def step(self) -> Observed:
         self.model.zero_grad(set_to_none=True)
-        loss = self.call(batch(0)).square().mean()
+        loss = self.call(self.batches[0]).square().mean()
         loss.backward()
         return {"loss": loss.detach().clone(), **effects(self.model)}
 
@@ -73,13 +75,13 @@ class Steps:
         fxoffload.release_host_memory()
 
     def backward_twice(self) -> None:
-        loss = self.call(batch(0)).square().mean()
+        loss = self.call(self.batches[0]).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
 
     def dropped(self) -> None:
         """One forward whose backward never comes, then a step."""
-        self.call(batch(1))
+        self.call(self.batches[1])
         self.step()
 
     def problems(self) -> list[str]:
@@ -89,7 +91,7 @@ class Steps:
         held = fxoffload.stats()
         if held.host_bytes_in_use or held.num_groups_on_tape:
             found.append(f"{held.host_bytes_in_use} bytes, {held.num_groups_on_tape} groups")
-        engine = engine_for(CPU)
+        engine = self.engine
         try:
             assert_equal(self.step(), self.expected)
         except Exception as error:
