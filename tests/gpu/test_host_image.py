@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fxoffload.phases.moving.host_image import HostImage
+from fxoffload.runtime.host_memory.address_range import HostRange
 from fxoffload.runtime.host_memory.arena import CudaPinner, HostBlock
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 
@@ -43,6 +44,21 @@ def onload(image: HostImage, block: HostBlock, like: Tensor) -> Tensor:
     for at, piece in image.pieces(block, value.nbytes):
         flat[at : at + len(piece)].copy_(piece, non_blocking=True)
     return value
+
+
+def test_memory_may_be_registered_and_given_back_twice() -> None:
+    """Where an exception came in between; and no later kernel is blamed for what the driver refuses."""
+    ones = torch.ones(4, device="cuda")
+    pinner, held = CudaPinner(torch.device("cuda", torch.cuda.current_device())), HostRange(4 * MIB)
+    for nbytes in (2 * MIB, 4 * MIB):
+        pinner.register(held.address, nbytes)
+        assert held.bytes[:nbytes].is_pinned() and int(ones.sum()) == 4
+    for _ in range(2):
+        pinner.unregister(held.address)
+        assert not held.bytes.is_pinned() and int(ones.sum()) == 4
+    with pytest.raises(RuntimeError, match="cudaHostRegister of 4096 bytes failed"):
+        pinner.register(1 << 46, 4096)
+    assert int(ones.sum()) == 4
 
 
 def test_four_gib_are_pinned_at_10_gb_per_second(image: HostImage) -> None:

@@ -92,6 +92,7 @@ def test_memory_is_registered_and_given_back_outside_captures(driver: Driver, mo
         cudaHostRegister = cudaHostUnregister = note
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(pinners, "_is_registered", lambda address: bool(seen))
     pinner = pinners.CudaPinner(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: outside_captures())
     pinner.register(0, 1)
@@ -107,11 +108,12 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: outside_captures())
+    monkeypatch.setattr(pinners, "_is_registered", lambda address: address > 0)
     pinner = pinners.CudaPinner(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="cudaHostRegister of 1 bytes failed: 713"):
         pinner.register(0, 1)
     with pytest.raises(RuntimeError, match="cudaHostUnregister failed: 713"):
-        pinner.unregister(0)
+        pinner.unregister(1)
 
 
 def test_without_cuda_there_is_nothing_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

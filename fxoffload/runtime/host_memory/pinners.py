@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class Pinner(Protocol):
 
     Called by several threads at once, each with a chunk of its own. ``register`` of pinned memory is called with pages
     that have been touched: the driver would fault them in with one thread, however many register. Both raise where the
-    driver refuses.
+    driver refuses, and may be called once more where an exception came in between.
     """
 
     pinned: bool
@@ -54,16 +55,29 @@ class CudaPinner:
         self.device = device
 
     def register(self, address: int, nbytes: int) -> None:
+        self.unregister(address)
         with torch.cuda.device(self.device), outside_captures():
             result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[attr-defined]
-        if int(result) != 0:
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed: {result}")
+        self._check(result, f"cudaHostRegister of {nbytes} bytes")
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device), outside_captures():
+            if not _is_registered(address):
+                return
             result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
-        if int(result) != 0:
-            raise RuntimeError(f"cudaHostUnregister failed: {result}")
+        self._check(result, "cudaHostUnregister")
+
+    def _check(self, result: object, what: str) -> None:
+        if int(result) != 0:  # type: ignore[call-overload]
+            # CUDA remembers the error for this thread, and the next kernel's launch would be blamed for it.
+            with contextlib.suppress(RuntimeError), outside_captures():
+                torch.zeros(1, device=self.device)
+            raise RuntimeError(f"{what} failed: {result}")
+
+
+def _is_registered(address: int) -> bool:
+    byte = ctypes.c_uint8.from_address(address)  # not read
+    return torch.frombuffer(byte, dtype=torch.uint8).is_pinned()
 
 
 def wait_for_devices() -> None:
