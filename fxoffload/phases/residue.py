@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.referrers import describe_referrers
-from fxoffload.runtime.grad_mode import without_grad
+from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
 
 

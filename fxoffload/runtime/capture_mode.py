@@ -9,12 +9,12 @@ what they do belongs to nobody's graph.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -22,35 +22,44 @@ log = logging.getLogger(__name__)
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # cudaStreamCaptureMode
 _NAME = "cudaThreadExchangeStreamCaptureMode"
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 
 def work_beside_captures() -> None:
     """Called once by each thread of ours: the captures of other threads do not bind it. Nothing without CUDA."""
-    _exchange(THREAD_LOCAL)
+    _exchange(ctypes.c_int(THREAD_LOCAL))
 
 
-@contextlib.contextmanager
-def outside_captures() -> Iterator[None]:
-    """In this block, calls are made that are no part of any capture, not even of this thread's."""
-    before = _exchange(RELAXED)
-    try:
-        yield
-    finally:
-        if before is not None:
-            _exchange(before)
+def outside_captures(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """A function whose calls are no part of any capture, not even of this thread's. See [Note: Switches of a thread] in
+    ``fxoffload.runtime.switches``."""
+
+    @functools.wraps(function)
+    def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        mode = ctypes.c_int(RELAXED)  # exchanged in C: it tells whether that has happened
+        try:
+            _exchange(mode)
+            result = function(*args, **kwargs)
+            _exchange_back(mode)
+            return result
+        except BaseException:
+            _exchange_back(mode)
+            raise
+
+    return call
 
 
-def _exchange(mode: int) -> int | None:
-    """Sets the mode of this thread. Returns the one before, or None where there is no CUDA."""
-    function = _function()
-    if function is None:
-        return None
-    value = ctypes.c_int(mode)
-    result = function(ctypes.byref(value))
-    if result != 0:
-        log.debug("%s failed: %s", _NAME, result)
-        return None
-    return value.value
+def _exchange_back(mode: ctypes.c_int) -> None:
+    if mode.value != RELAXED:
+        _exchange(mode)
+
+
+def _exchange(mode: ctypes.c_int) -> None:
+    """Sets the mode of this thread, and ``mode`` to the one before; nothing where there is no CUDA."""
+    exchange = _function()
+    if exchange is not None and (error := exchange(ctypes.byref(mode))) != 0:
+        log.debug("%s failed: %s", _NAME, error)
 
 
 @functools.cache

@@ -59,6 +59,7 @@ from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.steps.calls import StepCalls
 from fxoffload.runtime.steps.lent import others_watch
+from fxoffload.runtime.switches import on_gpu
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
@@ -512,8 +513,7 @@ class CopyEngine:
             return False
         if self.device.type != "cuda":
             return True
-        with torch.cuda.device(self.device):
-            return not torch.cuda.is_current_stream_capturing()
+        return not on_gpu(self.device, torch.cuda.is_current_stream_capturing)
 
     def trim_host_memory(self, keep_bytes: int) -> int:
         """See ``HostMemory``."""

@@ -129,17 +129,17 @@ def test_data_loader_workers_are_forked_between_offload_and_onload(image: HostIm
 def test_what_the_driver_will_not_register_is_pageable_and_right(
     image: HostImage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver refuses a range that is registered already."""
+    """The driver refuses a range of which a part is registered already."""
     real = CudaPinner.register
 
-    def twice(self: CudaPinner, address: int, nbytes: int) -> None:
-        real(self, address, nbytes)
+    def overlapping(self: CudaPinner, address: int, nbytes: int) -> None:
+        real(self, address + MIB, MIB)
         try:
             real(self, address, nbytes)
         finally:
-            self.unregister(address)
+            self.unregister(address + MIB)
 
-    monkeypatch.setattr(CudaPinner, "register", twice)
+    monkeypatch.setattr(CudaPinner, "register", overlapping)
     value = torch.randn(20 << 20, device="cuda")
     block = offload(image, value)
     assert (image.pinned_bytes, image.pageable_bytes) == (0, value.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -111,11 +112,19 @@ def test_without_the_mode_one_of_them_fails() -> None:
     assert "broken" in done.stdout, done.stdout + done.stderr
 
 
+def mode_now() -> int:
+    """Of this thread."""
+    mode = ctypes.c_int(capture_mode.RELAXED)
+    capture_mode._exchange(mode)
+    found = mode.value
+    capture_mode._exchange(mode)
+    return found
+
+
 def test_the_function_is_found() -> None:
     assert capture_mode._function() is not None
-    with capture_mode.outside_captures():
-        assert capture_mode._exchange(capture_mode.RELAXED) == capture_mode.RELAXED
-    assert capture_mode._exchange(capture_mode.GLOBAL) == capture_mode.GLOBAL
+    assert capture_mode.outside_captures(mode_now)() == capture_mode.RELAXED
+    assert mode_now() == capture_mode.GLOBAL
 
 
 def test_memory_is_given_back_by_the_thread_that_captures() -> None:

@@ -34,7 +34,7 @@ MOVING = files(
     "runtime/host_memory/free_list.py",
 )
 ALL = files("phases/**/*.py", "runtime/**/*.py", "gc_pause.py")
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0  # with an interrupt
 
 
 class Scene:
@@ -164,10 +164,15 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def this_does_not_hang() -> None:
+    """Unless it is called again, the tests end soon, with a list of what all threads do."""
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_hangs() -> Iterator[None]:
-    """Ends the tests with a list of what all threads do."""
-    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+    """See ``this_does_not_hang``."""
+    this_does_not_hang()
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -191,6 +196,7 @@ def try_each(
     assert scene.problems() == []
     wrong: dict[str, list[str]] = {}
     for place in choose(passed):
+        this_does_not_hang()
         prepare()
         interrupt = Interrupt(place.nth, where, kind=kind)
         interrupt.during(lambda: work(scene.manager))
@@ -297,6 +303,7 @@ def run_through_a_storm(
         try:
             with storm(gap, error):
                 while time.monotonic() < end:
+                    this_does_not_hang()
                     for work, _ in WORK.values():
                         try:
                             work(scene.manager)

@@ -15,6 +15,8 @@ from fxoffload.runtime.capture_mode import GLOBAL, RELAXED, THREAD_LOCAL, outsid
 from fxoffload.runtime.host_memory import pinners
 from fxoffload.runtime.host_memory.arena import HostArena
 
+from ..interrupts import Interrupt, files, places
+
 
 class Driver:
     """One mode for each thread, "global" at first."""
@@ -42,20 +44,27 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_modes_are_exchanged(driver: Driver) -> None:
-    with outside_captures():
-        assert driver.mode == RELAXED
+    assert outside_captures(lambda: driver.mode)() == RELAXED
     assert driver.mode == GLOBAL
     work_beside_captures()
     assert driver.mode == THREAD_LOCAL
-    with pytest.raises(KeyError), outside_captures():
-        raise KeyError
+    with pytest.raises(KeyError):
+        outside_captures({}.__getitem__)(0)
     assert driver.mode == THREAD_LOCAL
+
+
+@pytest.mark.parametrize("kind", ["line", "opcode"])
+def test_an_exception_at_any_time_leaves_the_mode_as_it_was(driver: Driver, kind: str) -> None:
+    where = files("runtime/capture_mode.py")
+    work = outside_captures(lambda: driver.mode)
+    for place in places(where, work, kind):
+        Interrupt(place.nth, where, kind=kind).during(work)
+        assert driver.mode == GLOBAL, str(place)
 
 
 def test_a_driver_that_refuses_changes_nothing(driver: Driver) -> None:
     driver.result = 1
-    with outside_captures():
-        driver.result = 0
+    outside_captures(lambda: setattr(driver, "result", 0))()
     assert driver.mode == GLOBAL
 
 
@@ -94,7 +103,8 @@ def test_memory_is_registered_and_given_back_outside_captures(driver: Driver, mo
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     monkeypatch.setattr(pinners, "_is_registered", lambda address: bool(seen))
     pinner = pinners.CudaPinner(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: outside_captures())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     pinner.register(0, 1)
     pinner.unregister(0)
     assert seen == [RELAXED, RELAXED] and driver.mode == GLOBAL
@@ -107,7 +117,8 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 713)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: outside_captures())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(pinners, "_is_registered", lambda address: address > 0)
     pinner = pinners.CudaPinner(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="cudaHostRegister of 1 bytes failed: 713"):
@@ -120,8 +131,7 @@ def test_without_cuda_there_is_nothing_to_exchange(monkeypatch: pytest.MonkeyPat
     capture_mode._function.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert capture_mode._function() is None
-    with outside_captures():
-        work_beside_captures()
+    outside_captures(work_beside_captures)()
     capture_mode._function.cache_clear()
 
 

@@ -16,8 +16,8 @@ import torch
 from fxoffload.gc_pause import gc_paused
 from fxoffload.phases.moving.worker import Worker
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
-from fxoffload.runtime.grad_mode import without_grad
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
+from fxoffload.runtime.switches import without_grad
 from fxoffload.runtime.transactions import Latch, transaction
 from fxoffload.runtime.weak_bag import WeakBag
 
@@ -203,7 +203,7 @@ class TestSwitches:
 
     @pytest.mark.parametrize("kind", ["line", "opcode"])
     def test_autograd(self, kind: str) -> None:
-        where = files("runtime/grad_mode.py") | HERE
+        where = files("runtime/switches.py") | HERE
         work = without_grad(lambda: torch.is_grad_enabled())
         assert work() is False
         for place in places(where, work, kind):

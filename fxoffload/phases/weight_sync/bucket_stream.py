@@ -30,7 +30,7 @@ from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side
 from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
-from fxoffload.runtime.grad_mode import without_grad
+from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes
 
 Copies = Iterator[tuple[Tensor, Tensor]]

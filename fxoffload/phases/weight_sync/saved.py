@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from fxoffload import _torch_private as private
 from fxoffload import _transformers_private as transformers
 from fxoffload.errors import UnsupportedError
+from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.weight_sync.recorded import NotRecorded, Recipe, Recorder, recipe_of_input
 from fxoffload.phases.weight_sync.units import Modules, Unit
+from fxoffload.runtime.switches import aside
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,8 @@ def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mappin
     start, tensors = _dotted(prefix), _meta_tensors(weights)
     twin, parts = _twin(prefix, modules, tensors)
     try:
-        with torch.no_grad(), Recorder(tensors) as recorder:
-            outputs = transformers.as_saved(twin, {name.removeprefix(start): t for name, t in tensors.items()})
-        recipes = {start + name: recipe for name, recipe in recorder.recipes(outputs).items()}
+        recorded = aside(lambda: _record(twin, tensors, start))
+        recipes = {start + name: recipe for name, recipe in recorded.items()}
         for name, recipe in recipes.items():
             if not parts.isdisjoint(recipe.inputs) and not recipe.is_input(weights[recipe.inputs[0]].shape):
                 raise NotRecorded(f"{name!r} is made of what is inside a tensor subclass")
@@ -191,6 +192,12 @@ def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mappin
             "Give as_saved=False for names and shapes as they are in memory"
         ) from error
     return recipes
+
+
+def _record(twin: nn.Module, tensors: Mapping[str, Tensor], start: str) -> dict[str, Recipe]:
+    with untouched(), torch.no_grad(), Recorder(tensors) as recorder:
+        outputs = transformers.as_saved(twin, {name.removeprefix(start): t for name, t in tensors.items()})
+    return recorder.recipes(outputs)
 
 
 def _meta_tensors(weights: Mapping[str, Weight]) -> dict[str, Tensor]:

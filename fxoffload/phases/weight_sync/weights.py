@@ -38,11 +38,13 @@ from fxoffload.phases.phase import BUFFERS, PARAMS
 from fxoffload.phases.weight_sync.bucket_stream import BucketStream, Ledger
 from fxoffload.phases.weight_sync.making import Maker
 from fxoffload.phases.weight_sync.plans import Planned, WeightPlans
+from fxoffload.phases.weight_sync.recorded import Recipe
 from fxoffload.phases.weight_sync.saved import Saved, Weight, memory_of, saved_models, saved_of
 from fxoffload.phases.weight_sync.source import Stored, WeightSource
 from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Modules, Unit, clean_modules, named_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
+from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import parse_bytes
 
 
@@ -213,8 +215,7 @@ class WeightsOnDevice(Mapping[str, Tensor]):
         first = inputs[recipe.inputs[0]]
         if recipe.is_input(tuple(first.shape)):
             return first
-        with torch.no_grad():
-            return recipe.make({one: tensor.detach().contiguous() for one, tensor in inputs.items()}, {})
+        return _make(recipe, inputs)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors if self._recipes is None else self._recipes)
@@ -225,6 +226,11 @@ class WeightsOnDevice(Mapping[str, Tensor]):
     def clear(self) -> None:
         """Lets go of all of them."""
         self._tensors, self._recipes = {}, None
+
+
+@without_grad
+def _make(recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
+    return recipe.make({one: tensor.detach().contiguous() for one, tensor in inputs.items()}, {})
 
 
 @contextlib.contextmanager

@@ -237,8 +237,7 @@ class CudaCopies:
         if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
             self._launched = None  # an event of a capture cannot be asked, and only that of this device is known of
         elif before is not None:
-            with outside_captures():
-                self._host_pace.looked(idle=before.query())
+            self._host_pace.looked(idle=outside_captures(before.query)())
 
     def offload_waits_for(self, event: object, wait: Wait) -> None:
         if self.left_out is not wait:
@@ -294,8 +293,7 @@ class CudaCopies:
         self._begun.record(self.compute_stream())
         self._num_paced += 1
         if before is not None:
-            with outside_captures():
-                self._host_lead.wait_for(before, behind_step=self._num_paced == 2)
+            outside_captures(self._host_lead.wait_for)(before, behind_step=self._num_paced == 2)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
@@ -314,16 +312,16 @@ class CudaCopies:
         for stream in (*self._down.both, *self._up.both):
             stream.synchronize()
 
+    @outside_captures
     def wait_for_copies(self) -> None:
         # A blocking event takes no core while it waits; to wait for a stream would raise in the user's sync debug mode.
         events = []
-        with outside_captures():
-            for stream in (*self._down.both, *self._up.both):
-                event = torch.cuda.Event(blocking=True)
-                event.record(stream)
-                events.append(event)
-            for event in events:
-                event.synchronize()
+        for stream in (*self._down.both, *self._up.both):
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            events.append(event)
+        for event in events:
+            event.synchronize()
 
     def _copy(self, way: GivingWay, pieces: Iterable[tuple[Tensor, Tensor]], gives_way: bool) -> torch.cuda.Event:
         if self.before_copy is not None:

@@ -10,6 +10,7 @@ import torch
 
 from fxoffload._torch_private import gpus_in_use
 from fxoffload.runtime.capture_mode import outside_captures
+from fxoffload.runtime.switches import on_gpu
 
 
 class Pinner(Protocol):
@@ -54,23 +55,22 @@ class CudaPinner:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @outside_captures
     def register(self, address: int, nbytes: int) -> None:
         self.unregister(address)
-        with torch.cuda.device(self.device), outside_captures():
-            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[attr-defined]
+        result = on_gpu(self.device, lambda: torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[attr-defined]
         self._check(result, f"cudaHostRegister of {nbytes} bytes")
 
+    @outside_captures
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self.device), outside_captures():
-            if not _is_registered(address):
-                return
-            result = torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
-        self._check(result, "cudaHostUnregister")
+        if on_gpu(self.device, lambda: _is_registered(address)):
+            result = on_gpu(self.device, lambda: torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[attr-defined]
+            self._check(result, "cudaHostUnregister")
 
     def _check(self, result: object, what: str) -> None:
         if int(result) != 0:  # type: ignore[call-overload]
             # CUDA remembers the error for this thread, and the next kernel's launch would be blamed for it.
-            with contextlib.suppress(RuntimeError), outside_captures():
+            with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             raise RuntimeError(f"{what} failed: {result}")
 
@@ -80,11 +80,11 @@ def _is_registered(address: int) -> bool:
     return torch.frombuffer(byte, dtype=torch.uint8).is_pinned()
 
 
+@outside_captures
 def wait_for_devices() -> None:
     """Waits for all that is queued on the GPUs of this process: copies by users, on streams that are not known."""
     for index in gpus_in_use():
-        with outside_captures():
-            torch.cuda.synchronize(index)
+        on_gpu(torch.device("cuda", index), torch.cuda.synchronize)
 
 
 def touch(address: int, nbytes: int) -> None:
