@@ -167,6 +167,17 @@ class Inventory:
                     else "Move there what was loaded to another device",
                 )
 
+    def warn_of_most_elsewhere(self, elsewhere_bytes: int, present_bytes: int) -> None:
+        """Logs once that the larger part of the parameters is on other devices."""
+        if 0 < present_bytes < elsewhere_bytes and "elsewhere" not in self._said:
+            self._said.add("elsewhere")
+            log.warning(
+                "params: %s of them move, and %s stay on other devices. Move the model to one device (model.to(...)) "
+                "before its optimizer and its PhaseManager are made",
+                format_bytes(present_bytes),
+                format_bytes(elsewhere_bytes),
+            )
+
     def warn_of_absent(self, groups: Collection[str]) -> None:
         """Logs once, for each choice of groups, that there is nothing that could be in them."""
         if groups and not any(map(self.may_have, groups)) and (key := " and ".join(groups)) not in self._said:

@@ -54,6 +54,7 @@ class Ledger:
         self._foreign: list[tuple[str, str]] = []
         # Found by the last search. By group: how many tensors are on other devices, and whether some are on ours.
         self.has_immovable = False
+        self.params_bytes = self.params_elsewhere_bytes = 0
         self.elsewhere: dict[str, Counter[torch.device]] = {}
         self.present: dict[str, bool] = {}
         self.num_kept_by_fsdp = 0
@@ -113,7 +114,7 @@ class Ledger:
         for group in self._inventory.order(GROUPS):
             is_asked_for = group in groups
             named = walk.collect(group)
-            is_present, elsewhere = False, Counter[torch.device]()
+            is_present, elsewhere, bytes_elsewhere = False, Counter[torch.device](), 0
             with untouched():
                 for name, tensor in named:
                     parts = plain_tensors(tensor)
@@ -125,6 +126,7 @@ class Ledger:
                             if device in wanted or device.type not in self._device_types:
                                 wanted[device] = False
                                 elsewhere[device] += 1
+                                bytes_elsewhere += plain.nbytes
                                 continue
                             wanted[device] = True
                         is_present = True
@@ -151,6 +153,8 @@ class Ledger:
                         elif tensor is not plain and group != GRADS and key not in others and not is_away(plain):
                             empty.setdefault(group, []).extend((tensor, plain))
             self.present[group], self.elsewhere[group] = is_present, elsewhere
+            if group == PARAMS:
+                self.params_elsewhere_bytes = bytes_elsewhere
         self.num_kept_by_fsdp = len(walk.kept_by_fsdp)
         # A rank's shard of a small tensor may have no element. It leaves with another tensor: else its use would raise
         # on other ranks only, and this rank would wait for them in a collective.
@@ -159,6 +163,7 @@ class Ledger:
                 if holding.group == group and holding.where is Where.DEVICE:
                     holding.tensors += tensors
                     break
+        self.params_bytes = sum(holding.nbytes for holding in found.values() if holding.group == PARAMS)
         return [holding for holding in found.values() if holding.group in groups]
 
     def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:

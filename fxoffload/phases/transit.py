@@ -271,6 +271,8 @@ class Transit:
             self._inventory.warn_of_immovable(self.device_types)
         self._inventory.warn_of_fsdp(self.ledger.num_kept_by_fsdp)
         self._inventory.warn_of_elsewhere(groups, self.ledger.present, self.ledger.elsewhere, self.device_types)
+        if PARAMS in groups:
+            self._inventory.warn_of_most_elsewhere(self.ledger.params_elsewhere_bytes, self.ledger.params_bytes)
 
     def _drop_dead_gradients(self) -> None:
         away = self.ledger.held(Where.HOST, groups=(GRADS,))

@@ -98,6 +98,19 @@ def test_from_the_host_image_in_any_bucket_and_dtype(mixtral: PreTrainedModel) -
     manager.close()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_under_inference_mode(family: str) -> None:
+    """Other operators run there; and what was planned there is remembered."""
+    model = tiny_model(family)
+    expected, manager = saved_weights(model), managed(model)
+    with torch.inference_mode():
+        assert_equal(dict(manager.stream_weights("16KiB")), expected)
+        with manager.weights_on_device() as weights:
+            assert all(torch.equal(weights[name], wanted) for name, wanted in expected.items())
+    assert_equal(dict(manager.stream_weights("16KiB")), expected)
+    manager.close()
+
+
 def test_the_memory_of_what_is_made_is_that_of_one_tensor() -> None:
     model = tiny_model("qwen3_moe", moe_intermediate_size=256)
     fused = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")

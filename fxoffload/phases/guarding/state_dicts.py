@@ -52,12 +52,14 @@ class _Given:
 
     Attributes:
         storage: of the tensor.
+        address: of its first byte in the image.
         probe: shares the tensor's count of writes, and has no memory.
         holding: whose bytes the tensor has.
         writes: the count when the holding began to return; None before.
     """
 
     storage: private.StorageWeakRef
+    address: int
     probe: Tensor
     holding: Holding
     writes: int | None = None
@@ -113,7 +115,17 @@ class HostReader:
             ids = {id(holding) for holding in holdings}
             for given in self._given:
                 if given.writes is None and id(given.holding) in ids:
+                    self._take_back(given)
                     given.writes = given.probe._version
+
+    def _take_back(self, given: _Given) -> None:
+        """Brings the bytes of a tensor into the image that has left it (``share_memory_()``)."""
+        storage, block = private.storage_behind(given.storage), given.holding.block
+        if storage is None or block is None or storage.data_ptr() == given.address:
+            return
+        moved = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        for at, host in self._manager.image.pieces(block, given.holding.nbytes):
+            host.copy_(moved[at : at + host.numel()])
 
     def warn_of_late_writes(self) -> None:
         """Warns once of writes to snapshots."""
@@ -170,11 +182,13 @@ class HostReader:
         if holding is None:  # at home: one part of a wrapper may be
             return tensor.detach()
         assert holding.block is not None
-        # Whole multiples of the widest dtype, so that the bytes can be viewed as any; a block is no smaller.
-        whole = self._manager.image.tensor(holding.block, -(-holding.nbytes // 16) * 16)
+        whole = self._manager.image.tensor(holding.block, holding.nbytes)  # as large as at home
         if len(self._given) >= self._most_given:
             self._given = [given for given in self._given if not private.is_gone(given.storage)]
             self._most_given = 2 * len(self._given) + 1000
-        self._given.append(_Given(private.storage_reference(whole), private.write_counter(whole), holding))
-        found = whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._given.append(
+            _Given(private.storage_reference(whole), whole.data_ptr(), private.write_counter(whole), holding)
+        )
+        found = whole[: len(whole) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        found = found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return with_bits_of(tensor, found).detach()

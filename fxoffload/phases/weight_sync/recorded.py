@@ -171,6 +171,11 @@ class _Done:
     new_bytes: int
 
 
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Operators such as ``contiguous()`` and ``to()`` make a view or a copy, and their schema says a view."""
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
 class Recorder(TorchDispatchMode):
     """Records what is done to some meta tensors; see [Note: Recorded conversions].
 
@@ -231,7 +236,8 @@ class Recorder(TorchDispatchMode):
                 return none  # its strides do not allow that
             views = [found] if isinstance(found, Tensor) else list(found)
         are_alike = all(
-            view.shape == copy.shape and view.dtype == source.view.dtype for view, copy in zip(views, made, strict=True)
+            view.shape == copy.shape and view.dtype == source.view.dtype and _share_memory(view, source.view)
+            for view, copy in zip(views, made, strict=True)
         )
         return (source.name, views) if are_alike else none
 

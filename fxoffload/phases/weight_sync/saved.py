@@ -178,26 +178,27 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
 
 def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
     """Of one model, by the names in its checkpoint behind ``prefix``."""
-    start, tensors = _dotted(prefix), _meta_tensors(weights)
-    twin, parts = _twin(prefix, modules, tensors)
     try:
-        recorded = aside(lambda: _record(twin, tensors, start))
-        recipes = {start + name: recipe for name, recipe in recorded.items()}
-        for name, recipe in recipes.items():
-            if not parts.isdisjoint(recipe.inputs) and not recipe.is_input(weights[recipe.inputs[0]].shape):
-                raise NotRecorded(f"{name!r} is made of what is inside a tensor subclass")
+        # In a thread of its own the caller's modes do not hold: inference mode runs other operators.
+        return aside(lambda: _record(prefix, modules, weights))
     except Exception as error:
         raise UnsupportedError(
             f"expected transformers to say how it saves {type(model).__name__}, found {type(error).__name__}: {error}. "
             "Give as_saved=False for names and shapes as they are in memory"
         ) from error
+
+
+def _record(prefix: str, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
+    with untouched(), torch.no_grad():
+        start, tensors = _dotted(prefix), _meta_tensors(weights)
+        twin, parts = _twin(prefix, modules, tensors)
+        with Recorder(tensors) as recorder:
+            outputs = transformers.as_saved(twin, {name.removeprefix(start): t for name, t in tensors.items()})
+        recipes = {start + name: recipe for name, recipe in recorder.recipes(outputs).items()}
+    for name, recipe in recipes.items():
+        if not parts.isdisjoint(recipe.inputs) and not recipe.is_input(weights[recipe.inputs[0]].shape):
+            raise NotRecorded(f"{name!r} is made of what is inside a tensor subclass")
     return recipes
-
-
-def _record(twin: nn.Module, tensors: Mapping[str, Tensor], start: str) -> dict[str, Recipe]:
-    with untouched(), torch.no_grad(), Recorder(tensors) as recorder:
-        outputs = transformers.as_saved(twin, {name.removeprefix(start): t for name, t in tensors.items()})
-    return recorder.recipes(outputs)
 
 
 def _meta_tensors(weights: Mapping[str, Weight]) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Moved(Protocol):
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
-    """(name, tensor on the device), one after the other; see [Note: How long a weight is valid].
+    """(name, tensor on the device), one after the other; see [Note: Whose a weight is].
 
     Attributes:
         plan: the buckets.
