@@ -80,10 +80,18 @@ def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> t
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-# By these settings of functorch the partitioner chooses by itself; at these values it only follows tags.
+# By these settings of functorch the partitioner chooses by itself; at these values it only follows tags, or chooses as
+# plans expect.
 _TAGS_DECIDE: dict[str, Any] = {
     "activation_memory_budget": 1.0,
+    "aggressive_recomputation": False,
+    "ban_recompute_long_fusible_chains": True,
+    "ban_recompute_materialized_backward": True,
+    "ban_recompute_not_in_allowlist": True,
+    "ban_recompute_reductions": True,
+    "ban_recompute_used_far_apart": True,
     "enable_activation_offloading": False,
+    "recompute_views": False,
     "_sync_decision_cross_ranks": False,  # collectives, which the ranks' drafts would meet at other times
 }
 # Keys of a node's ``meta``, and of ``meta["custom"]``, that carry a memory budget (``MemoryBudgetMode`` and

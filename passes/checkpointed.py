@@ -6,20 +6,28 @@ and so every plan, obeys: what is marked RECOMPUTE is not saved, and can be neit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.fx as fx
 
 from fxoffload.passes.tag_recompute import OFFLOADED, RECOMPUTED
 
 
-def num_checkpointed(graph: fx.Graph) -> int:
-    """Ops that the user's checkpointing computes again. None count where a policy of the user's offloads: that one was
-    written for offloading."""
-    policies = [n.meta["recompute"] for n in graph.nodes if "recompute" in n.meta]
+def num_checkpointed(joint: fx.GraphModule) -> int:
+    """Ops that the user's checkpointing computes again, in nested regions too. None count where a policy of the user's
+    offloads: that one was written for offloading."""
+    policies = [n.meta["recompute"] for n in _nodes(joint) if "recompute" in n.meta]
     return 0 if OFFLOADED.intersection(policies) else sum(p in RECOMPUTED for p in policies)
 
 
-def clear_checkpointing(graph: fx.Graph) -> None:
+def clear_checkpointing(joint: fx.GraphModule) -> None:
     """Remove the tags, as if nothing was checkpointed."""
-    for node in graph.nodes:
+    for node in _nodes(joint):
         node.meta.pop("recompute", None)
         node.meta.pop("ac_graph_id", None)
+
+
+def _nodes(joint: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in joint.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes

@@ -11,12 +11,14 @@ like one storage. Before and after, where a region returns its first input and a
     %saved = getitem(%call, 1)                        ->   (readers of %saved read %x)
     %flat  = getitem(%call, 2)                             %flat  = view(%x, [128, 64])
 
-The other results of each call get fake tensors of their own.
+Of results that share memory with each other, one is handed out, and the others are made of it outside. The results of
+each call get fake tensors of their own.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -45,27 +47,73 @@ class OpenRegions:
 def _open(gm: fx.GraphModule, call: fx.Node) -> int:
     region: Any = gm.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
     outside: dict[fx.Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=True))
-    results = output_values(region.graph)
+    items = [node for node in gm.graph.find_nodes(op="call_function", target=operator.getitem) if node.args[0] is call]
+    items += _hand_out_shared(gm, call, region, [item.args[1] for item in items])
+    if not items:
+        return 0
+    for item in reversed(items):
+        call.append(item)  # what is made of one stands behind all of them
+    results: list[Any] = output_values(region.graph)
     own: list[fx.Node] = []
     taken = 0
-    for item in [u for u in call.users if u.target is operator.getitem]:
-        result: Any = results[item.args[1]]  # type: ignore[index]
-        with gm.graph.inserting_before(item):
-            found = _from_outside(gm.graph, result, outside, item) if isinstance(result, fx.Node) else None
-        if isinstance(found, fx.Node):
-            item.replace_all_uses_with(found)
+    for views in (False, True):
+        for item in [one for one in items if bool(_shares_with(results[one.args[1]])) is views]:  # type: ignore[index]
+            result = results[item.args[1]]  # type: ignore[index]
+            with gm.graph.inserting_before(items[-1].next):
+                found = _from_outside(gm.graph, result, outside, item) if isinstance(result, fx.Node) else None
+            if isinstance(found, fx.Node):
+                item.replace_all_uses_with(found)
+                taken += 1
+            elif tensor_of(item) is not None:
+                outside[result] = item
+                own.append(item)
+    for item in items:
+        if item not in own and not item.users:
             gm.graph.erase_node(item)
-            taken += 1
-        elif tensor_of(item) is not None:
-            own.append(item)
     for item, value in zip(own, fakes_over_new_memory([item.meta["val"] for item in own]), strict=True):
         item.meta = {**item.meta, "val": value}
     return taken
 
 
+def _hand_out_shared(gm: fx.GraphModule, call: fx.Node, region: fx.GraphModule, used: list[Any]) -> list[fx.Node]:
+    """Lets a region return what several of its results are views of, too. Returns the new items of the call."""
+    results: list[Any] = output_values(region.graph)
+    views = {results[i] for i in used if _shares_with(results[i])}
+    shared = [root for root, count in Counter(map(_root, views)).items() if count > 1 and root.op != "placeholder"]
+    new = [root for root in shared if root not in results]
+    if new:
+        results += new
+        region.graph.output_node().args = (tuple(results),)
+        region.recompile()
+    values = call.meta["val"]
+    call.meta["val"] = (*values, *(result.meta["val"] for result in results[len(values) :]))
+    items = []
+    for root in shared:
+        if (index := results.index(root)) not in used:
+            with gm.graph.inserting_after(call):
+                item = gm.graph.call_function(operator.getitem, (call, index))
+            item.meta["val"] = root.meta["val"]
+            items.append(item)
+    return items
+
+
+def _shares_with(value: Any) -> list[fx.Node]:
+    """What a value of a graph may share memory with."""
+    if not isinstance(value, fx.Node):
+        return []
+    source = value.args[0] if value.target is operator.getitem else None
+    return [source] if isinstance(source, fx.Node) and aliased_args(source) else aliased_args(value)
+
+
+def _root(value: fx.Node) -> fx.Node:
+    while sources := _shares_with(value):
+        value = sources[0]
+    return value
+
+
 def _from_outside(graph: fx.Graph, value: fx.Node, outside: dict[fx.Node, Any], item: fx.Node) -> Any:
-    """What ``value``, of a region's graph, is in the graph around it: an operand of the call, or a view of one, made
-    there. None for what the region computes.
+    """What ``value``, of a region's graph, is in the graph around it: an operand of the call, another result, or a view
+    of one, made there. None for what only the region has.
 
     Args:
         outside: what values of the region are outside; more are added.
@@ -73,8 +121,7 @@ def _from_outside(graph: fx.Graph, value: fx.Node, outside: dict[fx.Node, Any], 
     """
     if value in outside:
         return outside[value]
-    sources = aliased_args(value)
-    if not sources or any(_from_outside(graph, v, outside, item) is None for v in value.all_input_nodes):
+    if not _shares_with(value) or any(_from_outside(graph, v, outside, item) is None for v in value.all_input_nodes):
         return None
     made = graph.node_copy(value, lambda v: outside[v])
     made.meta = {k: v for k, v in item.meta.items() if k != "eager_input_vals"}

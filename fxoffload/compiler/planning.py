@@ -130,14 +130,14 @@ class Planning:
             BudgetError: no choice fits into the budget.
         """
         planned = self._run()
-        if planned is None or not num_checkpointed(self.joint.graph):
+        if planned is None or not num_checkpointed(self.joint):
             return planned
         return self._with_checkpointing(planned)
 
     def _with_checkpointing(self, planned: Planned) -> Planned:
         """The plan says what the user's activation checkpointing does to it."""
         joint, plan = copy_graph(self.joint), planned.plan
-        clear_checkpointing(joint.graph)
+        clear_checkpointing(joint)
         plain = make_draft(joint, "default", self.partition, self.settings)
         if plain.step is None:
             return planned

@@ -197,7 +197,7 @@ class CompileSession:
             put_opaque_values_last(forward, backward, kwargs["num_fwd_outputs"])
             return forward, backward
 
-        num_checkpointed_ops = num_checkpointed(gm.graph) if self.options.policy == "auto" else 0
+        num_checkpointed_ops = num_checkpointed(gm) if self.options.policy == "auto" else 0
         try:
             run_steps(_JOINT[:2], state, "joint")
             self._layers = state.layers

@@ -167,6 +167,17 @@ def test_what_stays_elsewhere_beside_a_model_that_moves_is_as_it_should_be(caplo
     assert caplog.messages == []
 
 
+def test_a_model_of_which_the_larger_part_is_elsewhere_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(64, 64, device="meta"))
+    manager = rehearse(model)
+    for _ in range(2):
+        manager.offload()
+        manager.onload()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("params: 80 B of them move, and 16.2 KiB stay on other devices")
+    manager.close()
+
+
 def test_groups_that_a_manager_cannot_have_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = make()
     manager = rehearse(model)

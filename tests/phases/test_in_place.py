@@ -306,3 +306,28 @@ def test_state_that_an_optimizer_has_loaded_leaves(way: str, tmp_path: Path) -> 
     manager.offload("optimizer")
     assert [storage.nbytes() for storage in storages] == [0] * len(storages)
     manager.close()
+
+
+def test_storages_are_as_large_as_at_home() -> None:
+    """``safetensors.torch.save_model`` compares tensors with theirs."""
+    model, optimizer = make()
+    model.register_buffer("odd", torch.ones(25))
+    manager = rehearse(model, optimizer)
+    sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in model.state_dict().items()}
+    manager.offload()
+    assert {name: tensor.untyped_storage().nbytes() for name, tensor in model.state_dict().items()} == sizes
+    manager.close()
+
+
+def test_what_is_moved_to_shared_memory_is_written_back() -> None:
+    model, optimizer = make()
+    manager, expected = rehearse(model, optimizer), source()
+    manager.offload()
+    state = model.state_dict()
+    for name, tensor in state.items():
+        tensor.share_memory_().copy_(expected[name])
+    assert all(torch.equal(t, expected[name].to(t.dtype)) for name, t in model.state_dict().items())
+    manager.onload()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    manager.close()

@@ -199,6 +199,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "swap_tensors, the other way": lambda w: torch.utils.swap_tensors(OTHER, w),
     "tree_map": lambda w: tree_map(lambda t: t.to(torch.float64), [w]),
     "type()": lambda w: w.type(torch.float64),
+    "as_subclass": lambda w: w.as_subclass(Tensor),
 }
 OTHER = Pair.of(1.0)
 

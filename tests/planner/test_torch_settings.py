@@ -45,9 +45,16 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(k, not v if isinstance(v, bool) else 0.5) for k, v in _torch_compat._TAGS_DECIDE.items()]
-)
+def _other_values() -> list[Any]:
+    """Of each setting; some of those that are alike are left to the slow tests."""
+    quick = ("activation_memory_budget", "ban_recompute_used_far_apart", "enable_activation_offloading")
+    return [
+        pytest.param(k, not v if isinstance(v, bool) else 0.5, marks=() if k in quick else pytest.mark.slow)
+        for k, v in _torch_compat._TAGS_DECIDE.items()
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), _other_values())
 def test_the_plan_wins_and_says_so_once(name: str, value: object) -> None:
     if not hasattr(functorch_config, name):
         pytest.skip(f"this torch has no {name}")

@@ -35,11 +35,59 @@ class PostNorm(Block):
         return self.norm(x + self.down(torch.relu(self.up(x))))
 
 
+class Several(nn.Module):
+    """Returns what shares memory: with another result, which the backward needs as well, and with the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def results(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.up(x).tanh() * 2
+        return y, y.sin()
+
+    @torch.compiler.nested_compile_region
+    def region(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.results(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _sum(self.region(x))
+
+
+class Views(Several):
+    """Saves views of what it returns, of its input and of each other."""
+
+    def results(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.up(x).tanh() * 2
+        return (
+            y,
+            self.up(y).sin(),
+            y.transpose(0, 1).sin().transpose(0, 1),
+            self.up(x.transpose(0, 1)).transpose(0, 1).cos(),
+        )
+
+
+class Parts(Several):
+    """Saves two parts, and another view, of what it neither saves nor returns as a whole."""
+
+    def results(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.up(x) + x
+        a, b = y.chunk(2, dim=-1)
+        return torch.cat((a.sin(), b.cos()), dim=-1), self.up(y)
+
+
+def _sum(results: tuple[Tensor, ...]) -> Tensor:
+    total = results[0]
+    for one in results[1:]:
+        total = total + one
+    return total / len(results)
+
+
 class Net(nn.Module):
-    def __init__(self, block: type[Block], calls: bool = True) -> None:
+    def __init__(self, block: type[Block], calls: bool = True, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(block(64) for _ in range(4))
+        self.layers = nn.ModuleList(block(64) for _ in range(layers))
         self.head = nn.Linear(64, 64)
         self.calls = calls
 
@@ -79,6 +127,29 @@ def test_torch_2_13_nested_regions_have_the_right_gradients(block: type[Block], 
             torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
     assert fxoffload.stats().bytes_offloaded > 0
     assert all(torch.equal(a, b) for a, b in zip(found["keep_all"], found["offload_all"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "inner"),
+    [
+        pytest.param(Several, "inductor", marks=pytest.mark.inductor),
+        pytest.param(Views, "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
+        pytest.param(Parts, "inductor", marks=[pytest.mark.inductor, pytest.mark.slow]),
+        (Views, "aot_eager"),
+        (Parts, "aot_eager"),
+    ],
+)
+def test_torch_2_13_regions_that_return_shared_memory(block: type[Several], inner: str) -> None:
+    model, x = Net(block, calls=False, layers=2), torch.randn(4, 8, 64)  # type: ignore[arg-type]
+    plain = copy.deepcopy(model)
+    for layer in plain.layers:
+        layer.region = layer.results  # type: ignore[union-attr]
+    expected = gradients(plain, plain, x)
+    for policy in ("auto", "offload_all"):
+        torch.compiler.reset()
+        call = torch.compile(model, backend="fxoffload", options={**OPTIONS, "policy": policy, "inner": inner})
+        for one, right in zip(gradients(model, call, x), expected, strict=True):
+            torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
 
 
 def test_layers_that_call_one_region_save_storages_of_their_own() -> None:

@@ -107,6 +107,18 @@ def test_what_checkpointing_costs_is_what_the_plan_without_it_says(told: Told) -
     assert "checkpointing" not in without.summary
 
 
+class InARegion(Checkpointed):
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_checkpointing_in_a_nested_region(told: Told) -> None:
+    with told():
+        train(planned(Stack(2, block=InARegion)))
+    told.one("activation checkpointing is on in compiled code")
+
+
 def test_checkpointing_in_layers_compiled_on_their_own(told: Told) -> None:
     model = Stack(2, block=Checkpointed)
     for layer in model.layers:
