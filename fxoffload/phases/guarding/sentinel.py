@@ -4,7 +4,8 @@
 A tensor whose storage was emptied is dangerous: ``p + 1``, ``p.clone()`` and ``AdamW.step()`` end the process on a CPU
 and the CUDA context on a GPU, and ``torch.save`` writes nothing, silently. So the Python class of a tensor is switched
 while it is away (``p.__class__ = AwayParameter``): the object, its identity and its type relations stay, and torch
-functions on it come to us first, all but those that ask no class (``torch.tensor(p)``, ``torch.func``, DLPack). Rejected: guards on the modules' and optimizers' entry points alone (they miss
+functions on it come to us first, all but those that ask no class (``torch.tensor(p)``, ``torch.func``, DLPack).
+Rejected: guards on the modules' and optimizers' entry points alone (they miss
 whatever a user writes), a TorchFunctionMode (Dynamo guards on the stack of modes: everything would recompile) and
 ``swap_tensors`` (it refuses what autograd or a weak reference holds). At home a tensor has its own class again, so that
 this costs nothing, and no compiled code changes.
