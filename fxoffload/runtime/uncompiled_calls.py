@@ -79,7 +79,7 @@ class UncompiledCalls:
         )
         if has_grad:
             text += "They offload nothing. TORCH_LOGS=recompiles shows what differs between calls: make that the same, "
-        elif limit == "recompile_limit":
+        else:
             text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
         warn_once((where, reason), text + "or raise the limit")
 

@@ -126,6 +126,18 @@ def test_the_accumulated_limit_is_told() -> None:
     assert uncompiled() == {"accumulated_recompile_limit": 1}
 
 
+def test_calls_without_gradients_do_not_use_up_the_accumulated_limit_of_training() -> None:
+    module = static(Stack(1))
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=LIMIT):  # type: ignore[attr-defined]
+        with torch.no_grad(), pytest.warns(UserWarning, match=r"own and goes on\. .*, or raise the limit"):
+            for length in LENGTHS:
+                module(batch(length=length))
+        for length in LENGTHS[:LIMIT]:
+            assert moved(lambda length=length: module(batch(length=length))) > 0
+        with pytest.warns(UserWarning, match="calls with gradients: .*accumulated_recompile_limit"):
+            assert moved(lambda: module(batch(length=LENGTHS[LIMIT]))) == 0
+
+
 @pytest.mark.parametrize("fails", ["fullgraph", slow("fail_on_recompile_limit_hit")])
 def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> None:
     module = static(Stack(1), fullgraph=fails == "fullgraph")
