@@ -81,7 +81,8 @@ class UncompiledCalls:
             text += "They offload nothing. TORCH_LOGS=recompiles shows what differs between calls: make that the same, "
         else:
             text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
-        warn_once((where, reason), text + "or raise the limit")
+        text += "or raise the limit. Raise it before the first call, or call torch.compiler.reset() after raising it"
+        warn_once((where, reason), text)
 
     def _end(self, call: _Call) -> None:
         _thread.call = call.outer

@@ -151,11 +151,13 @@ def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> N
             assert moved(lambda length=length: module(batch(length=length))) > 0
 
 
-def test_a_raised_limit_and_a_reset_begin_anew() -> None:
+def test_a_raised_limit_begins_with_a_reset_and_a_reset_begins_anew() -> None:
     module = static(Stack(1))
-    with pytest.warns(UserWarning, match="with gradients"):
+    with pytest.warns(UserWarning, match=r"with gradients.*call torch\.compiler\.reset\(\) after raising it"):
         for length in LENGTHS:
             module(batch(length=length)).sum().backward()
+    with torch._dynamo.config.patch(recompile_limit=8):  # type: ignore[attr-defined]
+        assert moved(lambda: module(batch(length=LENGTHS[-1]))) == 0  # as with any backend
     torch.compiler.reset()
     assert moved(lambda: module(batch(length=LENGTHS[-1]))) > 0
     with pytest.warns(UserWarning, match="with gradients"):
