@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -218,14 +219,31 @@ def why_off() -> str:
 
 def called_function() -> str:
     """The name of the compiled function whose call is under way on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    function = None if frame is None else frame.f_locals.get("fn")
+    function = _called()
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return type(owner).__name__
     return getattr(function, "__qualname__", "a compiled function")
+
+
+def runs_later() -> bool:
+    """Whether that function is one whose call only makes a generator or a coroutine."""
+    function = _called()
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(function) for is_kind in kinds)
+
+
+def _called() -> Any:
+    """The compiled function whose call is under way on this thread; None: there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("fn")
+
+
+def num_autograd_nodes() -> int:
+    """How many nodes of autograd's graph this thread has made. Those of parameters are not counted."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def keep_reset(backend: Callable[..., Any]) -> None:

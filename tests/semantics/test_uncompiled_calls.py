@@ -320,6 +320,26 @@ def test_another_backend_that_used_up_the_limit_of_the_same_code() -> None:
     assert uncompiled() == {NOT_TRACED: 1}
 
 
+def test_a_model_under_disable() -> None:
+    model = torch.compiler.disable(Stack(1))
+
+    def call(x: Tensor) -> Tensor:
+        return model(x)
+
+    with pytest.warns(UserWarning, match="call with gradients.*torch.compiler.disable"):
+        assert moved(lambda: static(call)(batch())) == 0
+    assert uncompiled() == {NOT_TRACED: 1}
+
+
+def test_a_generator() -> None:
+    def halves(x: Tensor) -> Iterator[Tensor]:
+        yield from x.chunk(2)
+
+    with pytest.warns(UserWarning, match="halves.*a generator"):
+        static(halves)(batch())
+    assert uncompiled() == {NOT_TRACED: 1}
+
+
 # -- nothing to tell ---------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +356,21 @@ def test_what_is_compiled_is_not_counted() -> None:
             for one in (frozen, on_cpu, no_grad):
                 one(batch())
             copy.deepcopy(frozen)(batch())
+    assert not uncompiled()
+
+
+def test_calls_in_which_autograd_records_nothing_are_not_counted() -> None:
+    @torch.compiler.disable
+    def disabled(x: Tensor) -> Tensor:
+        return x * 2
+
+    functions = [lambda x: 3, lambda x: x.shape[0], disabled, lambda x: disabled(x)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*uncompiled")
+        for function in functions:
+            static(function)(batch())
+        with torch.compiler.set_stance("force_eager"):
+            static(functions[0])(batch())
     assert not uncompiled()
 
 
