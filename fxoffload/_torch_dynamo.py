@@ -1,12 +1,13 @@
 """Private torch APIs of Dynamo: which calls it runs compiled, and where it stops compiling.
 
-Dynamo keeps all compiled forms of a code object in one list. ``config.recompile_limit`` bounds its length; when the
-limit is used up, nothing of that code object is compiled any more. One model that generates, computes log-probs and
-trains has one code object for all three, so that generation uses up the limit before training begins.
+Dynamo keeps all compiled forms of a code object in one list. ``config.recompile_limit`` bounds how many of them fit the
+same modules, and ``config.accumulated_recompile_limit`` how many there are. When a limit is used up, nothing of that
+code object is compiled any more. One model that generates, computes log-probs and trains has one code object for all
+three, so that generation uses up a limit before training begins.
 
 ``watch_calls`` replaces two functions of Dynamo, for frames of one backend only:
 
-- The limit is counted apart for calls with and for calls without gradients.
+- Both limits are counted apart for calls with and for calls without gradients.
 - What Dynamo decides about a frame that it does not compile (run it uncompiled, look at its callees or not) holds for
   calls of the same of these two kinds. Decisions that Dynamo takes before it tries to compile stay as they are, except
   under ``config.disable`` and ``TorchDispatchMode`` s, where they hold for that call alone.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -55,18 +57,33 @@ class _Decision:
 
 
 @dataclass
+class _Kind:
+    """What Dynamo compiled of one code object for calls with gradients, or for those without."""
+
+    forms: set[Any] = field(default_factory=set)  # compile ids
+    num_attempts: int = 0  # to compile one
+
+
+@dataclass
 class _Compiled:
     """One code object. The keys say whether gradients are enabled, and in which region (``_region``)."""
 
-    forms: dict[bool, set[Any]] = field(default_factory=lambda: {True: set(), False: set()})  # their compile ids
+    kinds: dict[bool, _Kind] = field(default_factory=lambda: {True: _Kind(), False: _Kind()})
     decided: dict[tuple[bool, int], _Decision] = field(default_factory=dict)
 
 
 @dataclass
 class _Attempt:
-    """Dynamo looks at one frame. ``num_others``: compiled forms that don't count; ``began``: it tries to compile it."""
+    """Dynamo looks at one frame, of a call of this ``kind``. ``began``: it tries to compile it.
 
-    num_others: int
+    Three numbers don't count for the limits, because they are of the other kind: ``num_forms`` that fit the frame,
+    ``num_forms_of_code`` and ``num_attempts``.
+    """
+
+    kind: _Kind
+    num_forms: int
+    num_forms_of_code: int
+    num_attempts: int
     began: bool = False
     limit: str = ""
     most: int = 0
@@ -92,21 +109,22 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
                 return look_at_frame(self, frame, cache_entry, frame_state)
         has_grad = torch.is_grad_enabled()
         compiled = frame_state.setdefault(_KEY, _Compiled())
-        kind = has_grad, _region()
-        decision = compiled.decided.get(kind)
+        key = has_grad, _region()
+        decision = compiled.decided.get(key)
         if decision is None:
-            attempt = _Attempt(_num_forms(frame, compiled.forms[not has_grad]))
+            kind, other = compiled.kinds[has_grad], compiled.kinds[not has_grad]
+            attempt = _Attempt(kind, *_num_forms(frame, other.forms), other.num_attempts)
             with _attempt(attempt):
                 result = look_at_frame(self, frame, cache_entry, frame_state)
             if result.guarded_code is not None:
-                compiled.forms[has_grad].add(result.guarded_code.compile_id)
+                kind.forms.add(result.guarded_code.compile_id)
                 return result
             if not attempt.began and not why_off():
                 return result
             result.apply_to_code = False
             decision = _Decision(result, attempt.limit, attempt.most)
             if attempt.began:
-                compiled.decided[kind] = decision
+                compiled.decided[key] = decision
         if decision.limit:
             watch.ran_uncompiled(frame.f_code, decision.limit, decision.most, has_grad=has_grad)
         return decision.result
@@ -117,9 +135,8 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
         if attempt is None:
             return exceeds_limit(cache_size, compile_id)
         attempt.began = True
-        num_forms = cache_size.num_cache_entries_with_same_id_matched_objs - attempt.num_others
-        cache_size = replace(cache_size, num_cache_entries_with_same_id_matched_objs=num_forms)
-        exceeded, limit = exceeds_limit(cache_size, compile_id)
+        attempt.kind.num_attempts += 1
+        exceeded, limit = exceeds_limit(*_of_kind(attempt, cache_size, compile_id))
         if exceeded:
             attempt.limit, attempt.most = limit, getattr(config, limit)
         return exceeded, limit
@@ -162,16 +179,30 @@ def _region() -> int:
     return -1 if region is None else region()
 
 
-def _num_forms(frame: Any, compile_ids: set[Any]) -> int:
-    """How many of these compiled forms Dynamo counts where it looks at ``frame``."""
+def _num_forms(frame: Any, compile_ids: set[Any]) -> tuple[int, int]:
+    """How many of these compiled forms Dynamo counts where it looks at ``frame``: for ``config.recompile_limit``, and
+    for ``config.accumulated_recompile_limit``, which is one for all regions."""
     from torch._dynamo.cache_size import _has_same_id_matched_objs
 
     if not compile_ids:
-        return 0
+        return 0, 0
     of_region = getattr(eval_frame, "_get_cache_entries_for_region", None)
     code = frame.f_code
-    entries = eval_frame._debug_get_cache_entry_list(code) if of_region is None else of_region(code, _region())
-    return sum(e.compile_id in compile_ids and _has_same_id_matched_objs(frame, e) for e in entries)
+    of_code = [e for e in eval_frame._debug_get_cache_entry_list(code) if e.compile_id in compile_ids]
+    entries = of_code if of_region is None else [e for e in of_region(code, _region()) if e.compile_id in compile_ids]
+    return sum(_has_same_id_matched_objs(frame, e) for e in entries), len(of_code)
+
+
+def _of_kind(attempt: _Attempt, cache_size: Any, compile_id: Any) -> tuple[Any, Any]:
+    """What Dynamo compares with the limits, without what is of the other kind. It compares the number of this attempt
+    too: an attempt that fails leaves no form."""
+    of_code = "total_cache_entries_all_regions"
+    if not hasattr(cache_size, of_code):  # up to torch 2.12
+        of_code = "num_cache_entries"
+    same = "num_cache_entries_with_same_id_matched_objs"
+    others = {same: attempt.num_forms, of_code: attempt.num_forms_of_code}
+    cache_size = replace(cache_size, **{name: getattr(cache_size, name) - num for name, num in others.items()})
+    return cache_size, replace(compile_id, frame_compile_id=compile_id.frame_compile_id - attempt.num_attempts)
 
 
 def why_off() -> str:
@@ -188,14 +219,31 @@ def why_off() -> str:
 
 def called_function() -> str:
     """The name of the compiled function whose call is under way on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    function = None if frame is None else frame.f_locals.get("fn")
+    function = _called()
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return type(owner).__name__
     return getattr(function, "__qualname__", "a compiled function")
+
+
+def runs_later() -> bool:
+    """Whether that function is one whose call only makes a generator or a coroutine."""
+    function = _called()
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(function) for is_kind in kinds)
+
+
+def _called() -> Any:
+    """The compiled function whose call is under way on this thread; None: there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("fn")
+
+
+def num_autograd_nodes() -> int:
+    """How many nodes of autograd's graph this thread has made. Those of parameters are not counted."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def keep_reset(backend: Callable[..., Any]) -> None:

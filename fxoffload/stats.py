@@ -36,7 +36,8 @@ class Stats:
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
         calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason: a
-            recompile limit that is used up; or, of calls with gradients, why no compiled graph ran.
+            recompile limit that is used up; or, of calls in which autograd records something, why no compiled graph
+            ran.
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
         num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
         num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.

@@ -2,7 +2,8 @@
 
 Dynamo stops compiling a function without an error: its recompile limit is used up, a stance says so, an error was
 suppressed. Training then goes on, eager, and nothing is offloaded. Two things are seen here (``_torch_dynamo``): frames
-that Dynamo runs uncompiled because a limit is used up, and calls with gradients in which no compiled graph ran.
+that Dynamo runs uncompiled because a limit is used up, and calls with gradients in which no compiled graph ran. Where
+autograd recorded nothing, such a call had nothing to offload, and is neither counted nor told.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fxoffload._torch_dynamo import called_function, why_off
+from fxoffload._torch_dynamo import called_function, num_autograd_nodes, runs_later, why_off
 from fxoffload.stats import counters
 from fxoffload.tell import warn_once
 
@@ -33,6 +34,7 @@ class _Call:
     outer: _Call | None
     has_grad: bool
     num_run: int
+    num_nodes: int  # of autograd's graph, when it began
     error: BaseException | None
     limits: set[str] = field(default_factory=set)  # that frames of it met
 
@@ -61,7 +63,8 @@ class UncompiledCalls:
 
     def call_begins(self) -> Callable[[], None]:
         """See ``CallWatch``."""
-        call = _Call(_thread.call, torch.is_grad_enabled(), _thread.num_run, sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        call = _Call(_thread.call, torch.is_grad_enabled(), _thread.num_run, num_autograd_nodes(), error)
         _thread.call = call
         return functools.partial(self._end, call)
 
@@ -79,9 +82,10 @@ class UncompiledCalls:
         )
         if has_grad:
             text += "They offload nothing. TORCH_LOGS=recompiles shows what differs between calls: make that the same, "
-        elif limit == "recompile_limit":
+        else:
             text += "Training has a limit of its own and goes on. Generate with the uncompiled model, "
-        warn_once((where, reason), text + "or raise the limit")
+        text += "or raise the limit. Raise it before the first call, or call torch.compiler.reset() after raising it"
+        warn_once((where, reason), text)
 
     def _end(self, call: _Call) -> None:
         _thread.call = call.outer
@@ -91,13 +95,16 @@ class UncompiledCalls:
             return
         if sys.exc_info()[1] is not call.error:
             return  # it raised
+        if num_autograd_nodes() == call.num_nodes and not runs_later():
+            return  # there was nothing to offload
         off = why_off()
         counters.add_reason("calls_uncompiled", off or NOT_TRACED)
         name = called_function()
         why = off or (
-            "Dynamo ran none of its frames compiled. TORCH_LOGS=graph_breaks,recompiles says why: a graph break in its "
-            "outermost frame, an error that torch._dynamo.config.suppress_errors hides, or a recompile limit that "
-            "another backend's graphs of the same code used up"
+            "Dynamo ran none of its frames compiled. TORCH_LOGS=graph_breaks,recompiles says why: a model under "
+            "torch.compiler.disable, a generator, a graph break in its outermost frame, an error that "
+            "torch._dynamo.config.suppress_errors hides, or a recompile limit that another backend's graphs of the "
+            "same code used up"
         )
         warn_once(
             (name, off or NOT_TRACED),

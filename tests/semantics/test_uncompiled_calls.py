@@ -126,6 +126,18 @@ def test_the_accumulated_limit_is_told() -> None:
     assert uncompiled() == {"accumulated_recompile_limit": 1}
 
 
+def test_calls_without_gradients_do_not_use_up_the_accumulated_limit_of_training() -> None:
+    module = static(Stack(1))
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=LIMIT):  # type: ignore[attr-defined]
+        with torch.no_grad(), pytest.warns(UserWarning, match=r"own and goes on\. .*, or raise the limit"):
+            for length in LENGTHS:
+                module(batch(length=length))
+        for length in LENGTHS[:LIMIT]:
+            assert moved(lambda length=length: module(batch(length=length))) > 0
+        with pytest.warns(UserWarning, match="calls with gradients: .*accumulated_recompile_limit"):
+            assert moved(lambda: module(batch(length=LENGTHS[LIMIT]))) == 0
+
+
 @pytest.mark.parametrize("fails", ["fullgraph", slow("fail_on_recompile_limit_hit")])
 def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> None:
     module = static(Stack(1), fullgraph=fails == "fullgraph")
@@ -139,11 +151,13 @@ def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> N
             assert moved(lambda length=length: module(batch(length=length))) > 0
 
 
-def test_a_raised_limit_and_a_reset_begin_anew() -> None:
+def test_a_raised_limit_begins_with_a_reset_and_a_reset_begins_anew() -> None:
     module = static(Stack(1))
-    with pytest.warns(UserWarning, match="with gradients"):
+    with pytest.warns(UserWarning, match=r"with gradients.*call torch\.compiler\.reset\(\) after raising it"):
         for length in LENGTHS:
             module(batch(length=length)).sum().backward()
+    with torch._dynamo.config.patch(recompile_limit=8):  # type: ignore[attr-defined]
+        assert moved(lambda: module(batch(length=LENGTHS[-1]))) == 0  # as with any backend
     torch.compiler.reset()
     assert moved(lambda: module(batch(length=LENGTHS[-1]))) > 0
     with pytest.warns(UserWarning, match="with gradients"):
@@ -306,6 +320,26 @@ def test_another_backend_that_used_up_the_limit_of_the_same_code() -> None:
     assert uncompiled() == {NOT_TRACED: 1}
 
 
+def test_a_model_under_disable() -> None:
+    model = torch.compiler.disable(Stack(1))
+
+    def call(x: Tensor) -> Tensor:
+        return model(x)
+
+    with pytest.warns(UserWarning, match="call with gradients.*torch.compiler.disable"):
+        assert moved(lambda: static(call)(batch())) == 0
+    assert uncompiled() == {NOT_TRACED: 1}
+
+
+def test_a_generator() -> None:
+    def halves(x: Tensor) -> Iterator[Tensor]:
+        yield from x.chunk(2)
+
+    with pytest.warns(UserWarning, match="halves.*a generator"):
+        static(halves)(batch())
+    assert uncompiled() == {NOT_TRACED: 1}
+
+
 # -- nothing to tell ---------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +356,21 @@ def test_what_is_compiled_is_not_counted() -> None:
             for one in (frozen, on_cpu, no_grad):
                 one(batch())
             copy.deepcopy(frozen)(batch())
+    assert not uncompiled()
+
+
+def test_calls_in_which_autograd_records_nothing_are_not_counted() -> None:
+    @torch.compiler.disable
+    def disabled(x: Tensor) -> Tensor:
+        return x * 2
+
+    functions = [lambda x: 3, lambda x: x.shape[0], disabled, lambda x: disabled(x)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*uncompiled")
+        for function in functions:
+            static(function)(batch())
+        with torch.compiler.set_stance("force_eager"):
+            static(functions[0])(batch())
     assert not uncompiled()
 
 
