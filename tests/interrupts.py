@@ -8,6 +8,7 @@ more places than signals do (the end of a ``with`` block before its lock is give
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 import fxoffload
 
@@ -166,3 +169,18 @@ def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def switches() -> list[str]:
+    """What of the thread is not as it was in the beginning; it is afterwards."""
+    found: list[str] = []
+    if not gc.isenabled():
+        found.append("the collector is off")
+        gc.enable()
+    if not torch.is_grad_enabled():
+        found.append("autograd is off")
+        torch.set_grad_enabled(True)
+    if torch.cuda.is_available() and torch.cuda.current_stream() != torch.cuda.default_stream():
+        found.append("another stream is the current one")
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    return found

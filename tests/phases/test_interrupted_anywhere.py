@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from torch import nn
 
 from fxoffload.phases import PhaseManager
 from fxoffload.runtime.copies.streams import CopyStreams
 
-from ..interrupts import Interrupt, Place, files, places, some_of_each_line, storm
+from ..interrupts import Interrupt, Place, files, places, some_of_each_line, storm, switches
 from .delayed import DelayedCopies, LateStreams
 from .phase_support import batch, differences, make, snapshot
 
@@ -28,6 +27,7 @@ MOVING = files(
     "phases/moving/*.py",
     "phases/transit.py",
     "phases/ledger.py",
+    "phases/weight_sync/bucket_stream.py",
     "phases/guarding/sentinel.py",
     "runtime/copies/streams.py",
     "runtime/host_memory/arena.py",
@@ -79,12 +79,8 @@ class Scene:
 
     def problems(self) -> list[str]:
         """What is not as it was before the interrupt."""
-        found = []
         gc.collect()
-        if not (gc.isenabled() and torch.is_grad_enabled()):
-            found.append("the collector or autograd is switched off")
-            gc.enable()
-            torch.set_grad_enabled(True)
+        found = switches()
         self.manager.onload()
         found += differences(self.before, snapshot(self.model, self.optimizer))
         self.manager.release_host_memory()

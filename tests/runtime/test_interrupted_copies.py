@@ -18,7 +18,7 @@ import torch
 import fxoffload
 from fxoffload.runtime.copies.streams import CopyStreams, HostCopies
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from tests.interrupts import Interrupt, Place, files, places, some_of_each_line, storm
+from tests.interrupts import Interrupt, Place, files, places, some_of_each_line, storm, switches
 from tests.phases.delayed import DelayedCopies
 from tests.support import Halves, Observed, assert_equal, batch, compiled, effects
 
@@ -86,8 +86,8 @@ class Steps:
 
     def problems(self) -> list[str]:
         """What is not as it was before the interrupt."""
-        found = []
         gc.collect()
+        found = switches()
         held = fxoffload.stats()
         if held.host_bytes_in_use or held.num_groups_on_tape:
             found.append(f"{held.host_bytes_in_use} bytes, {held.num_groups_on_tape} groups")

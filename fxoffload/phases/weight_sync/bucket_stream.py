@@ -102,6 +102,7 @@ class BucketStream:
         self._plan, self._units, self._read, self._copies = plan, units, read, copies
         self._ledger, self._still = ledger, still
         self._landed: deque[tuple[list[Any], list[Any]]] = deque()  # works and events, by bucket
+        self._is_advancing = False  # or was cut short
         self._stage_filled: Any = None
         self._stage = ledger.take((plan.stage_bytes,), torch.uint8, device)
         # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
@@ -111,6 +112,7 @@ class BucketStream:
     @without_grad
     def advance(self, index: int) -> None:
         """Makes bucket ``index`` whole and starts the next ones. The buckets are asked for in order."""
+        self._is_advancing = True
         if index == 0:
             for i in range(self._plan.landings):
                 landing = self._ledger.take((self._plan.landing_bytes,), torch.uint8, self._stage.device)
@@ -129,6 +131,7 @@ class BucketStream:
         with self._still.copying():
             self._land(index + self._plan.landings)
             self._fill_stage(index + self._plan.landings + 1)
+        self._is_advancing = False
 
     def whole(self, piece: Piece) -> Tensor:
         """The tensor that a piece belongs to."""
@@ -143,7 +146,10 @@ class BucketStream:
 
     def close(self) -> None:
         """Finishes what was started and gives the memory back. The consumer's stream waits for the copies."""
+        self._copies.go_back()
         try:
+            if self._is_advancing:
+                self._copies.synchronize()  # of a copy whose event was not noted
             self._landed.append(([], [self._stage_filled]))
             while self._landed:
                 self._wait()
