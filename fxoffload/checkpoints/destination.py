@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxoffload.checkpoints.errors import CheckpointError, DestinationError, some
+from fxoffload.checkpoints.folder_name import folder_name
 from fxoffload.checkpoints.index import INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
 from fxoffload.checkpoints.read_json import read_json
 
@@ -46,9 +47,7 @@ class Destination:
 
 def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, overwrite: bool) -> Destination:
     """Check that ``target`` may be written, as far as that can be said without its lock. Raises DestinationError."""
-    if not os.fspath(target):
-        raise DestinationError("expected a folder to write into, found an empty name; name the folder")
-    path = Path(target)
+    path = Path(folder_name(target, "a folder to write into", DestinationError))
     # The parent as the kernel finds it: "link/../name" is beside what the link leads to.
     final = Path(os.path.realpath(path) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name))
     if final.is_symlink():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, shortened, some
+from fxoffload.checkpoints.errors import BrokenCheckpointError, shortened, some
 from fxoffload.checkpoints.header import StoredTensor, read_header
 from fxoffload.checkpoints.not_a_checkpoint import no_folder, no_weights
 from fxoffload.checkpoints.read_json import check_name, read_json
@@ -76,8 +76,6 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
     Raises BrokenCheckpointError where files contradict each other, UnsupportedCheckpointError for pickled weights.
     """
-    if not os.fspath(folder):
-        raise CheckpointError("expected a checkpoint folder, found an empty name; name the folder")
     try:
         if not os.path.isdir(folder):
             raise no_folder(os.fspath(folder))
