@@ -106,6 +106,7 @@ def test_a_folder_that_is_no_checkpoint(
         ("config.json", CheckpointError, "a file of one at {0}; give its folder: {1}"),
         ("model-Q4_K_M.gguf", UnsupportedCheckpointError, "a GGUF file at {0}, .*give their folder"),
         ("pytorch_model.bin", UnsupportedCheckpointError, "a file of pickled weights at {0}; write safetensors first"),
+        ("optimizer.pt", CheckpointError, "a file at {0}; give the folder of a checkpoint"),
         ("archive.tar", CheckpointError, "a file at {0}; give the folder of a checkpoint"),
         ("link", CheckpointError, "a link that leads nowhere at {0}; fetch the checkpoint again"),
         ("pipe", CheckpointError, "a file at {0}; give the folder"),
@@ -138,7 +139,6 @@ def test_an_empty_name(call: Callable[[Any], object]) -> None:
         call("")
 
 
-def test_an_index_that_lies(tmp_path: Path) -> None:
 def test_an_address_is_shown_as_it_was_given() -> None:
     with pytest.raises(CheckpointError, match=r"^expected a .* found nothing at https://huggingface.co/a/b; if that"):
         checkpoints.inspect("https://huggingface.co/a/b")
@@ -167,6 +167,7 @@ def test_what_is_no_name(tmp_path: Path, value: Any) -> None:
         checkpoints.merge(make(tmp_path / "source"), value)
 
 
+def test_an_index_that_lies(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     rewrite_index(source, lambda index: index["weight_map"].popitem())
     words = (
