@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from fxoffload import checkpoints
 from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError
 from fxoffload.checkpoints.errors import shortened, some
-from fxoffload.checkpoints.read_json import MOST_LEVELS
+from fxoffload.checkpoints.header import build_header, read_header
+from fxoffload.checkpoints.read_json import MOST_LEVELS, MOST_MARKS
 from fxoffload.cli.moe_tables import printable
 from tests.checkpoints.making import make
 from tests.checkpoints.test_index import FIRST, INDEX
@@ -186,6 +187,26 @@ def test_more_json_than_any_checkpoint_has(tmp_path: Path) -> None:
     os.truncate(source / CONFIG, 1 << 40)
     with pytest.raises(BrokenCheckpointError, match=r"config.json: expected at most 100000000 bytes of JSON"):
         checkpoints.inspect(source)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1.5", '{"":0}'])
+@pytest.mark.parametrize("file", [FIRST, INDEX, CONFIG])
+def test_millions_of_values_are_refused_before_they_are_read(tmp_path: Path, file: str, value: str) -> None:
+    source = make(tmp_path / "source")
+    text = read(source, file)
+    write(source, file, text[:1] + f'"a": [{f"{value}," * MOST_MARKS}1],'.encode() + text[1:])
+    begun = time.process_time()
+    with pytest.raises(
+        BrokenCheckpointError, match=rf"{file}: expected at most {MOST_MARKS} brackets and commas, found [2-8]\d{{6}};"
+    ):
+        checkpoints.inspect(source)
+    assert time.process_time() - begun < 0.5
+
+
+def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(100_000)]
+    (tmp_path / "a.safetensors").write_bytes(build_header([(name, "F32", (0, 8)) for name in names], {}))
+    assert len(read_header(tmp_path / "a.safetensors")[0]) == 100_000
 
 
 def test_more_experts_than_any_model_has(tmp_path: Path) -> None:
