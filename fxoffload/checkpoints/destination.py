@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fxoffload.checkpoints.errors import CheckpointError, DestinationError, some
 from fxoffload.checkpoints.folder_name import folder_name
-from fxoffload.checkpoints.index import INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
+from fxoffload.checkpoints.index import DEEPEST, INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
 from fxoffload.checkpoints.read_json import read_json
 
 # More links on the way to a file than the kernel follows.
@@ -146,6 +146,11 @@ def _entries(folder: Path) -> Iterator[str]:
         ) from error
 
     for here, subfolders, files in os.walk(folder, onerror=unreadable):
+        if len(Path(here).relative_to(folder).parts) > DEEPEST:
+            raise DestinationError(
+                f"{here}: expected at most {DEEPEST} folders in each other where a checkpoint is replaced, found more; "
+                f"remove {folder} yourself, or write elsewhere"
+            )
         links = [name for name in subfolders if os.path.islink(os.path.join(here, name))]
         for name in sorted(files + links):
             yield os.path.relpath(os.path.join(here, name), folder)
