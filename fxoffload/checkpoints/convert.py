@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fxoffload.checkpoints.destination import Destination, choose_destination
-from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError, about
+from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError
 from fxoffload.checkpoints.families import FORMS, Form
+from fxoffload.checkpoints.folder_name import about
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
 from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, Mixed, detect, one_layout
 from fxoffload.checkpoints.notes import output_notes, source_notes

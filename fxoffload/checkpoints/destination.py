@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxoffload.checkpoints.errors import CheckpointError, DestinationError, some
-from fxoffload.checkpoints.index import INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
+from fxoffload.checkpoints.folder_name import folder_name
+from fxoffload.checkpoints.index import DEEPEST, INDEX_NAME, SHARD_NAME, SINGLE_NAME, Checkpoint
 from fxoffload.checkpoints.read_json import read_json
 
 # More links on the way to a file than the kernel follows.
@@ -46,9 +47,7 @@ class Destination:
 
 def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, overwrite: bool) -> Destination:
     """Check that ``target`` may be written, as far as that can be said without its lock. Raises DestinationError."""
-    if not os.fspath(target):
-        raise DestinationError("expected a folder to write into, found an empty name; name the folder")
-    path = Path(target)
+    path = Path(folder_name(target, "a folder to write into", DestinationError))
     # The parent as the kernel finds it: "link/../name" is beside what the link leads to.
     final = Path(os.path.realpath(path) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name))
     if final.is_symlink():
@@ -147,6 +146,11 @@ def _entries(folder: Path) -> Iterator[str]:
         ) from error
 
     for here, subfolders, files in os.walk(folder, onerror=unreadable):
+        if len(Path(here).relative_to(folder).parts) > DEEPEST:
+            raise DestinationError(
+                f"{here}: expected at most {DEEPEST} folders in each other where a checkpoint is replaced, found more; "
+                f"remove {folder} yourself, or write elsewhere"
+            )
         links = [name for name in subfolders if os.path.islink(os.path.join(here, name))]
         for name in sorted(files + links):
             yield os.path.relpath(os.path.join(here, name), folder)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from itertools import pairwise
-from pathlib import Path
 
 
 class CheckpointError(ValueError):
@@ -40,19 +36,6 @@ class DiskFullError(CheckpointError):
 
 class MismatchError(CheckpointError):
     """The output does not hold what the source holds."""
-
-
-@contextlib.contextmanager
-def about(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """CheckpointErrors raised inside name ``folder``, where they name nothing in it."""
-    try:
-        yield
-    except CheckpointError as error:
-        # A path, and not the same letters in a sentence: a folder may be called "a".
-        name = os.fspath(Path.cwd() if Path(folder) == Path() else Path(folder))
-        if not re.search(rf"(?:^|(?<=\s)){re.escape(name)}(?=[/:;]|$)", str(error)):
-            error.args = (f"{name}: {error}",)
-        raise
 
 
 def some(keys: Iterable[str], limit: int = 5) -> str:

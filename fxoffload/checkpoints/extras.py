@@ -6,6 +6,7 @@ has none of them. It stays a file of its own. All others are copied as they are,
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from fxoffload.checkpoints.not_a_checkpoint import NO_WEIGHTS, PICKLES
 from fxoffload.checkpoints.read_json import read_json
 
 OTHER_FORMATS = (*PICKLES, ".gguf", ".h5", ".msgpack", ".npz", ".npy", ".onnx", ".distcp", ".nemo")
+# Of other files, those are named that are larger than any tokenizer, and binary by git's rule: NUL near the beginning.
+LARGE_BYTES = 16 << 20
+PROBED_BYTES = 8000
 
 
 def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Checkpoint:
@@ -35,13 +39,15 @@ def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Ch
     other_indexes = dict(_other_indexes(checkpoint))
     for path in checkpoint.other_files:
         name = path.as_posix()
-        if name.lower().endswith(OTHER_FORMATS) and not NO_WEIGHTS.fullmatch(path.name):
-            foreign[name] = "it is no safetensors file"
-        elif path.suffix.lower() == ".safetensors" and path.parent != Path():
+        if path.suffix.lower() != ".safetensors":
+            reason = _why_named(checkpoint, path)
+            if reason is not None:
+                foreign[name] = reason
+        elif path.parent != Path():
             foreign[name] = "it is in a folder of its own"
         elif name in other_indexes:
             foreign[name] = f"{other_indexes[name]} names it, the index of another checkpoint"
-        elif path.suffix.lower() == ".safetensors":
+        else:
             try:
                 found, metadata = read_header(checkpoint.folder / path)
             except CheckpointError as error:
@@ -59,6 +65,21 @@ def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Ch
     names = {path.name for path in extras}
     others = tuple(path for path in checkpoint.other_files if path.as_posix() not in names)
     return replace(checkpoint, tensors=tensors, other_files=others, extras=extras, foreign=foreign)
+
+
+def _why_named(checkpoint: Checkpoint, path: Path) -> str | None:
+    """Why a file of another format is named; None for one that holds no weights."""
+    if NO_WEIGHTS.fullmatch(path.name):
+        return None
+    if path.name.lower().endswith(OTHER_FORMATS):
+        return "it is no safetensors file"
+    size, _ = checkpoint.stamps[checkpoint.folder / path]
+    kind = (mimetypes.guess_type(path.name, strict=False)[0] or "").partition("/")[0]
+    if size < LARGE_BYTES or kind in ("image", "audio", "video", "font"):
+        return None
+    with (checkpoint.folder / path).open("rb") as file:
+        binary = b"\0" in file.read(PROBED_BYTES)
+    return "it is a large binary file of another format, which may hold weights" if binary else None
 
 
 def _why_foreign(

@@ -5,6 +5,7 @@ Only headers and JSON are read; no tensor is.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxoffload.checkpoints.errors import BrokenCheckpointError, CheckpointError, shortened, some
+from fxoffload.checkpoints.errors import BrokenCheckpointError, shortened, some
 from fxoffload.checkpoints.header import StoredTensor, read_header
 from fxoffload.checkpoints.not_a_checkpoint import no_folder, no_weights
 from fxoffload.checkpoints.read_json import check_name, read_json
@@ -23,8 +24,12 @@ SINGLE_NAME = "model.safetensors"
 SHARD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 # Size and time of a file that is not there.
 _NO_FILE = (-1, -1)
+# Folders in each other, and folders in all: far above any checkpoint's. Links can make millions of a few.
+DEEPEST = 32
+MOST_FOLDERS = 100_000
 # Of the clone or the download and not of the model: they describe the source's files, and would be wrong beside others.
 NOT_COPIED = (".git", ".cache/huggingface")
+Identity = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,6 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
 
     Raises BrokenCheckpointError where files contradict each other, UnsupportedCheckpointError for pickled weights.
     """
-    if not os.fspath(folder):
-        raise CheckpointError("expected a checkpoint folder, found an empty name; name the folder")
     try:
         if not os.path.isdir(folder):
             raise no_folder(os.fspath(folder))
@@ -208,29 +211,70 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _other_files(root: Path, shards: Collection[str]) -> tuple[Path, ...]:
     """Files that are neither shards nor their index, relative to ``root``."""
-    return tuple(path for path in _walk(root, Path(), ()) if path.as_posix() not in {*shards, INDEX_NAME})
+    named = {*shards, INDEX_NAME}
+    return tuple(path for path in _walk(root) if path.as_posix() not in named)
 
 
-def _walk(root: Path, here: Path, above: tuple[str, ...]) -> Iterator[Path]:
-    """Files below ``root / here`` relative to ``root``, through links; ``above`` are the real folders on the way.
+def _walk(root: Path) -> Iterator[Path]:
+    """Files below ``root`` relative to it, through links; the files of a folder come before those below it.
 
     Not os.walk, which leaves out what it cannot read, and says nothing.
     """
-    real = os.path.realpath(root / here)
-    if any(Path(folder).is_relative_to(real) for folder in above):
-        raise BrokenCheckpointError(f"{root / here}: a link to a folder around it; remove it")
-    with os.scandir(root / here) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    folders = [entry.name for entry in entries if entry.is_dir()]
-    for name in (entry.name for entry in entries if not entry.is_dir()):
-        if not os.path.isfile(root / here / name):
+    waiting, num_folders = [(Path(), _around(root))], 0
+    while waiting:
+        num_folders += 1
+        if num_folders > MOST_FOLDERS:
             raise BrokenCheckpointError(
-                f"{root / here / name}: expected a file, found a dangling link or a device; remove it, or fetch the "
-                "file that it stands for"
+                f"{root}: expected at most {MOST_FOLDERS} folders below it, found more; remove what does not belong to "
+                "the checkpoint, links to folders first"
             )
-        if not os.access(root / here / name, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / here / name))
-        yield here / name
-    for name in folders:
-        if (here / name).as_posix() not in NOT_COPIED:
-            yield from _walk(root, here / name, (*above, real))
+        here, around = waiting.pop()
+        with os.scandir(root / here) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        folders = [entry for entry in entries if entry.is_dir()]
+        for name in (entry.name for entry in entries if not entry.is_dir()):
+            _check_file(root / here / name)
+            yield here / name
+        for entry in reversed(folders):
+            path = here / entry.name
+            if path.as_posix() not in NOT_COPIED:
+                waiting.append((path, _step_into(root / path, len(path.parts), around, linked=entry.is_symlink())))
+
+
+def _check_file(path: Path) -> None:
+    if not os.path.isfile(path):
+        raise BrokenCheckpointError(
+            f"{path}: expected a file, found a dangling link or a device; remove it, or fetch the file that it stands "
+            "for"
+        )
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _step_into(folder: Path, num_levels: int, around: frozenset[Identity], *, linked: bool) -> frozenset[Identity]:
+    """``folder`` and the folders ``around`` it, for a walk that goes on there. Raises where it must not."""
+    if num_levels > DEEPEST:
+        raise BrokenCheckpointError(
+            f"{folder}: expected at most {DEEPEST} folders in each other, found more; remove what does not belong "
+            "to the checkpoint, or give a folder without it"
+        )
+    identity = _identity(folder)
+    if identity in around:
+        raise BrokenCheckpointError(f"{folder}: a link to a folder around it; remove it")
+    return around | {identity} | (_around(folder) if linked else frozenset())
+
+
+def _around(folder: Path) -> frozenset[Identity]:
+    """``folder`` and all that it lies in, where links lead; but for what cannot be seen, as no walk goes there."""
+    found = set()
+    real = Path(os.path.realpath(folder))
+    for path in (real, *real.parents):
+        with contextlib.suppress(OSError):
+            found.add(_identity(path))
+    return frozenset(found)
+
+
+def _identity(folder: Path) -> Identity:
+    """Device and inode: a mount is a loop too where it shows a folder around it."""
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino

@@ -13,7 +13,9 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_ADDRESS = re.compile(r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)([^/]+/[^/]+)(?:/.*)?")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # What a trainer writes under such names that is no weights.
-NO_WEIGHTS = re.compile(r"(training_args|scheduler|scaler|rng_state.*|random_states?.*)\.\w+")
+NO_WEIGHTS = re.compile(
+    r"(training_args|(optimizer|scheduler|scaler|sampler)(_\d+)?|rng_state.*|random_states?.*)\.\w+"
+)
 _GGUF = "weights in the order of llama.cpp's kernels, mostly packed below 8 bits"
 
 
@@ -76,7 +78,7 @@ def _a_file(path: Path) -> CheckpointError:
             f"{expected} a GGUF file at {path}, {_GGUF}; fetch the safetensors that it was made from, and give their "
             "folder"
         )
-    if name.endswith(PICKLES):
+    if name.endswith(PICKLES) and not NO_WEIGHTS.fullmatch(name):
         return UnsupportedCheckpointError(
             f"{expected} a file of pickled weights at {path}; write safetensors first, with from_pretrained(SRC) and "
             "save_pretrained(DST), and give that folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fxoffload.checkpoints.check_experts import check_experts
-from fxoffload.checkpoints.errors import about
+from fxoffload.checkpoints.folder_name import about
 from fxoffload.checkpoints.index import open_checkpoint
 from fxoffload.checkpoints.layouts import Experts, detect
 

@@ -103,6 +103,11 @@ def test_an_empty_destination_is_not_the_current_folder(tmp_path: Path, run: Run
     assert code == 1 and "found an empty name" in err
 
 
+def test_an_empty_source_is_not_the_current_folder(run: Run) -> None:
+    code, _, err = run("moe", "inspect", "")
+    assert (code, err) == (1, "fxoffload: expected a checkpoint folder, found an empty name; name the folder\n")
+
+
 def test_a_report_that_cannot_be_printed_says_that_the_work_is_done(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "fxoffload", "moe", "merge", str(make(tmp_path / "a")), str(tmp_path / "b")]
     with open("/dev/full", "w") as full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fxoffload import checkpoints
 from fxoffload.checkpoints import BrokenCheckpointError, MismatchError
+from fxoffload.checkpoints.extras import LARGE_BYTES, PROBED_BYTES
 from fxoffload.cli.moe_tables import describe_conversion, describe_verification
 from tests.checkpoints.making import (
     FAMILY,
@@ -147,7 +149,6 @@ FOREIGN: dict[str, tuple[State | None, str]] = {
     "consolidated.00.pth": (None, "it is no safetensors file"),
     "pytorch_model.bin": (None, "it is no safetensors file"),
     "mtp.pt": (None, "it is no safetensors file"),
-    "optimizer.bin": (None, "it is no safetensors file"),
     "model-Q4_K_M.gguf": (None, "it is no safetensors file"),
     "model.fp16.safetensors": (MAIN, SECOND_COPY),
     "ema.safetensors": ({"model.layers.0.mlp.experts.0.up_proj.weight": MAIN[next(iter(MAIN))]}, SECOND_COPY),
@@ -208,13 +209,46 @@ def test_files_of_another_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["training_args.bin", "scheduler.pt", "rng_state_0.pth", "tokenizer.model", "README.md"]
+    "name",
+    [
+        *("training_args.bin", "optimizer.bin", "optimizer_1.bin", "scheduler.pt", "checkpoint-500/optimizer.pt"),
+        *("rng_state_0.pth", "tokenizer.model", "README.md"),
+    ],
 )
 def test_what_is_no_weights_is_not_named(tmp_path: Path, name: str) -> None:
     source = save(tmp_path / "source", MAIN, config_for(NEXT, TINY))
+    (source / name).parent.mkdir(exist_ok=True)
     (source / name).write_bytes(b"x")
     assert checkpoints.inspect(source).foreign_weights == {}
     assert checkpoints.inspect(source).notes == ()
+
+
+def large(path: Path, num_bytes: int = LARGE_BYTES, beginning: bytes = b"PK\x03\x04") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(beginning)
+    os.truncate(path, num_bytes)
+
+
+def test_a_large_binary_file_is_named_whatever_its_name(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", MAIN, config_for(NEXT, TINY))
+    names = {"rust_model.ot", "a.pte", "a.tflite", "a.engine", "a.mar", "original/a.zip", "a.ckpt.tar"}
+    names |= {"a.ckpt-1.data-00000-of-00001", "model.safetensors.bak", "weights"}
+    for name in names:
+        large(source / name)
+    reason = "it is a large binary file of another format, which may hold weights"
+    found = checkpoints.inspect(source)
+    assert found.foreign_weights == dict.fromkeys(names, reason)
+    (note,) = found.notes
+    assert note.startswith("not converted, but copied as it is: a.ckpt-1.data") and note.endswith(f", as {reason}")
+
+
+def test_a_file_that_is_small_or_text_or_a_picture_is_not_named(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", MAIN, config_for(NEXT, TINY))
+    large(source / "spiece.model", LARGE_BYTES - 1)
+    large(source / "tokenizer.json", beginning=b"x" * PROBED_BYTES)
+    for name in ("optimizer.pt", "rng_state_0.pth", "assets/demo.mp4", "assets/photo.PNG", "assets/voice.wav"):
+        large(source / name)
+    assert checkpoints.inspect(source).foreign_weights == {}
 
 
 def test_a_destination_with_such_a_file_can_be_replaced(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxoffload import checkpoints
-from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError
+from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError, DestinationError
+from fxoffload.checkpoints import index as index_module
 from fxoffload.checkpoints.errors import shortened, some
-from fxoffload.checkpoints.read_json import MOST_LEVELS
+from fxoffload.checkpoints.header import build_header, read_header
+from fxoffload.checkpoints.index import DEEPEST
+from fxoffload.checkpoints.read_json import MOST_LEVELS, MOST_MARKS
 from fxoffload.cli.moe_tables import printable
 from tests.checkpoints.making import make
 from tests.checkpoints.test_index import FIRST, INDEX
@@ -185,6 +189,94 @@ def test_more_json_than_any_checkpoint_has(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     os.truncate(source / CONFIG, 1 << 40)
     with pytest.raises(BrokenCheckpointError, match=r"config.json: expected at most 100000000 bytes of JSON"):
+        checkpoints.inspect(source)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1.5", '{"":0}'])
+@pytest.mark.parametrize("file", [FIRST, INDEX, CONFIG])
+def test_millions_of_values_are_refused_before_they_are_read(tmp_path: Path, file: str, value: str) -> None:
+    source = make(tmp_path / "source")
+    text = read(source, file)
+    write(source, file, text[:1] + f'"a": [{f"{value}," * MOST_MARKS}1],'.encode() + text[1:])
+    begun = time.process_time()
+    with pytest.raises(
+        BrokenCheckpointError, match=rf"{file}: expected at most {MOST_MARKS} brackets and commas, found [2-8]\d{{6}};"
+    ):
+        checkpoints.inspect(source)
+    assert time.process_time() - begun < 0.5
+
+
+def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(100_000)]
+    (tmp_path / "a.safetensors").write_bytes(build_header([(name, "F32", (0, 8)) for name in names], {}))
+    assert len(read_header(tmp_path / "a.safetensors")[0]) == 100_000
+
+
+def nest(folder: Path, levels: int) -> None:
+    """Folders in each other, a file in the last. Their path may be longer than the kernel takes."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(os.open("file", os.O_CREAT, dir_fd=here))
+    os.close(here)
+
+
+@pytest.mark.parametrize("levels", [DEEPEST + 1, 1200])
+def test_folders_deeper_than_any_checkpoint_has(tmp_path: Path, levels: int) -> None:
+    source = make(tmp_path / "source")
+    nest(source, levels)
+    begun = time.process_time()
+    deep = f"{source}{'/d' * (DEEPEST + 1)}"
+    with pytest.raises(
+        BrokenCheckpointError, match=rf"^{deep}: expected at most {DEEPEST} folders in each other, found more; remove"
+    ):
+        checkpoints.inspect(source)
+    assert time.process_time() - begun < 1
+    # pytest removes old folders by recursion, and would not come to the end of this one.
+    subprocess.run(["rm", "-r", source / "d"], check=True)
+
+
+def test_folders_as_deep_as_may_be(tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    nest(source, DEEPEST)
+    checkpoints.merge(source, tmp_path / "target", verify=True)
+    assert (tmp_path / "target" / ("d/" * DEEPEST) / "file").is_file()
+
+
+def test_a_replaced_checkpoint_may_be_deep(tmp_path: Path) -> None:
+    source, target = make(tmp_path / "source"), make(tmp_path / "target")
+    nest(target, 1200)
+    with pytest.raises(DestinationError, match=rf"expected at most {DEEPEST} folders .*; remove {target} yourself"):
+        checkpoints.merge(source, target, overwrite=True)
+    subprocess.run(["rm", "-r", target / "d"], check=True)
+
+
+def test_links_that_multiply_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two links in each of twenty folders to the next are a million ways."""
+    source = make(tmp_path / "source")
+    for level in range(20):
+        (tmp_path / str(level)).mkdir()
+        for name in "ab":
+            (tmp_path / str(level) / name).symlink_to(tmp_path / str(level + 1))
+    (tmp_path / "20").mkdir()
+    (source / "first").symlink_to(tmp_path / "0")
+    monkeypatch.setattr(index_module, "MOST_FOLDERS", 1000)
+    with pytest.raises(BrokenCheckpointError, match=rf"^{source}: expected at most 1000 folders below it, found more"):
+        checkpoints.inspect(source)
+
+
+@pytest.mark.parametrize("place", ["..", "/", ".", "assets", "../beside"])
+def test_a_link_to_a_folder_around_it(tmp_path: Path, place: str) -> None:
+    """Found at once, without a walk through what lies beside the checkpoint."""
+    source = make(tmp_path / "source")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "back").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    (source / "assets" / "loop").symlink_to(os.path.normpath(source / place))
+    with pytest.raises(BrokenCheckpointError, match=rf"^{source}/assets/loop(/back)?: a link to a folder around it;"):
         checkpoints.inspect(source)
 
 

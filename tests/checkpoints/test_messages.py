@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fxoffload import checkpoints
-from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError, UnsupportedCheckpointError
+from fxoffload.checkpoints import BrokenCheckpointError, CheckpointError, DestinationError, UnsupportedCheckpointError
 from fxoffload.checkpoints import errors as errors_module
 from tests.checkpoints.making import make
 from tests.checkpoints.test_index import INDEX, rewrite_index
@@ -105,6 +106,7 @@ def test_a_folder_that_is_no_checkpoint(
         ("config.json", CheckpointError, "a file of one at {0}; give its folder: {1}"),
         ("model-Q4_K_M.gguf", UnsupportedCheckpointError, "a GGUF file at {0}, .*give their folder"),
         ("pytorch_model.bin", UnsupportedCheckpointError, "a file of pickled weights at {0}; write safetensors first"),
+        ("optimizer.pt", CheckpointError, "a file at {0}; give the folder of a checkpoint"),
         ("archive.tar", CheckpointError, "a file at {0}; give the folder of a checkpoint"),
         ("link", CheckpointError, "a link that leads nowhere at {0}; fetch the checkpoint again"),
         ("pipe", CheckpointError, "a file at {0}; give the folder"),
@@ -122,10 +124,47 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path, name: str, error: type[Exce
         checkpoints.inspect(path)
 
 
-@pytest.mark.parametrize("call", [checkpoints.inspect, lambda source: checkpoints.merge(source, "target")])
-def test_an_empty_name(call: Callable[[str], object]) -> None:
-    with pytest.raises(CheckpointError, match="found an empty name; name the folder"):
+CALLS: list[Callable[[Any], object]] = [
+    checkpoints.inspect,
+    lambda source: checkpoints.merge(source, "target"),
+    lambda source: checkpoints.convert(source, "target", "fused"),
+    lambda source: checkpoints.verify(source, "target"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_empty_name(call: Callable[[Any], object]) -> None:
+    """The current folder, which pathlib takes it for, is not named."""
+    with pytest.raises(CheckpointError, match=r"^expected a checkpoint folder, found an empty name; name the folder$"):
         call("")
+
+
+def test_an_address_is_shown_as_it_was_given() -> None:
+    with pytest.raises(CheckpointError, match=r"^expected a .* found nothing at https://huggingface.co/a/b; if that"):
+        checkpoints.inspect("https://huggingface.co/a/b")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\0", "a\ud800"])
+def test_what_no_file_can_be_called(tmp_path: Path, name: str) -> None:
+    words = f"found {re.escape(repr(name))}, whose characters no name of a file can have; give a name without them"
+    for call in CALLS:
+        with pytest.raises(CheckpointError, match=rf"^expected a checkpoint folder, {words}"):
+            call(name)
+    source = make(tmp_path / "source")
+    for target in (name, f"{tmp_path}/{name}", f"{tmp_path}/{name}/target"):
+        with pytest.raises(DestinationError, match=r"^expected a folder to write into, found '.*whose characters"):
+            checkpoints.merge(source, target)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("value", [b"folder", None, 3, ["folder"]])
+def test_what_is_no_name(tmp_path: Path, value: Any) -> None:
+    words = rf"as a str or a pathlib.Path, found {re.escape(repr(value))}; give one of these$"
+    for call in CALLS:
+        with pytest.raises(TypeError, match=rf"^expected a checkpoint folder {words}"):
+            call(value)
+    with pytest.raises(TypeError, match=rf"^expected a folder to write into {words}"):
+        checkpoints.merge(make(tmp_path / "source"), value)
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:
@@ -172,9 +211,10 @@ def test_a_folder_is_named_whatever_it_is_called(tmp_path: Path, monkeypatch: py
     source = make(tmp_path / "here" / ("expected" if name == "expected" else "a"))
     monkeypatch.chdir(source if name == "." else source.parent)
     (source / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": "4"}')
-    shown = {".": str(source), "./a/": "a"}.get(name, name)
+    shown = str(source) if name == "." else name
     with pytest.raises(BrokenCheckpointError, match=rf"^{re.escape(shown)}: config.json: expected num_experts"):
         checkpoints.inspect(name)
     (source / "config.json").write_text("[]")
-    with pytest.raises(BrokenCheckpointError, match=rf"^{re.escape(shown)}(: |/)config.json: expected a JSON object"):
+    inside = "a" if name == "./a/" else shown
+    with pytest.raises(BrokenCheckpointError, match=rf"^{re.escape(inside)}(: |/)config.json: expected a JSON object"):
         checkpoints.inspect(name)
