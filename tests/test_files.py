@@ -124,8 +124,7 @@ def test_locks_and_entries_do_not_follow_links(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "ledger"
     folder.mkdir(mode=0o700)
     (folder / "lock").symlink_to(tmp_path / "nowhere")
-    with Ledger(folder)._folder_lock():
-        pass
+    Ledger(folder).booked_bytes()
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -159,6 +158,8 @@ def calls_that_may_follow_a_link(path: Path) -> Iterator[str]:
             if not flags & SAFE_OS_FLAGS:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} os.open"
         elif name == "open":
+            if any(keyword.arg == "opener" for keyword in node.keywords):
+                continue  # it calls os.open
             words = [*node.args, *(keyword.value for keyword in node.keywords)]
             modes = [w.value for w in words if isinstance(w, ast.Constant) and isinstance(w.value, str)]
             if any(mode[:1] in ("w", "a") and set(mode) <= set("wabt+") for mode in modes):

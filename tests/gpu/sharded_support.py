@@ -304,7 +304,7 @@ def _watched_requests() -> Iterator[list[tuple[int, int]]]:
 
     def request(engine: CopyEngine, group: Group, **kwargs: bool) -> None:
         transfers = group.in_need_order()
-        seen.append((sum(t.buffer is not None for t in transfers), len(transfers)))
+        seen.append((sum(t.there is not None for t in transfers), len(transfers)))
         original(engine, group, **kwargs)
 
     with mock.patch.object(CopyEngine, "request", request):
