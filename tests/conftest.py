@@ -4,6 +4,8 @@ import contextlib
 import gc
 import importlib
 import itertools
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +80,12 @@ def fresh_compiler() -> Iterator[None]:
     fxoffload.reset_stats()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What destructors and threads that failed have printed."""
+    found: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: found.append(str(raised.object)))
+    monkeypatch.setattr(threading, "excepthook", lambda raised: found.append(str(raised.thread)))
+    return found

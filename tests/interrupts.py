@@ -149,6 +149,35 @@ class Interrupt:
         return None
 
 
+def try_each(
+    work: Callable[[], object],
+    problems: Callable[[], list[str]],
+    choose: Callable[[list[Place]], list[Place]],
+    where: frozenset[str],
+    kind: str = "line",
+    prepare: Callable[[], object] = lambda: None,
+) -> None:
+    """Does ``work`` again and again, each time with an interrupt at another place.
+
+    Args:
+        problems: what is not as it should be afterwards.
+        choose: of all places those that are tried.
+        where: files.
+        prepare: done before ``work``, without an interrupt.
+    """
+    prepare()
+    passed = places(where, work, kind)
+    assert problems() == []
+    wrong: dict[str, list[str]] = {}
+    for place in choose(passed):
+        prepare()
+        interrupt = Interrupt(place.nth, where, kind=kind)
+        interrupt.during(work)
+        if found := problems():
+            wrong[str(interrupt.at)] = found
+    assert not wrong
+
+
 @contextlib.contextmanager
 def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt) -> Iterator[None]:
     """In this block a real signal raises in the main thread after random times up to ``seconds``: once after the other,
@@ -169,6 +198,13 @@ def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def drained(found: list[str]) -> list[str]:
+    """What is in a list, which is empty afterwards."""
+    taken = list(found)
+    found.clear()
+    return taken
 
 
 def switches() -> list[str]:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.interrupts import Place, some_of_each_line
 from tests.phases import test_interrupted_anywhere as phases
-from tests.phases.test_interrupted_anywhere import printed  # noqa: F401
 from tests.runtime import test_interrupted_copies as copies
 
 pytestmark = pytest.mark.gpu
@@ -19,16 +18,15 @@ def some(found: list[Place]) -> list[Place]:
 
 
 @pytest.mark.parametrize("name", ["offload", "offload behind", "onload", "onload behind", "use", "stream"])
-def test_every_byte_comes_back(name: str, printed: list[str]) -> None:  # noqa: F811
-    phases.try_each(phases.Scene(device="cuda"), name, printed, some)
+def test_every_byte_comes_back(name: str, printed: list[str]) -> None:
+    phases.try_each_on(phases.Scene(device="cuda"), name, printed, some)
 
 
-def test_real_signals_while_memory_moves(printed: list[str]) -> None:  # noqa: F811
+def test_real_signals_while_memory_moves(printed: list[str]) -> None:
     assert phases.run_through_a_storm(4.0, 0.02, device="cuda") > 20
     assert not printed
 
 
 @pytest.mark.parametrize("name", copies.WORK)
-def test_the_next_step_is_right(name: str, printed: list[str]) -> None:  # noqa: F811
-    steps = copies.Steps("cuda")
-    copies.try_each(lambda: copies.WORK[name](steps), steps, printed, some)
+def test_the_next_step_is_right(name: str, printed: list[str]) -> None:
+    copies.try_each_of(copies.Steps("cuda"), name, printed, some)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch import nn
 from fxoffload.phases import PhaseManager
 from fxoffload.runtime.copies.streams import CopyStreams
 
-from ..interrupts import Interrupt, Place, files, places, some_of_each_line, storm, switches
+from ..interrupts import Interrupt, Place, drained, files, places, some_of_each_line, storm, switches, try_each
 from .delayed import DelayedCopies, LateStreams
 from .phase_support import batch, differences, make, snapshot
 
@@ -151,15 +150,6 @@ DEVICES: dict[str, Callable[[], CopyStreams | None]] = {
 }
 
 
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What destructors and threads that failed have printed."""
-    found: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: found.append(str(raised.object)))
-    monkeypatch.setattr(threading, "excepthook", lambda raised: found.append(str(raised.thread)))
-    return found
-
-
 def this_does_not_hang() -> None:
     """Unless it is called again, the tests end soon, with a list of what all threads do."""
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
@@ -173,7 +163,7 @@ def nothing_hangs() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-def try_each(
+def try_each_on(
     scene: Scene,
     name: str,
     printed: list[str],
@@ -184,23 +174,11 @@ def try_each(
     work, is_away = WORK[name]
 
     def prepare() -> None:
+        this_does_not_hang()
         if is_away:
             scene.manager.offload()
 
-    prepare()
-    passed = places(where, lambda: work(scene.manager), kind)
-    assert scene.problems() == []
-    wrong: dict[str, list[str]] = {}
-    for place in choose(passed):
-        this_does_not_hang()
-        prepare()
-        interrupt = Interrupt(place.nth, where, kind=kind)
-        interrupt.during(lambda: work(scene.manager))
-        found = scene.problems() + printed
-        printed.clear()
-        if found:
-            wrong[str(interrupt.at)] = found
-    assert not wrong
+    try_each(lambda: work(scene.manager), lambda: scene.problems() + drained(printed), choose, where, kind, prepare)
     scene.close()
 
 
@@ -212,12 +190,12 @@ def every_seventh(found: list[Place]) -> list[Place]:
 
 @pytest.mark.parametrize("name", WORK)
 def test_every_byte_comes_back(name: str, printed: list[str]) -> None:
-    try_each(Scene(), name, printed, every_seventh)
+    try_each_on(Scene(), name, printed, every_seventh)
 
 
 @pytest.mark.parametrize("device", ["late", "delayed"])
 def test_every_byte_comes_back_from_a_device_with_streams(device: str, printed: list[str]) -> None:
-    try_each(Scene(DEVICES[device]()), "onload behind", printed, every_seventh)
+    try_each_on(Scene(DEVICES[device]()), "onload behind", printed, every_seventh)
 
 
 def test_gradients_that_an_offload_would_drop_are_there(printed: list[str]) -> None:
@@ -324,10 +302,10 @@ def test_real_signals_for_long(gap: float, error: type[BaseException], printed: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", WORK)
 def test_every_line(name: str, device: str, printed: list[str]) -> None:
-    try_each(Scene(DEVICES[device]()), name, printed, lambda found: some_of_each_line(found, 2), ALL)
+    try_each_on(Scene(DEVICES[device]()), name, printed, lambda found: some_of_each_line(found, 2), ALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORK)
 def test_between_any_two_bytecodes(name: str, printed: list[str]) -> None:
-    try_each(Scene(), name, printed, lambda found: some_of_each_line(found, 4)[::2], MOVING, "opcode")
+    try_each_on(Scene(), name, printed, lambda found: some_of_each_line(found, 4)[::2], MOVING, "opcode")

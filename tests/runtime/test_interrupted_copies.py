@@ -6,8 +6,6 @@ See [Note: Asynchronous exceptions] in ``fxoffload.runtime.transactions``.
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +16,7 @@ import torch
 import fxoffload
 from fxoffload.runtime.copies.streams import CopyStreams, HostCopies
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from tests.interrupts import Interrupt, Place, files, places, some_of_each_line, storm, switches
+from tests.interrupts import Place, drained, files, some_of_each_line, storm, switches, try_each
 from tests.phases.delayed import DelayedCopies
 from tests.support import Halves, Observed, assert_equal, batch, compiled, effects
 
@@ -111,15 +109,6 @@ WORK: dict[str, Callable[[Steps], object]] = {
 }
 
 
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What destructors and threads that failed have printed."""
-    found: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: found.append(str(raised.object)))
-    monkeypatch.setattr(threading, "excepthook", lambda raised: found.append(str(raised.thread)))
-    return found
-
-
 @pytest.fixture(params=["at once", "delayed"])
 def copies(request: pytest.FixtureRequest) -> Iterator[None]:
     """What copies, of the CPU's engine."""
@@ -129,25 +118,16 @@ def copies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def try_each(
-    work: Callable[[], object],
+def try_each_of(
     steps: Steps,
+    name: str,
     printed: list[str],
     choose: Callable[[list[Place]], list[Place]],
     where: frozenset[str] = COPIES,
     kind: str = "line",
 ) -> None:
-    passed = places(where, work, kind)
-    assert steps.problems() == []
-    wrong: dict[str, list[str]] = {}
-    for place in choose(passed):
-        interrupt = Interrupt(place.nth, where, kind=kind)
-        interrupt.during(work)
-        found = steps.problems() + printed
-        printed.clear()
-        if found:
-            wrong[str(interrupt.at)] = found
-    assert not wrong
+    work = WORK[name]
+    try_each(lambda: work(steps), lambda: steps.problems() + drained(printed), choose, where, kind)
     fxoffload.release_host_memory()
     assert fxoffload.stats().host_bytes_reserved == 0
 
@@ -160,22 +140,19 @@ def every_fifth(found: list[Place]) -> list[Place]:
 
 @pytest.mark.parametrize("name", WORK)
 def test_no_host_memory_is_lost_and_the_next_step_is_right(name: str, printed: list[str]) -> None:
-    steps = Steps()
-    try_each(lambda: WORK[name](steps), steps, printed, every_fifth)
+    try_each_of(Steps(), name, printed, every_fifth)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"recompute": "cheap"}, {"policy": "auto", "profile": "h200"}], ids=str)
 @pytest.mark.parametrize("name", WORK)
 def test_every_line(name: str, options: dict[str, Any], copies: None, printed: list[str]) -> None:
-    steps = Steps(**options)
-    try_each(lambda: WORK[name](steps), steps, printed, lambda found: some_of_each_line(found, 3), ALL)
+    try_each_of(Steps(**options), name, printed, lambda found: some_of_each_line(found, 3), ALL)
 
 
 @pytest.mark.slow
 def test_between_any_two_bytecodes(copies: None, printed: list[str]) -> None:
-    steps = Steps()
-    try_each(steps.step, steps, printed, lambda found: some_of_each_line(found, 4), COPIES, "opcode")
+    try_each_of(Steps(), "step", printed, lambda found: some_of_each_line(found, 4), COPIES, "opcode")
 
 
 @pytest.mark.slow
