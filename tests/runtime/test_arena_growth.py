@@ -21,6 +21,7 @@ from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory import chunk_threads
 from fxoffload.runtime.host_memory.address_range import HUGE_PAGE
 from fxoffload.runtime.host_memory.arena import Fence, HostArena
+from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 from tests.runtime.arenas import LARGE, MIB, resident_share, take, until
 
@@ -61,6 +62,24 @@ def make(tmp_path: Path, pinner: Chunks, **options: bool) -> HostArena:
     arena = HostArena(pinner, LARGE, booking=Booking(Ledger(tmp_path)), **options)
     arena.free(take(arena, 2 * MIB), None)
     return arena
+
+
+def test_what_is_asked_for_while_the_last_thread_ends_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive, and so no other one is started."""
+    monkeypatch.setattr(chunk_threads, "max_threads", lambda: 1)
+    arena = make(tmp_path, Chunks())
+    until(lambda: not arena.is_growing)
+    end, asked = ChunkThreads._end, []
+
+    def late(threads: ChunkThreads, owner: HostArena) -> object:
+        if not asked:
+            asked.append(arena.reserve(8 * MIB, LARGE))
+        return end(threads, owner)
+
+    monkeypatch.setattr(ChunkThreads, "_end", late)
+    arena.reserve(4 * MIB, LARGE)
+    until(lambda: arena.reserved_bytes == 8 * MIB)
+    until(lambda: not arena.is_growing)
 
 
 def test_four_threads_register_at_the_same_time(tmp_path: Path) -> None:

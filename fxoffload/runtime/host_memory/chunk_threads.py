@@ -99,14 +99,16 @@ class ChunkThreads:
             self.restart(ready)
 
     def _work(self, owner: ChunkOwner, device: int | None) -> None:
-        try:
-            owner.transact(self._begin)
-            begin_thread(device)
-            while (chunk := owner.transact(self._claim)) is not None:
-                self._back(owner, *chunk)
-        except BaseException as error:
-            self._error = self._error or error
-        owner.transact(lambda: self._end(owner))
+        has_ended = False
+        while not has_ended:
+            try:
+                owner.transact(self._begin)
+                begin_thread(device)
+                while (chunk := owner.transact(self._claim)) is not None:
+                    self._back(owner, *chunk)
+            except BaseException as error:
+                self._error = self._error or error
+            has_ended = owner.transact(lambda: self._end(owner))
 
     def _begin(self) -> None:
         """Whoever has started this thread may have been interrupted before it was noted."""
@@ -121,9 +123,12 @@ class ChunkThreads:
             raise
         owner.transact(lambda: self._done(owner, start, end))
 
+    def _is_over(self) -> bool:
+        return self._error is not None or self._claimed >= self.target or background.is_ending()
+
     def _claim(self) -> tuple[int, int] | None:
         start = self._claimed
-        if self._error is not None or start >= self.target or background.is_ending():
+        if self._is_over():
             return None
         end = min((start + self._chunk_bytes) // self._page * self._page, self.target)
         self._claimed = end if end > start else self.target
@@ -137,8 +142,11 @@ class ChunkThreads:
             self.ready = following
         self._changes.notify()
 
-    def _end(self, owner: ChunkOwner) -> None:
-        """The last thread gives back what cannot be published and tells how it went."""
+    def _end(self, owner: ChunkOwner) -> bool:
+        """The last thread gives back what cannot be published and tells how it went. False where more was asked for
+        since this one found nothing left: it counted as one that would do it."""
+        if not self._is_over():
+            return False
         mine = threading.current_thread()
         if not any(thread.is_alive() for thread in self._threads if thread is not mine):
             for start, end in self._ahead.items():
@@ -152,6 +160,7 @@ class ChunkThreads:
             self._error = None
         self._threads = [thread for thread in self._threads if thread is not mine]
         self._changes.notify()
+        return True
 
 
 def max_threads() -> int:
