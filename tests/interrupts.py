@@ -200,6 +200,12 @@ def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt
         signal.signal(signal.SIGALRM, before)
 
 
+def ours(printed: list[str]) -> list[str]:
+    """Without what the interpreter prints where a signal raises in its own callbacks and threads: nobody else can catch
+    that."""
+    return [t for t in printed if not any(one in t for one in ("WeakSet", "Thread._bootstrap", "finalize object"))]
+
+
 def drained(found: list[str]) -> list[str]:
     """What is in a list, which is empty afterwards."""
     taken = list(found)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fxoffload.environment import check_device_types
+from fxoffload.errors import in_brief
 from fxoffload.phases.claims import claim, give_up
 from fxoffload.phases.guarding.guards import Guards
 from fxoffload.phases.guarding.sentinel import holdings_of, untouched
@@ -257,7 +258,7 @@ class PhaseManager:
                 if groups:
                     move(groups, True, "")
             except Exception as error:
-                log.warning("could not undo what was moved before a phase could not be entered: %s", error)
+                log.warning("could not undo what was moved before a phase could not be entered: %s", in_brief(error))
 
     def phase(
         self, phase: Phase | str, then: Phase | str | None = None
@@ -298,7 +299,7 @@ class PhaseManager:
             try:
                 step()
             except Exception as error:
-                log.warning("on the way from an exception back to the phase %s: %s", phase.value, error)
+                log.warning("on the way from an exception back to the phase %s: %s", phase.value, in_brief(error))
 
     def prepare(self, next_phase: Phase | str) -> Handle:
         """Starts to offload, in the background, what the next phase does not need and the present one is done with.

@@ -19,6 +19,7 @@ waits, else slice by slice (see [Note: Slices]), and its tensors are fenced one 
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fxoffload.errors import in_brief
 from fxoffload.gc_pause import gc_paused
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.gates import Gates
@@ -322,7 +324,9 @@ class Transit:
                     held.event.synchronize()
             self._settle(gone)
         except Exception as error:
-            log.warning("an offload failed, and what had left cannot return (%s): it is on the host, whole", error)
+            log.warning(
+                "an offload failed, and what had left cannot return (%s): it is on the host, whole", in_brief(error)
+            )
 
     @transaction
     def _end_departure(self, departure: _Departure, error: BaseException | None) -> None:
@@ -576,6 +580,8 @@ class Transit:
             )
         self.mover.synchronize()  # streams of weights may still be reading
         self.ledger.forget_blocks()
+        if self.image.in_use_bytes:
+            gc.collect()  # of blocks in the frames of what was interrupted
         return self.image.release()
 
     # -- whoever wants to use it ---------------------------------------------------------------------------------------

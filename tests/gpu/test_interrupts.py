@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.interrupts import Place, some_of_each_line
+from tests.interrupts import Place, ours, some_of_each_line
 from tests.phases import test_interrupted_anywhere as phases
 from tests.runtime import test_interrupted_copies as copies
 
@@ -24,7 +24,7 @@ def test_every_byte_comes_back(name: str, printed: list[str]) -> None:
 
 def test_real_signals_while_memory_moves(printed: list[str]) -> None:
     assert phases.run_through_a_storm(4.0, 0.02, device="cuda") > 20
-    assert not printed
+    assert not ours(printed)
 
 
 @pytest.mark.parametrize("name", copies.WORK)

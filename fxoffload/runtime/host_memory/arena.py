@@ -425,7 +425,9 @@ class HostArena:
             self._pinner.register(address, nbytes)
             bisect.insort(self._registered, address)
         except RuntimeError as error:
-            log.warning("%.2f GiB of host memory are no longer pinned, and copied slowly: %s", nbytes / 2**30, error)
+            log.warning(
+                "%.2f GiB of host memory are no longer pinned, and copied slowly: %s", nbytes / 2**30, str(error)
+            )
         self._joining = None
 
     def release(self) -> int:
@@ -552,7 +554,7 @@ class HostArena:
         try:
             return self._give_back_last(cut)
         except RuntimeError as error:
-            log.warning("host memory that no step needs stays: %s", error)
+            log.warning("host memory that no step needs stays: %s", str(error))
             return 0
 
     def _give_back_last(self, cut: Span) -> int:
@@ -678,7 +680,7 @@ class HostArena:
             if is_backed:
                 self._pinner.unregister(self._range.address + start)
         except Exception as error:
-            log.debug("a chunk stays registered: %s", error)
+            log.debug("a chunk stays registered: %s", str(error))
             return
         self._range.give_back(start, end - start)
 
@@ -748,7 +750,7 @@ def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
         try:
             pinner.unregister(registered[-1])
         except RuntimeError as error:
-            log.warning("host memory stays registered: %s", error)
+            log.warning("host memory stays registered: %s", str(error))
         registered.pop()
 
 

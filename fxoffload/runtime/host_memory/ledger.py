@@ -222,7 +222,7 @@ class Ledger:
             self._folder_file = open(self._folder / "lock", "ab", buffering=0, opener=_open_private)  # noqa: SIM115
             ledger_files.lock_within(self._folder_file.fileno(), _LOCK_S)
         except OSError as error:
-            log.debug("booking host memory without a lock: %s", error)
+            log.debug("booking host memory without a lock: %s", str(error))
 
     def _unlock_folder(self) -> None:
         file = self._folder_file
@@ -239,7 +239,7 @@ class Ledger:
             self._path = self._folder / f"{os.getpid()}-{ledger_files.start_ms(os.getpid())}"
         except (OSError, psutil.Error) as error:
             self._folder = None
-            log.debug("no ledger of host memory: %s", error)
+            log.debug("no ledger of host memory: %s", str(error))
         self._opened = True
 
     def _others(self) -> list[ledger_files.Entry]:
@@ -257,7 +257,7 @@ class Ledger:
                 else:
                     path.unlink()
             except (OSError, ValueError) as error:
-                log.debug("%s cannot be read: %s", path, error)
+                log.debug("%s cannot be read: %s", path, str(error))
         return found
 
     def _write(self) -> None:
@@ -275,7 +275,7 @@ class Ledger:
             finally:
                 os.close(file)
         except OSError as error:
-            log.debug("host memory is not booked: %s", error)
+            log.debug("host memory is not booked: %s", str(error))
 
 
 def _open_private(path: str, flags: int) -> int:
