@@ -103,6 +103,19 @@ def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def check(model: nn.Module, x: Tensor, expected: list[Tensor], inner: str) -> None:
+    """Near eager's gradients under every policy; and offloading changes no bit."""
+    found = {}
+    for policy in ("keep_all", "offload_all", "auto"):
+        torch.compiler.reset()
+        call = torch.compile(model, backend="fxoffload", options={**OPTIONS, "policy": policy, "inner": inner})
+        found[policy] = gradients(model, call, x)
+        for one, right in zip(found[policy], expected, strict=True):
+            torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
+    assert fxoffload.stats().bytes_offloaded > 0
+    assert all(torch.equal(a, b) for a, b in zip(found["keep_all"], found["offload_all"], strict=True))
+
+
 @pytest.mark.parametrize(
     ("block", "inner"),
     [
@@ -118,15 +131,7 @@ def test_torch_2_13_nested_regions_have_the_right_gradients(block: type[Block], 
     plain = copy.deepcopy(model)
     plain.forward = lambda x: plain.head(_through(plain.layers, x))
     expected = gradients(plain, plain, x)
-    found = {}
-    for policy in ("keep_all", "offload_all", "auto"):
-        torch.compiler.reset()
-        call = torch.compile(model, backend="fxoffload", options={**OPTIONS, "policy": policy, "inner": inner})
-        found[policy] = gradients(model, call, x)
-        for one, right in zip(found[policy], expected, strict=True):
-            torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
-    assert fxoffload.stats().bytes_offloaded > 0
-    assert all(torch.equal(a, b) for a, b in zip(found["keep_all"], found["offload_all"], strict=True))
+    check(model, x, expected, inner)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +150,7 @@ def test_torch_2_13_regions_that_return_shared_memory(block: type[Several], inne
     for layer in plain.layers:
         layer.region = layer.results  # type: ignore[union-attr]
     expected = gradients(plain, plain, x)
-    for policy in ("auto", "offload_all"):
-        torch.compiler.reset()
-        call = torch.compile(model, backend="fxoffload", options={**OPTIONS, "policy": policy, "inner": inner})
-        for one, right in zip(gradients(model, call, x), expected, strict=True):
-            torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
+    check(model, x, expected, inner)
 
 
 def test_layers_that_call_one_region_save_storages_of_their_own() -> None:

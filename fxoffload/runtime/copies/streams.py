@@ -181,6 +181,16 @@ class _OnStream:
             del self._all_left[mine]
 
 
+@outside_captures
+def _is_reached(event: torch.cuda.Event) -> bool:
+    return event.query()
+
+
+@outside_captures
+def _wait_for(lead: HostLead, event: torch.cuda.Event, behind_step: bool) -> None:
+    lead.wait_for(event, behind_step=behind_step)
+
+
 class CudaCopies:
     """A stream for each direction of the link, so that both directions run at once; see [Note: Giving way].
 
@@ -237,7 +247,7 @@ class CudaCopies:
         if torch.cuda.current_device() != self._index or torch.cuda.is_current_stream_capturing():
             self._launched = None  # an event of a capture cannot be asked, and only that of this device is known of
         elif before is not None:
-            self._host_pace.looked(idle=outside_captures(before.query)())
+            self._host_pace.looked(idle=_is_reached(before))
 
     def offload_waits_for(self, event: object, wait: Wait) -> None:
         if self.left_out is not wait:
@@ -293,7 +303,7 @@ class CudaCopies:
         self._begun.record(self.compute_stream())
         self._num_paced += 1
         if before is not None:
-            outside_captures(self._host_lead.wait_for)(before, behind_step=self._num_paced == 2)
+            _wait_for(self._host_lead, before, self._num_paced == 2)
 
     def exposed_ms(self) -> float:
         """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
