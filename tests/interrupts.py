@@ -137,10 +137,13 @@ class Interrupt:
                 sys.settrace(None)
                 raise self._error()
 
+        asks = torch._C._get_torch_function_state()
         try:
             with traced(self._files, see, self._kind):
                 work()
         except BaseException as error:
+            # A block of DisableTorchFunctionSubclass ends in C: a signal comes before or after, a trace function between.
+            torch._C._set_torch_function_state(asks)
             found = error
             while error is not None:  # the frames hold what the work had in hand
                 error.__traceback__ = None
@@ -222,6 +225,11 @@ def switches() -> list[str]:
     if not torch.is_grad_enabled():
         found.append("autograd is off")
         torch.set_grad_enabled(True)
+    if not torch._C._is_torch_function_enabled():
+        found.append("subclasses are not asked")
+        torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
+    if torch.is_inference_mode_enabled():
+        found.append("inference mode is on")
     if torch.cuda.is_available() and torch.cuda.current_stream() != torch.cuda.default_stream():
         found.append("another stream is the current one")
         torch.cuda.set_stream(torch.cuda.default_stream())

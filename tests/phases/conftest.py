@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ..interrupts import switches
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -15,3 +17,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_switched() -> Iterator[None]:
+    """Later tests would end the process: away tensors were touched without being asked."""
+    yield
+    assert switches() == []
