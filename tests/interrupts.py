@@ -142,7 +142,7 @@ class Interrupt:
             with traced(self._files, see, self._kind):
                 work()
         except BaseException as error:
-            # A block of DisableTorchFunctionSubclass ends in C: a signal comes before or after, a trace function between.
+            # Blocks of DisableTorchFunctionSubclass end in C: a signal comes before or after, a trace function between.
             torch._C._set_torch_function_state(asks)
             found = error
             while error is not None:  # the frames hold what the work had in hand

@@ -287,11 +287,13 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     """``fxoffload.backend`` up to the plan."""
     # Imported here, as there.
     from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
+    from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
 
     request = _request.get()
     options = request.options
-    session = CompileSession(options, frozenset(options.disable) | disabled_pieces(), torch.device("cpu"))
+    disabled = frozenset(options.disable) | disabled_pieces()
+    session = CompileSession(options, disabled, torch.device("cpu"), num_points=DRAWN_POINTS)
 
     def stop(*args: Any, is_inference: bool = False, **kwargs: Any) -> Any:
         request.has_backward = not is_inference

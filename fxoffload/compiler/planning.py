@@ -14,11 +14,11 @@ import torch.fx as fx
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
+from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
 from fxoffload.errors import BudgetError
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.passes.values import Storages
-from fxoffload.planner import solve
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import FrontierPoint, Plan
 from fxoffload.planner.rates import ProfileRates
@@ -36,17 +36,9 @@ LIBRARY_BYTES = 64 << 20
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.05
-# How often the recompute choice is made again because its draft missed the goal.
-_MAX_ROUNDS = 5
-# A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
-_ENOUGH = 0.005
-_CLOSE = 0.01
-# How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
-_SHORTFALL = 0.6
-_MOST_TAKEN = 0.1
-_SOLVER_S = 3.0
-_NUM_FRONTIER_POINTS = 8
-_UNLIMITED = 1 << 62
+# Points of a frontier that is drawn, and of one that nobody may look at: each is planned for, which takes seconds.
+DRAWN_POINTS = 7
+FEW_POINTS = 2
 
 
 @dataclass(frozen=True)
@@ -72,22 +64,6 @@ class Planned:
     checkpointing: str = ""
 
 
-@dataclass(frozen=True)
-class _Try:
-    draft: Draft
-    scheduler: Scheduler
-    schedule: Schedule | None
-    recompute: Mapping[str, Any] | str
-
-    @property
-    def outcome(self) -> str:
-        """For logs."""
-        if self.schedule is None:
-            return "nothing that meets the goal"
-        found = self.schedule.simulation
-        return f"{found.step_ms:.1f} ms, {found.peak_bytes / 2**30:.2f} GiB"
-
-
 class Planning:
     """Finds the plan of one joint graph.
 
@@ -99,6 +75,7 @@ class Planning:
         goal: what is asked for.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
+        num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
     """
 
     def __init__(
@@ -111,6 +88,7 @@ class Planning:
         *,
         recompute: str = "auto",
         scheduling: Mapping[str, Any] | None = None,
+        num_points: int = FEW_POINTS,
     ) -> None:
         self.joint = joint
         self.partition = partition
@@ -119,6 +97,7 @@ class Planning:
         self.goal = goal
         self.recompute = recompute
         self.scheduling = dict(scheduling or {})
+        self.num_points = num_points
         self.library_bytes = LIBRARY_BYTES if settings.device.type == "cuda" else 0
         budget = goal.budget_bytes
         self.limit_bytes = None if budget is None else max(budget - self.library_bytes, 1)
@@ -164,24 +143,28 @@ class Planning:
                 f"{format_bytes(self.limit_bytes + self.library_bytes)}: nothing is done"
             )
             return self._nothing(base, baseline, summary)
-        tries = [_Try(base, first, self._aim(first, baseline), "default")]
-        choices: Choices | None = None
-        if self.recompute == "auto":
-            choices = Choices(self.joint, base, self.rates, host_bytes=self.scheduling.get("host_bytes"))
-            tries.extend(self._with_recompute(choices, baseline))
-        elif self.recompute != "default":
-            tries = [self._try(self.recompute, baseline)]
-        best = self._best(tries)
-        if best is None and choices is not None and self.goal.budget_bytes is not None:
-            solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
-            tries = [tries[0], self._try(choices.recompute(solution.alternatives), baseline)]
-            best = self._best(tries)
-        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, len(tries))
+        search = RecomputeSearch(self._draft, self._scheduler, (base, first), self._level, lambda: self._choices(base))
+        if self.limit_bytes is not None:
+            best = fastest(search.within(self.limit_bytes))
+        else:
+            best = smallest(search.as_fast(self._max_ms(baseline), baseline))
+        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, search.num_drafts)
         if best is None:
-            raise self._too_small(tries, baseline)
-        return self._finish(best, base, baseline, choices, tries)
+            raise self._too_small(search, baseline)
+        return self._finish(best, base, baseline, search)
 
-    # -- tries ---------------------------------------------------------------------------------------------------------
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _level(self) -> str | None:
+        return None if self.recompute == "auto" else self.recompute
+
+    def _choices(self, base: Draft) -> Choices:
+        return Choices(self.joint, base, self.rates, host_bytes=self.scheduling.get("host_bytes"))
+
+    def _max_ms(self, baseline: Simulation) -> float:
+        assert self.goal.max_slowdown is not None
+        return self.goal.most_ms(baseline.step_ms)
 
     def _draft(self, recompute: Mapping[str, Any] | str) -> Draft:
         return make_draft(self.joint, recompute, self.partition, self.settings)
@@ -202,87 +185,10 @@ class Planning:
         saved = draft.forward_state.saved.candidates
         return {c.name: True for c in saved if storages.root(c.nodes[0]) in roots and c.name in large}
 
-    def _try(self, recompute: Mapping[str, Any] | str, baseline: Simulation) -> _Try:
-        draft = self._draft(recompute)
-        if draft.step is None:
-            return _Try(draft, self._scheduler(self._draft("default")), None, recompute)
-        scheduler = self._scheduler(draft)
-        return _Try(draft, scheduler, self._aim(scheduler, baseline), recompute)
-
-    def _aim(self, scheduler: Scheduler, baseline: Simulation) -> Schedule | None:
-        """The best schedule for the goal."""
-        if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes, refined=True)
-        found = scheduler.least_peak(self._max_ms(baseline))
-        if found is None and (scheduler.fixed or self.recompute != "auto"):
-            # What the user asked for takes longer than that in any case.
-            return scheduler.least_time(_UNLIMITED)
-        return found
-
-    def _max_ms(self, baseline: Simulation) -> float:
-        assert self.goal.max_slowdown is not None
-        return self.goal.most_ms(baseline.step_ms)
-
-    def _with_recompute(self, choices: Choices, baseline: Simulation) -> list[_Try]:
-        """Drafts of what the solver chose. What a draft turns out to need beyond that is taken off the next time."""
-        tries: list[_Try] = []
-        budget = self.limit_bytes
-        # A draft takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
-        max_ms = self._max_ms(baseline) - _CLOSE / 2 * baseline.step_ms if budget is None else 0.0
-        seen: set[Any] = set()
-        for _ in range(_MAX_ROUNDS):
-            problem = choices.problem
-            if budget is not None:
-                solution = solve.least_time(problem, budget, deadline_s=_SOLVER_S)
-                if solution is None:
-                    solution = solve.smallest_peak(problem, deadline_s=_SOLVER_S)
-            else:
-                solution = solve.least_peak(problem, max_ms, deadline_s=_SOLVER_S)
-                if solution is None:
-                    break
-            if solution.alternatives in seen:
-                break
-            seen.add(solution.alternatives)
-            found = self._try(choices.recompute(solution.alternatives), baseline)
-            if found.draft.step is None:
-                break
-            tries.append(found)
-            log.debug(
-                "recompute choice: promised %.1f ms, %.2f GiB; drafted %s",
-                solution.ms,
-                solution.peak_bytes / 2**30,
-                found.outcome,
-            )
-            if budget is not None:
-                goal = self.limit_bytes
-                assert goal is not None
-                if found.schedule is not None and found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
-                    break
-                if found.schedule is not None:
-                    # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
-                    short = found.schedule.simulation.exposed_ms * problem.d2h_bytes_per_ms
-                    budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
-                else:
-                    budget -= max(found.scheduler.smallest().simulation.peak_bytes - goal, int(_CLOSE * goal))
-            else:
-                if found.schedule is not None:
-                    break
-                # What the draft computes beyond what the choice promised, it will compute the next time too.
-                beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
-                max_ms = min(max_ms, self._max_ms(baseline) - beyond) - _CLOSE / 10 * baseline.step_ms
-        return tries
-
-    def _best(self, tries: list[_Try]) -> _Try | None:
-        """The fastest within a budget; else the one with the least peak."""
-        met = [t for t in tries if t.schedule is not None]
-        if self.goal.budget_bytes is not None:
-            return min(met, key=lambda t: t.schedule.key, default=None)  # type: ignore[union-attr]
-        return min(met, key=lambda t: t.schedule.simulation.peak_bytes, default=None)  # type: ignore[union-attr]
-
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _too_small(self, tries: list[_Try], baseline: Simulation) -> BudgetError:
-        smallest = min((t.scheduler.smallest().simulation for t in tries), key=lambda s: s.peak_bytes)
+    def _too_small(self, search: RecomputeSearch, baseline: Simulation) -> BudgetError:
+        smallest = _simulation(search.smallest())
         assert self.goal.budget_bytes is not None
         least = smallest.peak_bytes + self.library_bytes
         where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
@@ -309,11 +215,8 @@ class Planning:
         )
         return Planned(base, None, None, plan)
 
-    def _finish(
-        self, best: _Try, base: Draft, baseline: Simulation, choices: Choices | None, tries: list[_Try]
-    ) -> Planned:
-        assert best.schedule is not None
-        found = best.schedule.simulation
+    def _finish(self, best: Try, base: Draft, baseline: Simulation, search: RecomputeSearch) -> Planned:
+        found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
         if self.goal.budget_bytes is None and saved < _WORTH and not best.scheduler.fixed:
@@ -331,23 +234,7 @@ class Planning:
                     "budget, or allow the slowdown",
                     stacklevel=2,
                 )
-        schedulers = [t.scheduler for t in tries]
-        if choices is not None:
-            # Drafted: what the solver takes for the least may be a third of what the graphs need.
-            least = self._draft(
-                choices.recompute(solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S).alternatives)
-            )
-            if least.step is not None:
-                schedulers.append(self._scheduler(least))
-        smallest = min(s.smallest().simulation.peak_bytes for s in schedulers)
-        frontier: tuple[FrontierPoint, ...] = ()
-        if choices is not None:
-            top = max(baseline.peak_bytes, smallest + 1)
-            budgets = [
-                smallest + (top - smallest) * i // (_NUM_FRONTIER_POINTS - 1) for i in range(_NUM_FRONTIER_POINTS)
-            ]
-            points = solve.frontier(choices.problem, budgets, deadline_s=_SOLVER_S)
-            frontier = tuple(FrontierPoint(b, ms) for b, ms in points if ms < float("inf"))
+        frontier = self._frontier(search, found, () if best.scheduler.fixed else (baseline,))
         plan = describe_plan(
             best.draft,
             best.schedule,
@@ -357,13 +244,33 @@ class Planning:
             goal=self.goal,
             device=self.rates.profile.device_name,
             summary=f"{aim_of(self.goal)}: {gain_of(found, baseline)}",
-            smallest_budget_bytes=smallest + self.library_bytes,
+            smallest_budget_bytes=frontier[0].budget_bytes,
             frontier=frontier,
         )
         return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best), base)
 
-    def _first(self, best: _Try) -> Schedule | None:
+    def _frontier(
+        self, search: RecomputeSearch, found: Simulation, plain: tuple[Simulation, ...]
+    ) -> tuple[FrontierPoint, ...]:
+        """Ascending; each as its budget's plan would be found. ``plain``: Inductor's step, where it may be had."""
+        least = _simulation(search.smallest())
+        top, steps = max(s.peak_bytes for s in (found, *plain)), self.num_points - 1
+        between = [least.peak_bytes + (top - least.peak_bytes) * i // steps for i in range(1, steps)]
+        within = [fastest(search.within(limit)) for limit in between]
+        reached = [least, found, *(_simulation(t) for t in within if t is not None), *plain]
+        points: list[FrontierPoint] = []
+        for one in sorted(reached, key=lambda s: (s.peak_bytes, s.step_ms)):
+            if not points or one.step_ms < points[-1].step_ms:
+                points.append(FrontierPoint(one.peak_bytes + self.library_bytes, one.peak_bytes, one.step_ms))
+        return tuple(points)
+
+    def _first(self, best: Try) -> Schedule | None:
         """A schedule for the step in which kernels are tuned: compute waits more, and the budget is met then too."""
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return best.scheduler.least_time(self.limit_bytes - TUNING_BYTES) or best.scheduler.smallest()
+
+
+def _simulation(found: Try) -> Simulation:
+    assert found.schedule is not None
+    return found.schedule.simulation

@@ -39,7 +39,7 @@ from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.planning import FEW_POINTS, Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
@@ -134,6 +134,7 @@ class CompileSession:
         device: the device that values leave and return to.
         parameters: positions of parameters and buffers among the inputs of the graph that is compiled; None: what
             AOTAutograd says.
+        num_points: of a plan's frontier.
     """
 
     def __init__(
@@ -142,8 +143,10 @@ class CompileSession:
         disabled: frozenset[str],
         device: torch.device,
         parameters: frozenset[int] | None = None,
+        num_points: int = FEW_POINTS,
     ) -> None:
         self.options = options
+        self._num_points = num_points
         self._parameters = parameters
         self.disabled = disabled
         self.device = device
@@ -260,7 +263,14 @@ class CompileSession:
             "prefetch_budget": options.prefetch_budget,
         }
         planning = Planning(
-            gm, partition, settings, rates, self._goal, recompute=options.recompute, scheduling=scheduling
+            gm,
+            partition,
+            settings,
+            rates,
+            self._goal,
+            recompute=options.recompute,
+            scheduling=scheduling,
+            num_points=self._num_points,
         )
         found = plan_for_sizes(planning)
         if found is None:

@@ -52,8 +52,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A peak in bytes, and the least step time in milliseconds that reaches it."""
+    """What a plan for a budget would take, as that plan would say.
 
+    Attributes:
+        budget_bytes: the ``activation_budget`` to ask for.
+        peak_bytes: most bytes on the device.
+        step_ms: milliseconds of forward and backward.
+    """
+
+    budget_bytes: int
     peak_bytes: int
     step_ms: float
 
@@ -119,13 +126,13 @@ class Plan:
         calibrated: the same with measured segment times; None before.
         baseline: the step of plain Inductor, which keeps everything, before anything ran.
         calibrated_baseline: the same with measured segment times; None before.
-        smallest_budget_bytes: the smallest ``activation_budget``, as far as the solver can tell without another draft:
-            a few percent too low at times (a BudgetError names one that can be met). Where nothing is done: what plain
-            Inductor takes.
+        smallest_budget_bytes: the smallest ``activation_budget`` that was planned for and met. Where nothing is done:
+            what plain Inductor takes.
         decisions: what happens to what the forward saves.
         floors: what sets the peak whatever is planned, with its bytes and what would help.
         summary: why this plan.
-        frontier: the least step time for a range of peaks.
+        frontier: budgets that can be asked for, ascending, with what their plans would take: this plan's and plain
+            Inductor's peak, the smallest budget and, from ``fxoffload.plan()``, some between. Empty: none was planned.
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.

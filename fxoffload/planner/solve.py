@@ -75,21 +75,6 @@ def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
     return _solution(smallest, schedule.ms, -math.inf, schedule.ms, _GAP)
 
 
-def frontier(problem: Problem, budgets: Iterable[int], *, deadline_s: float = 30.0) -> list[tuple[int, float]]:
-    """Budgets, ascending, and a lower bound of the time within each: items move in part, layers mix alternatives.
-    ``math.inf`` where even so nothing fits. Never ascends."""
-    clock = _Clock(deadline_s)
-    model = Model(problem, exact=False, is_timed=True)
-    found: list[tuple[int, float]] = []
-    least = math.inf
-    for budget in sorted(set(budgets)):
-        answer = model.least_time(budget, gap=_GAP, deadline_s=clock.left(), relaxed=True)
-        if answer.choose:
-            least = min(least, answer.bound)
-        found.append((budget, least))
-    return found
-
-
 class _Clock:
     def __init__(self, deadline_s: float) -> None:
         self.until = time.monotonic() + deadline_s

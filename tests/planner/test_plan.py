@@ -91,7 +91,11 @@ def plan() -> Plan:
         measured_exposed_ms=13.0,
         decisions=DECISIONS,
         floors=("2.00 GiB of gradients that the backward returns; per-layer compile returns them earlier",),
-        frontier=(FrontierPoint(34 * GIB, 720.0), FrontierPoint(20 * GIB, 722.0), FrontierPoint(9 * GIB, 745.0)),
+        frontier=(
+            FrontierPoint(9 * GIB, 9 * GIB, 745.0),
+            FrontierPoint(20 * GIB, 19 * GIB, 722.0),
+            FrontierPoint(34 * GIB, 34 * GIB, 720.0),
+        ),
         simulation=simulation(),
     )
 
@@ -298,7 +302,7 @@ _plans = st.builds(
         tuple
     ),
     floors=_names,
-    frontier=st.lists(st.builds(FrontierPoint, _ints, _floats), max_size=3).map(tuple),
+    frontier=st.lists(st.builds(FrontierPoint, _ints, _ints, _floats), max_size=3).map(tuple),
     boundaries=st.lists(_boundaries, max_size=2).map(tuple),
 )
 
@@ -315,7 +319,7 @@ def test_numbers_of_a_solver_become_json() -> None:
         bare_plan(),
         smallest_budget_bytes=numpy.int64(5),
         max_slowdown=numpy.float64(0.02),
-        frontier=(FrontierPoint(numpy.int32(7), numpy.float32(0.5)),),
+        frontier=(FrontierPoint(numpy.int32(8), numpy.int32(7), numpy.float32(0.5)),),
     )
     assert Plan.from_json(found.to_json()) == found
 
@@ -340,7 +344,7 @@ def test_integers_of_times_become_numbers() -> None:
 
 def test_json_has_a_line_for_each_decision_and_boundary() -> None:
     lines = plan().to_json().splitlines()
-    assert lines[:3] == ["{", '"schema": 1,', '"graph": 0,']
+    assert lines[:3] == ["{", '"schema": 2,', '"graph": 0,']
     assert sum(line.startswith(' {"layers"') for line in lines) == len(DECISIONS)
     assert sum(line.startswith(' {"phase"') for line in lines) == 8
 
@@ -361,9 +365,9 @@ def _without(name: str) -> str:
         (plan().to_json()[:-40], "expected the JSON text of a plan"),
         ("[" * 100_000, "expected the JSON text of a plan"),
         ("[]", "an object, found a list"),
-        ("{}", "expected a plan of schema 1, found schema None; read it with the fxoffload that wrote it"),
-        (_damaged(schema=2), "expected a plan of schema 1, found schema 2"),
-        (_damaged(schema=True), "expected a plan of schema 1, found schema True"),
+        ("{}", "expected a plan of schema 2, found schema None; read it with the fxoffload that wrote it"),
+        (_damaged(schema=1), "expected a plan of schema 2, found schema 1"),
+        (_damaged(schema=True), "expected a plan of schema 2, found schema True"),
         (_damaged(colour="red"), "found colour besides them, and missed none"),
         (_without("floors"), "found none besides them, and missed floors"),
         (_damaged(graph="0"), "expected a plan: graph to be an integer, found '0'"),
@@ -373,7 +377,10 @@ def _without(name: str) -> str:
         (_damaged(measured_step_ms=10**400), "expected a plan: measured_step_ms to be a finite number"),
         (_damaged(predicted=3), "expected a plan: predicted to be a JSON object, found 3"),
         (_damaged(floors="none"), "expected a plan: floors to be a list, found 'none'"),
-        (_damaged(frontier=[{"peak_bytes": 1, "step_ms": "2"}]), r"frontier\[0\]: step_ms to be a finite number"),
+        (
+            _damaged(frontier=[{"budget_bytes": 1, "peak_bytes": 1, "step_ms": "2"}]),
+            r"frontier\[0\]: step_ms to be a finite number",
+        ),
         (
             _damaged(decisions=[{**json.loads(plan().to_json())["decisions"][0], "action": "drop"}]),
             r"decisions\[0\]: action to be one of keep, offload, recompute, stay, found 'drop'",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fxoffload
-from fxoffload.compiler import plan_ahead
+from fxoffload.compiler import plan_ahead, planning
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
 from fxoffload.machine import load_profile
@@ -27,6 +27,12 @@ from tests.capture import Tower, example_input
 SMALL: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 1}
 LONG: dict[str, Any] = {"max_slowdown": 5.0}
 BATCH, SEQUENCE = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def no_points_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes drafts; tests/planner/test_planning.py asks for those of a frontier."""
+    monkeypatch.setattr(planning, "DRAWN_POINTS", 3)
 
 
 def qwen3(**changes: Any) -> nn.Module:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from fxoffload.planner.problem import Alternative, Item, Layer, Problem, Solution
-from fxoffload.planner.solve import frontier, least_peak, least_time, smallest_peak
+from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.solve_model import MOVE_PRICE, Model
 from fxoffload.planner.solve_schedule import Loads
 
@@ -384,11 +384,6 @@ def test_more_room_is_never_slower_and_too_little_is_none(problem: Problem) -> N
         times.append(solution.ms)
     for slower, faster in itertools.pairwise(times):
         assert faster <= slower * (1 + _GAP) + 1e-6
-    for (budget, bound), ms in zip(frontier(problem, budgets), times, strict=True):
-        assert budget in budgets
-        assert bound <= ms + 1e-3
-    bounds = [ms for _, ms in frontier(problem, [least - 1, *budgets])]
-    assert bounds == sorted(bounds, reverse=True)
 
 
 @given(problems(5, 4, 5), st.integers(0, 400))

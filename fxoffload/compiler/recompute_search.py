@@ -1,0 +1,227 @@
+"""Which recompute choice a graph is compiled under: the solver proposes, and a draft of each shows what it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxoffload.compiler.choices import Choices
+from fxoffload.compiler.draft import Draft
+from fxoffload.planner import solve
+from fxoffload.planner.problem import Solution
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation
+
+log = logging.getLogger(__name__)
+
+# How often the recompute choice is made again because its draft missed the objective.
+_MAX_ROUNDS = 5
+# A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
+_ENOUGH = 0.005
+_CLOSE = 0.01
+# How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
+_SHORTFALL = 0.6
+_MOST_TAKEN = 0.1
+_SOLVER_S = 3.0
+# How often a smallest budget is raised to what its drafts need.
+_MAX_RAISES = 3
+_UNLIMITED = 1 << 62
+
+Recompute = Mapping[str, Any] | str
+
+
+@dataclass(frozen=True)
+class Try:
+    """A drafted recompute choice, and its best schedule for an objective; None where none meets it."""
+
+    draft: Draft
+    scheduler: Scheduler
+    schedule: Schedule | None
+
+    @property
+    def outcome(self) -> str:
+        """For logs."""
+        if self.schedule is None:
+            return "nothing that meets the objective"
+        found = self.schedule.simulation
+        return f"{found.step_ms:.1f} ms, {found.peak_bytes / 2**30:.2f} GiB"
+
+
+class RecomputeSearch:
+    """Finds recompute choices and schedules for one joint graph. Each choice is drafted once.
+
+    Args:
+        draft: what drafts a choice.
+        scheduler: what schedules a draft.
+        base: plain Inductor's draft, with a step.
+        level: "default": no other choice; another level: that one alone. None: the solver chooses.
+        choices: what it chooses from; not asked for under a level.
+    """
+
+    def __init__(
+        self,
+        draft: Callable[[Recompute], Draft],
+        scheduler: Callable[[Draft], Scheduler],
+        base: tuple[Draft, Scheduler],
+        level: str | None,
+        choices: Callable[[], Choices],
+    ) -> None:
+        self._draft_of = draft
+        self._scheduler_of = scheduler
+        self._level = level
+        self._choices = choices() if level is None else None
+        self._drafted: dict[Hashable, tuple[Draft, Scheduler] | None] = {"default": base}
+
+    @property
+    def num_drafts(self) -> int:
+        """How many were made."""
+        return len(self._drafted)
+
+    # -- for a budget --------------------------------------------------------------------------------------------------
+
+    def within(self, limit_bytes: int) -> list[Try]:
+        """Choices with their fastest schedules within ``limit_bytes``. Where none meets it, the least of all is
+        among them."""
+
+        def aim(scheduler: Scheduler) -> Schedule | None:
+            return scheduler.least_time(limit_bytes, refined=True)
+
+        tries = list(self._at_level(aim))
+        if self._choices is not None:
+            tries.extend(self._solved_within(self._choices, limit_bytes, aim))
+            if all(t.schedule is None for t in tries) and (least := self._least(self._choices, aim)) is not None:
+                tries.append(least)
+        return tries
+
+    def _solved_within(
+        self, choices: Choices, limit_bytes: int, aim: Callable[[Scheduler], Schedule | None]
+    ) -> Iterator[Try]:
+        budget, seen = limit_bytes, set[Hashable]()
+        for _ in range(_MAX_ROUNDS):
+            solution = solve.least_time(choices.problem, budget, deadline_s=_SOLVER_S)
+            if solution is None:
+                solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
+            found = self._try_new(choices, solution, aim, seen)
+            if found is None:
+                return
+            yield found
+            if found.schedule is None:
+                budget -= max(found.scheduler.smallest().simulation.peak_bytes - limit_bytes, int(_CLOSE * limit_bytes))
+                continue
+            if found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
+                return
+            # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
+            short = found.schedule.simulation.exposed_ms * choices.problem.d2h_bytes_per_ms
+            budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
+
+    def smallest(self) -> Try:
+        """The choice and schedule of the least peak that ``within`` finds again when it is asked for."""
+        tries = [*self._at_level(Scheduler.smallest)]
+        if self._choices is not None:
+            tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
+            tries += [Try(*pair, schedule=pair[1].smallest()) for pair in self._drafted.values() if pair is not None]
+        least = smallest(tries)
+        assert least is not None and least.schedule is not None
+        limit = least.schedule.simulation.peak_bytes
+        for _ in range(_MAX_RAISES):
+            tries = self.within(limit)
+            if (found := fastest(tries)) is not None:
+                return found
+            limit = min(t.scheduler.smallest().simulation.peak_bytes for t in tries)
+        return least
+
+    def _least(self, choices: Choices, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
+        solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
+        return self._try(solution.alternatives, choices.recompute(solution.alternatives), aim)
+
+    # -- for a slowdown ------------------------------------------------------------------------------------------------
+
+    def as_fast(self, most_ms: float, baseline: Simulation) -> list[Try]:
+        """Choices with their schedules of the least peak that take at most ``most_ms``, and what is fastest within the
+        least of these peaks.
+
+        Args:
+            baseline: plain Inductor's step.
+        """
+
+        def aim(scheduler: Scheduler) -> Schedule | None:
+            found = scheduler.least_peak(most_ms)
+            if found is None and (scheduler.fixed or self._level is not None):
+                # What the user asked for takes longer than that in any case.
+                return scheduler.least_time(_UNLIMITED)
+            return found
+
+        tries = list(self._at_level(aim))
+        if self._choices is not None:
+            tries.extend(self._solved_as_fast(self._choices, most_ms, baseline.step_ms, aim))
+        met = [t.schedule.simulation for t in tries if t.schedule is not None]
+        least = min((s.peak_bytes for s in met if s.step_ms <= most_ms), default=None)
+        return tries if least is None else [*tries, *self.within(least)]
+
+    def _solved_as_fast(
+        self, choices: Choices, most_ms: float, baseline_ms: float, aim: Callable[[Scheduler], Schedule | None]
+    ) -> Iterator[Try]:
+        # A draft takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
+        limit, seen = most_ms - _CLOSE / 2 * baseline_ms, set[Hashable]()
+        for _ in range(_MAX_ROUNDS):
+            solution = solve.least_peak(choices.problem, limit, deadline_s=_SOLVER_S)
+            found = None if solution is None else self._try_new(choices, solution, aim, seen)
+            if solution is None or found is None:
+                return
+            yield found
+            if found.schedule is not None:
+                return
+            # What the draft computes beyond what the choice promised, it will compute the next time too.
+            beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
+            limit = min(limit, most_ms - beyond) - _CLOSE / 10 * baseline_ms
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def _at_level(self, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
+        level = self._level or "default"
+        found = self._try(level, level, aim)
+        yield found or Try(*self._known("default"), schedule=None)
+
+    def _try_new(
+        self,
+        choices: Choices,
+        solution: Solution,
+        aim: Callable[[Scheduler], Schedule | None],
+        seen: set[Hashable],
+    ) -> Try | None:
+        """None for what was seen, or saves nothing that may move."""
+        if solution.alternatives in seen:
+            return None
+        seen.add(solution.alternatives)
+        found = self._try(solution.alternatives, choices.recompute(solution.alternatives), aim)
+        if found is not None:
+            promised = f"{solution.ms:.1f} ms, {solution.peak_bytes / 2**30:.2f} GiB"
+            log.debug("recompute choice: promised %s; drafted %s", promised, found.outcome)
+        return found
+
+    def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
+        if key not in self._drafted:
+            draft = self._draft_of(recompute)
+            self._drafted[key] = None if draft.step is None else (draft, self._scheduler_of(draft))
+        known = self._drafted[key]
+        return None if known is None else Try(*known, schedule=aim(known[1]))
+
+    def _known(self, key: Hashable) -> tuple[Draft, Scheduler]:
+        found = self._drafted[key]
+        assert found is not None
+        return found
+
+
+def fastest(tries: list[Try]) -> Try | None:
+    """The fastest of those that meet their objective; None where none does."""
+    met = [t for t in tries if t.schedule is not None]
+    return min(met, key=lambda t: t.schedule.key, default=None)  # type: ignore[union-attr]
+
+
+def smallest(tries: list[Try]) -> Try | None:
+    """The one of the least peak, of those that meet their objective; the fastest of several."""
+    met = [t for t in tries if t.schedule is not None]
+    least = min((t.schedule.simulation.peak_bytes for t in met), default=0)  # type: ignore[union-attr]
+    return fastest([t for t in met if t.schedule.simulation.peak_bytes <= least])  # type: ignore[union-attr]
