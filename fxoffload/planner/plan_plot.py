@@ -94,9 +94,18 @@ def _draw_frontier(axes: Axes, plan: Plan) -> None:
         axes.plot(
             [p.step_ms for p in points], [p.peak_bytes / _GIB for p in points], ".-", color="tab:blue", label="frontier"
         )
-    chosen, base = plan.calibrated or plan.predicted, plan.calibrated_baseline or plan.baseline
-    axes.plot(base.step_ms, base.peak_bytes / _GIB, "s", color="tab:gray", label="plain Inductor")
-    axes.plot(chosen.step_ms, chosen.peak_bytes / _GIB, "*", color="tab:red", markersize=12, label="this plan")
+    base = plan.baseline
+    # As predicted, both lie on the curve.
+    for found, marker, size, fill, label in (
+        (base, "s", 6, "full", "plain Inductor"),
+        (plan.predicted, "*", 12, "full", "this plan"),
+        (plan.calibrated_baseline, "s", 6, "none", "plain Inductor, calibrated"),
+        (plan.calibrated, "*", 12, "none", "this plan, calibrated"),
+    ):
+        if found is not None:
+            color = "tab:red" if marker == "*" else "tab:gray"
+            at = found.step_ms, found.peak_bytes / _GIB
+            axes.plot(*at, marker, color=color, markersize=size, fillstyle=fill, label=label)
     if plan.measured_step_ms is not None and plan.measured_peak_bytes is not None:
         axes.plot(plan.measured_step_ms, plan.measured_peak_bytes / _GIB, "x", color="black", label="measured")
     _draw_budget(axes, plan)
