@@ -8,7 +8,7 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from fxoffload._torch_breaks import forgotten, graph_breaks, log_after_graph, user_line
 from fxoffload._torch_sizes import without_learnt_sizes
+from fxoffload.compiler.fake_step import FakeStep
+from fxoffload.compiler.step_ahead import plan_fake_step
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
 from fxoffload.gc_pause import gc_paused
@@ -190,18 +194,10 @@ def _twins(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> tuple[nn.Modu
 
 @dataclass
 class _Request:
-    """What the backend has to know, and where it leaves what it found. ``has_backward``: None where it was not called;
-    ``layers``: of the graph.
-    """
+    """What the backend has to know, and where it leaves what it found."""
 
     options: Options
-    has_backward: bool | None = None
-    layers: Sequence[str] = ()
-    plan: Plan | None = None
-
-
-class _Enough(FxOffloadError):
-    """Ends a compilation whose plan is there; see Note [errors through Dynamo]."""
+    step: FakeStep = field(default_factory=FakeStep)
 
 
 # Not an argument of the backend: Dynamo keeps every backend that it was given.
@@ -209,54 +205,65 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("fxoffload_p
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Plan:
-    from torch._dynamo.exc import TorchRuntimeError, Unsupported
+    """Runs a step on fake tensors, and plans it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model, args, kwargs = _twins(model, args, kwargs, mode)
     request = _Request(options)
-    model, args, kwargs = _twins(model, args, kwargs, FakeTensorMode())
+    step = request.step
     token = _request.set(request)
-    name = type(model).__name__
     try:
-        with _dynamo_of_its_own(), torch.enable_grad(), _autocast():
-            torch.compile(model, backend=_backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except _Enough:
-        pass
-    except FxOffloadError:
-        raise
-    except Unsupported as error:
-        raise UnsupportedError(
-            f"expected a {name} that is traced in one graph, found a graph break: {error}\nA plan is for one graph: "
-            "make the model free of the break, or plan the part of it that is compiled"
-        ) from error
-    except TorchRuntimeError as error:
-        raise UnsupportedError(
-            f"expected a {name} that is traced with fake tensors on the CPU, found an error: {error}\n"
-            "Check the sizes of the inputs, and that the model makes its tensors on the device of its inputs"
-        ) from error
+        with _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
+            run = torch.compile(model, backend=_backend, dynamic=False)
+            with graph_breaks() as breaks, mode, _autocast():
+                output = run(*args, **kwargs)
+            if len(step.calls) > 1:
+                with mode:
+                    _backward(output)
+                del output
+                # What was compiled in the first step held memory meanwhile.
+                model.zero_grad()
+                step.begin()
+                with mode:
+                    with _autocast():
+                        output = run(*args, **kwargs)
+                    _backward(output)
     finally:
         _request.reset(token)
-    return _plan_of(request)
+    return plan_fake_step(step, tuple(map(str, breaks)))
 
 
-def _plan_of(request: _Request) -> Plan:
-    if request.plan is not None:
-        return request.plan
-    if request.has_backward is None:
-        raise UnsupportedError("expected torch.compile to trace the model, found it switched off; enable it")
-    if not request.has_backward:
+def _backward(output: Any) -> None:
+    """As the training step does it: from the loss, where the output has one, else from all that requires grad."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else list(tree_leaves(output))
+    ends = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Errors of the model's on fake tensors say what to do. ``name``: of the model's class."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except FxOffloadError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            "expected an output that requires grad, found none: without a backward nothing is saved. Pass what the "
-            "loss needs (labels), and call the model as the training step does"
-        )
-    if len(request.layers) < 2:
+            f"expected a {name} whose code between compiled graphs needs no tensor's value, found one that reads it: "
+            f"{error.func} at {user_line(error)}. What follows depends on data, of which a plan ahead has only the "
+            "sizes. Make the model free of the read, or plan the part of it that is compiled"
+        ) from error
+    except Exception as error:
         raise UnsupportedError(
-            f"expected two or more layers to plan, found {', '.join(request.layers) or 'none'}: there is nothing to "
-            "choose from. Plan the whole model"
-        )
-    raise UnsupportedError(
-        "expected saved activations, found none that may move: all are smaller than min_bytes, inputs, or parameters. "
-        "Make the inputs as large as in training, or lower min_bytes"
-    )
+            f"expected a {name} that runs on fake tensors on the CPU, found an error at {user_line(error)}: "
+            f"{type(error).__name__}: {error}\nCheck the sizes of the inputs, and that the model makes its tensors on "
+            "the device of its inputs"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -284,27 +291,24 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``fxoffload.backend`` up to the plan."""
+    """``fxoffload.backend`` up to the plan; what it returns runs on fake tensors."""
     # Imported here, as there.
     from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
+    from fxoffload.compiler.parameter_inputs import parameters_of
     from fxoffload.compiler.session import CompileSession
 
     request = _request.get()
     options = request.options
-    session = CompileSession(options, frozenset(options.disable) | disabled_pieces(), torch.device("cpu"))
-
-    def stop(*args: Any, is_inference: bool = False, **kwargs: Any) -> Any:
-        request.has_backward = not is_inference
-        request.layers = session._layers.layers
-        if session._planned is not None:
-            request.plan = session._planned.plan
-        session._plan_box = None  # fxoffload.plans() lists what is compiled
-        raise _Enough("the plan is made")
-
+    disabled = frozenset(options.disable) | disabled_pieces()
+    session = CompileSession(options, disabled, torch.device("cpu"), parameters_of(gm))
     patches = options.inductor_config()
     if options.inner == "aot_eager":
         patches["fallback_random"] = True
     base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
     patches["custom_partitioner_fn"] = session.partitioner(base)
     with aot_config_patch(), gc_paused():
-        return compile_fx(gm, example_inputs, inner_compile=stop, config_patches=patches)  # type: ignore[return-value]
+        inner = request.step.inner_compile(session)
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+
+
+log_after_graph(_backend)
