@@ -168,8 +168,11 @@ def graph_breaks() -> Iterator[list[GraphBreak]]:
 
 def _break_at(stack: Any, reason: str) -> GraphBreak:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    if lines[0].endswith("Graph break encountered:"):  # in a loop, say
-        lines = [f"its whole function runs uncompiled. {lines[1]}", *lines[2:]] if len(lines) > 1 else lines
+    is_skipped = "Skipping the function" in lines[0]  # in a loop, say
+    if lines[0].endswith(":") and len(lines) > 1:  # what Dynamo was about to do
+        del lines[0]
+    if is_skipped:
+        lines[0] = f"{lines[0].rstrip('.')}, in a function that then runs uncompiled"
     # Dynamo's own kind of reason ("Failed to trace builtin operator"), and what it says of this one.
     shown = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     text = lines[0] + (f". {shown}" if shown and shown.rstrip(".") != lines[0].rstrip(".") else "")

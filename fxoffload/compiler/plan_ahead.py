@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -28,6 +28,9 @@ from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Host memory of the machine that is planned for, where the user names none: more than any has, it binds nothing.
 _NO_HOST_BOUND = 1 << 50
@@ -135,10 +138,10 @@ def _shape(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 class _FakeCopies(TorchFunctionMode):
     """Under it, ``copy.deepcopy`` of a tensor gives a fake one on the CPU, of the same sizes.
 
-    ``mode``: a FakeTensorMode, theirs.
+    ``mode``: theirs.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
 
@@ -154,8 +157,12 @@ class _FakeCopies(TorchFunctionMode):
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Fake, on the CPU; shares nothing with ``tensor``."""
+        from fxoffload._torch_fake import with_values
+
         with torch._C.DisableTorchFunction():
             _check_plain(tensor)
+            if (known := with_values(self.mode, tensor)) is not None:
+                return known
             sizes, strides = [[int(n) for n in found] for found in (tensor.shape, tensor.stride())]
             with self.mode:
                 fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="cpu")
@@ -172,7 +179,7 @@ def _check_plain(tensor: Tensor) -> None:
         raise UnsupportedError(f"expected plain strided tensors, found a {kind}; plan the model before it is wrapped")
 
 
-def _twins(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> tuple[nn.Module, Any, Any]:
+def _twins(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> tuple[nn.Module, Any, Any]:
     """The same with fake tensors on the CPU in place of all others. What was one tensor is one tensor."""
     copies = _FakeCopies(mode)
     tensors = [*model.parameters(), *model.buffers()]
@@ -206,9 +213,9 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("fxoffload_p
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Plan:
     """Runs a step on fake tensors, and plans it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fxoffload._torch_fake import step_fake_mode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = step_fake_mode()
     model, args, kwargs = _twins(model, args, kwargs, mode)
     request = _Request(options)
     step = request.step

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
+from fxoffload.compiler.tape_parts import Part
 from fxoffload.compiler.tape_plan import TapePlanning
 from fxoffload.errors import BudgetError, UnsupportedError
-from fxoffload.planner.chain import concatenate
 from fxoffload.planner.plan import NO_GRAPH, Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.simulate import simulate
+from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.planner.words import aim_of
@@ -106,6 +106,10 @@ class _Planning(TapePlanning):
         self._stays = {name: False for name in names if name is not None}
         self.option = self.compiled = self.ways.as_compiled()
 
+    def keep_all(self, parts: Sequence[Part], held: Sequence[Held]) -> Simulation:
+        """The step of other forms of the graphs, with everything on the device."""
+        return self._ways(parts, held, [frozenset()] * len(parts)).as_compiled().scheduler.keep_all()
+
     def warn(self, kind: str, text: str) -> None:
         """Nobody follows this plan yet."""
         self.said.append(text)
@@ -131,8 +135,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
     _check_budget(planning, found, is_least=together)
     if not together or any(g.planned is not None for g in calls):
         # As compiled, graphs with plans of their own compute again what those say.
-        plain = concatenate([g.plain.step for g in calls if g.plain is not None], step.held_plain()).step
-        planning.baseline = planning.scheduler_for(planning.rates, planning.host_bytes)(plain).keep_all()
+        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.held_plain())
         aim = aim_of(planning.goal) if together else _each_by_itself(calls)
         planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
     plan = planning.describe(found)
