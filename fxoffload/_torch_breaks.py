@@ -34,14 +34,17 @@ _LEVELS = frozenset({"debug", "info", "warning", "warn", "error", "critical", "f
 # What these ask for is known only where the call stands.
 _OF_THE_PLACE = frozenset({"exc_info", "stack_info"})
 
-_backends: list[Callable[..., Any]] = []  # whose frames log after their graphs
+_backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after their graphs, and whether they do
 
 
-def log_after_graph(backend: Callable[..., Any]) -> None:
-    """See [Note: Logging after the graph]. For good: called once, when ``backend`` is defined."""
+def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
+    """See [Note: Logging after the graph]. For good: called once, when ``backend`` is defined.
+
+    ``says``: False drops what would be said: what ``backend`` compiles is no step of training.
+    """
     if not _backends:
         _defer_calls()
-    _backends.append(backend)
+    _backends.append((backend, says))
 
 
 def _defer_calls() -> None:
@@ -76,13 +79,17 @@ def _is_ignored(method: Any) -> bool:
 def _call_later(tx: Any, make: Callable[..., Callable[[], Any]], args: Any, kwargs: Any) -> bool:
     """Have the frame that is compiled call what ``make`` makes of the arguments, after its graph. False: the call stays
     where it is."""
-    if not any(innermost(tx.output.compiler_fn) is b for b in _backends) or tx.export:
+    backend = innermost(tx.output.compiler_fn)
+    says = next((says for known, says in _backends if known is backend), None)
+    if says is None or tx.export:
         return False
     try:
         constants = [a.as_python_constant() for a in args]
         named = {name: a.as_python_constant() for name, a in kwargs.items()}
     except NotImplementedError:
         return False
+    if not says:
+        return True
     call = make(*constants, **named)
     name = tx.output.install_global("__fxoffload_log", call)
     # Of the frame that is compiled, not of the one that is inlined: Dynamo forgets those of the latter.

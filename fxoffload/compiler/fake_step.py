@@ -22,6 +22,7 @@ from fxoffload.compiler.recipe import Compiled, Recipe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.tape_parts import Part, describe_part
 from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.values import output_values
 from fxoffload.runtime.steps.held import Edges, Held, Moment
 from fxoffload.runtime.steps.step_memory import EdgeWatch
 
@@ -40,6 +41,7 @@ class FakeGraph:
         layers: of it.
         planned: its own plan; None: it has no two layers, or sizes that depend on data.
         why_no_part: why a plan over several graphs may not have it; "" where it may.
+        moved: positions of the forward's results that may leave the device.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class FakeGraph:
         self.layers: Sequence[str] = session.layers.layers
         self.why_no_part = session.why_no_tape() or ("sizes depend on data" if depends_on_data(forward) else "")
         self._session, self._backward, self._recipe = session, backward, None
-        if self.planned is not None:
-            self._draft = self.planned.draft
+        planned = self.planned
+        self._draft = describe(forward, backward, session.draft_settings()) if planned is None else planned.draft
+        names = {n.name for c in self._draft.forward_state.saved.candidates for n in c.nodes}
+        first, results = self._draft.forward_state.num_user_outputs, output_values(forward.graph)
+        self.moved = [i for i, v in enumerate(results) if i >= first and isinstance(v, fx.Node) and v.name in names]
+        if planned is not None:
             return
-        self._draft = describe(forward, backward, session.draft_settings())
         state, up = self._draft.forward_state, self._draft.backward_state
         if up is not None and not self.why_no_part:
             compiled = Compiled(self._graph_of(self._draft), state, up, forward_kwargs, backward_kwargs)
@@ -116,13 +121,15 @@ class FakeStep:
 
     Attributes:
         graphs: that have a backward, in the order in which they were compiled.
-        calls: of the forwards, in order; where they are watched, without those of graphs that have no part.
+        ran: of the forwards of the step that began last, in order.
+        calls: of those that are watched: of graphs that have a part.
         watches: whether memory at the edges of calls is watched.
         has_forward: whether any graph was found, with a backward or without.
         is_regular: whether the backwards came in reverse, each of its forward.
     """
 
     graphs: list[FakeGraph] = field(default_factory=list)
+    ran: list[FakeGraph] = field(default_factory=list)
     calls: list[FakeGraph] = field(default_factory=list)
     watches: bool = False
     has_forward: bool = False
@@ -131,10 +138,10 @@ class FakeStep:
     _as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
     _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
 
-    def begin(self) -> None:
-        """Another step, which is watched: what was seen so far is forgotten."""
-        self.watches = True
-        self.calls, self._pending, self.is_regular = [], [], True
+    def begin(self, *, watches: bool) -> None:
+        """Another step: what was seen of the one before is forgotten."""
+        self.watches = watches
+        self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
         self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
 
     @property
@@ -176,8 +183,7 @@ class FakeStep:
         return compile_graph
 
     def _forward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        if not self.watches:
-            self.calls.append(graph)
+        self.ran.append(graph)
         if not self.watches or graph.part is None:
             return run(args)
         at = Moment("forward", len(self.calls))
@@ -186,6 +192,9 @@ class FakeStep:
         self._begins(at)
         self._watch(at, [p and p.edges.inputs for p in (graph.part, graph.plain)], args)
         results = run(args)
+        results = list(results)
+        for i in graph.moved:  # as tokens do in training, other tensors wait for the backward
+            results[i] = results[i].new_empty_strided(results[i].shape, results[i].stride())
         self._look()
         self._watch(at, [p and p.edges.outputs for p in (graph.part, graph.plain)], results)
         return results

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_breaks import forgotten, graph_breaks, log_after_graph, user_line
+from fxoffload._torch_breaks import GraphBreak, forgotten, graph_breaks, log_after_graph, user_line
 from fxoffload._torch_sizes import without_learnt_sizes
-from fxoffload.compiler.fake_step import FakeStep
+from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.compiler.step_ahead import plan_fake_step
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
@@ -39,6 +39,8 @@ _FIXED = {"device_types": ("cpu",), "on_error": "raise"}
 # Pieces without which there is no plan.
 _PLANNING = frozenset({"planner", "segments", "offload"})
 _MANY = 1 << 30
+# Steps that are run, at most: in two, most models have compiled everything.
+_MOST_STEPS = 4
 
 
 def plan(
@@ -53,16 +55,20 @@ def plan(
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="fxoffload")`` would make for a step on ``device``.
 
-    Nothing runs and no tensor is allocated: the model and the inputs may be on meta, fake or real, and stay as they
-    are; of their tensors only sizes, strides, dtypes and ``requires_grad`` are read. Call it as the training step calls
-    the model: in training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same
-    dtype).
+    Nothing is computed and no tensor of the model's size is allocated: the model and the inputs may be on meta, fake or
+    real, and stay as they are; of their tensors only sizes, strides, dtypes and ``requires_grad`` are read, and the
+    values of integers that are real (sizes of images, say). Call it as the training step calls the model: in
+    training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same dtype).
 
     The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel: it saves
     what the GPU's saves, except a few bytes of random state; with dropout inside the attention, or with shapes that
     kernel does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is in
     the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). What a model
     chooses by ``is_cuda`` is chosen as on a CPU. Times are those of ``device``.
+
+    A model with graph breaks is planned as one step of several graphs: the step runs on fake tensors, its backward from
+    the output's ``loss`` or else from all outputs. ``Plan.breaks`` says what lies between the graphs. That is not in
+    the plan: neither its time nor its memory.
 
     Args:
         model: as it would be compiled, before it is sharded or wrapped for several GPUs.
@@ -76,10 +82,12 @@ def plan(
             effect.
 
     Raises:
-        BudgetError: (a ValueError) no plan fits into the budget.
+        BudgetError: (a ValueError) no plan fits into the budget. Graphs that each fit into it alone, but not side by
+            side, warn.
         OptionsError: (a ValueError) an unknown device or a bad option.
         UnsupportedError: (a NotImplementedError) nothing to plan: no parameter or output requires grad, no layers,
-            nothing saved that could move; or the model cannot be traced in one graph, or not be copied.
+            nothing saved that could move; or the model reads the value of a tensor between graphs, does not run on
+            fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
     if not any(p.requires_grad for p in model.parameters()):
@@ -223,22 +231,36 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     try:
         with _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
             run = torch.compile(model, backend=_backend, dynamic=False)
-            with graph_breaks() as breaks, mode, _autocast():
-                output = run(*args, **kwargs)
-            if len(step.calls) > 1:
-                with mode:
-                    _backward(output)
-                del output
-                # What was compiled in the first step held memory meanwhile.
-                model.zero_grad()
-                step.begin()
-                with mode:
-                    with _autocast():
-                        output = run(*args, **kwargs)
-                    _backward(output)
+            breaks = _run_steps(step, run, args, kwargs, mode)
     finally:
         _request.reset(token)
-    return plan_fake_step(step, tuple(map(str, breaks)))
+    return plan_fake_step(step, breaks)
+
+
+def _run_steps(step: FakeStep, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> tuple[str, ...]:
+    """Runs steps until one compiles nothing. Returns what breaks graphs in that one.
+
+    One step is enough where there is one graph. Of others, the first may be another step than all later ones (a model
+    installs hooks in it), and what is compiled in a step holds memory meanwhile.
+    """
+    breaks: list[tuple[list[GraphBreak], list[FakeGraph]]] = []  # by step, with the graphs that were compiled in it
+    for number in range(_MOST_STEPS):
+        known = len(step.graphs)
+        step.begin(watches=number > 0)
+        with graph_breaks() as found, mode, _autocast():
+            output = run(*args, **kwargs)
+        new = step.graphs[known:]
+        breaks.append((found, new))
+        if not number and not found and len(step.ran) < 2:
+            break
+        with mode:
+            _backward(output)
+        del output
+        run.zero_grad()
+        if number and not new:
+            break
+    ran = set(step.ran)
+    return tuple(dict.fromkeys(str(b) for found, graphs in breaks if ran.intersection(graphs) for b in found))
 
 
 def _backward(output: Any) -> None:
@@ -318,4 +340,4 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
 
 
-log_after_graph(_backend)
+log_after_graph(_backend, says=False)

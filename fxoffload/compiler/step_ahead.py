@@ -44,15 +44,16 @@ def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
         BudgetError: no plan fits into the budget.
         UnsupportedError: there is nothing to plan.
     """
-    if not step.graphs:
+    graphs = list(dict.fromkeys(step.ran))
+    if not graphs:
         raise UnsupportedError(_why_nothing(step))
-    apart = [g for g in step.graphs if g.why_no_part]
-    if apart and len(step.graphs) > 1:
+    apart = [g for g in graphs if g.why_no_part]
+    if apart and len(graphs) > 1:
         raise UnsupportedError(
             f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_no_part}. Plan the "
             "parts of the model between its graph breaks"
         )
-    plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(step.graphs)
+    plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(graphs)
     return replace(plan, graph=NO_GRAPH, breaks=breaks)
 
 
