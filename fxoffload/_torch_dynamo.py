@@ -104,7 +104,7 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
 
     @functools.wraps(look_at_frame)
     def look(self: Any, frame: Any, cache_entry: Any, frame_state: dict[str, Any]) -> Any:
-        if _innermost(self) is not backend:
+        if innermost(self) is not backend:
             with _attempt(None):
                 return look_at_frame(self, frame, cache_entry, frame_state)
         has_grad = torch.is_grad_enabled()
@@ -144,7 +144,7 @@ def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
     @functools.wraps(make_context)
     def make(self: Any, callback: Any, *args: Any, **kwargs: Any) -> None:
         make_context(self, callback, *args, **kwargs)
-        if _innermost(callback) is backend:
+        if innermost(callback) is backend:
             self.enter_exit_hooks.append(watch.call_begins)
 
     convert_frame.CatchErrorsWrapper.__call__ = look
@@ -161,7 +161,7 @@ def _attempt(attempt: _Attempt | None) -> Iterator[None]:
         _attempts.now = before
 
 
-def _innermost(callback: Any) -> Any:
+def innermost(callback: Any) -> Any:
     """The function that the user's ``backend=`` stands for."""
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback = inner

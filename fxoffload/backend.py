@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload._torch_breaks import log_after_graph
 from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.gc_pause import gc_paused
@@ -96,3 +97,4 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
 
 fxoffload.reset = reset  # type: ignore[attr-defined]
 watch_calls(fxoffload, UNCOMPILED)
+log_after_graph(fxoffload)

@@ -8,22 +8,29 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from fxoffload._torch_breaks import GraphBreak, forgotten, graph_breaks, log_after_graph, user_line
 from fxoffload._torch_sizes import without_learnt_sizes
+from fxoffload.compiler.fake_step import FakeGraph, FakeStep
+from fxoffload.compiler.step_ahead import plan_fake_step
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
 from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Host memory of the machine that is planned for, where the user names none: more than any has, it binds nothing.
 _NO_HOST_BOUND = 1 << 50
@@ -32,6 +39,8 @@ _FIXED = {"device_types": ("cpu",), "on_error": "raise"}
 # Pieces without which there is no plan.
 _PLANNING = frozenset({"planner", "segments", "offload"})
 _MANY = 1 << 30
+# Steps that are run, at most: in two, most models have compiled everything.
+_MOST_STEPS = 4
 
 
 def plan(
@@ -46,16 +55,20 @@ def plan(
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="fxoffload")`` would make for a step on ``device``.
 
-    Nothing runs and no tensor is allocated: the model and the inputs may be on meta, fake or real, and stay as they
-    are; of their tensors only sizes, strides, dtypes and ``requires_grad`` are read. Call it as the training step calls
-    the model: in training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same
-    dtype).
+    Nothing is computed and no tensor of the model's size is allocated: the model and the inputs may be on meta, fake or
+    real, and stay as they are; of their tensors only sizes, strides, dtypes and ``requires_grad`` are read, and the
+    values of integers that are real (sizes of images, say). Call it as the training step calls the model: in
+    training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same dtype).
 
     The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel: it saves
     what the GPU's saves, except a few bytes of random state; with dropout inside the attention, or with shapes that
     kernel does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is in
     the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). What a model
     chooses by ``is_cuda`` is chosen as on a CPU. Times are those of ``device``.
+
+    A model with graph breaks is planned as one step of several graphs: the step runs on fake tensors, its backward from
+    the output's ``loss`` or else from all outputs. ``Plan.breaks`` says what lies between the graphs. That is not in
+    the plan: neither its time nor its memory.
 
     Args:
         model: as it would be compiled, before it is sharded or wrapped for several GPUs.
@@ -69,10 +82,12 @@ def plan(
             effect.
 
     Raises:
-        BudgetError: (a ValueError) no plan fits into the budget.
+        BudgetError: (a ValueError) no plan fits into the budget. Graphs that each fit into it alone, but not side by
+            side, warn.
         OptionsError: (a ValueError) an unknown device or a bad option.
         UnsupportedError: (a NotImplementedError) nothing to plan: no parameter or output requires grad, no layers,
-            nothing saved that could move; or the model cannot be traced in one graph, or not be copied.
+            nothing saved that could move; or the model reads the value of a tensor between graphs, does not run on
+            fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
     if not any(p.requires_grad for p in model.parameters()):
@@ -131,10 +146,10 @@ def _shape(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 class _FakeCopies(TorchFunctionMode):
     """Under it, ``copy.deepcopy`` of a tensor gives a fake one on the CPU, of the same sizes.
 
-    ``mode``: a FakeTensorMode, theirs.
+    ``mode``: theirs.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
 
@@ -150,8 +165,12 @@ class _FakeCopies(TorchFunctionMode):
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Fake, on the CPU; shares nothing with ``tensor``."""
+        from fxoffload._torch_fake import with_values
+
         with torch._C.DisableTorchFunction():
             _check_plain(tensor)
+            if (known := with_values(self.mode, tensor)) is not None:
+                return known
             sizes, strides = [[int(n) for n in found] for found in (tensor.shape, tensor.stride())]
             with self.mode:
                 fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="cpu")
@@ -168,7 +187,7 @@ def _check_plain(tensor: Tensor) -> None:
         raise UnsupportedError(f"expected plain strided tensors, found a {kind}; plan the model before it is wrapped")
 
 
-def _twins(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> tuple[nn.Module, Any, Any]:
+def _twins(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> tuple[nn.Module, Any, Any]:
     """The same with fake tensors on the CPU in place of all others. What was one tensor is one tensor."""
     copies = _FakeCopies(mode)
     tensors = [*model.parameters(), *model.buffers()]
@@ -190,18 +209,10 @@ def _twins(model: nn.Module, args: Any, kwargs: Any, mode: Any) -> tuple[nn.Modu
 
 @dataclass
 class _Request:
-    """What the backend has to know, and where it leaves what it found. ``has_backward``: None where it was not called;
-    ``layers``: of the graph.
-    """
+    """What the backend has to know, and where it leaves what it found."""
 
     options: Options
-    has_backward: bool | None = None
-    layers: Sequence[str] = ()
-    plan: Plan | None = None
-
-
-class _Enough(FxOffloadError):
-    """Ends a compilation whose plan is there; see Note [errors through Dynamo]."""
+    step: FakeStep = field(default_factory=FakeStep)
 
 
 # Not an argument of the backend: Dynamo keeps every backend that it was given.
@@ -209,54 +220,79 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("fxoffload_p
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Plan:
-    from torch._dynamo.exc import TorchRuntimeError, Unsupported
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Runs a step on fake tensors, and plans it."""
+    from fxoffload._torch_fake import step_fake_mode
 
+    mode = step_fake_mode()
+    model, args, kwargs = _twins(model, args, kwargs, mode)
     request = _Request(options)
-    model, args, kwargs = _twins(model, args, kwargs, FakeTensorMode())
+    step = request.step
     token = _request.set(request)
-    name = type(model).__name__
     try:
-        with _dynamo_of_its_own(), torch.enable_grad(), _autocast():
-            torch.compile(model, backend=_backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except _Enough:
-        pass
-    except FxOffloadError:
-        raise
-    except Unsupported as error:
-        raise UnsupportedError(
-            f"expected a {name} that is traced in one graph, found a graph break: {error}\nA plan is for one graph: "
-            "make the model free of the break, or plan the part of it that is compiled"
-        ) from error
-    except TorchRuntimeError as error:
-        raise UnsupportedError(
-            f"expected a {name} that is traced with fake tensors on the CPU, found an error: {error}\n"
-            "Check the sizes of the inputs, and that the model makes its tensors on the device of its inputs"
-        ) from error
+        with _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
+            run = torch.compile(model, backend=_backend, dynamic=False)
+            breaks = _run_steps(step, run, args, kwargs, mode)
     finally:
         _request.reset(token)
-    return _plan_of(request)
+    return plan_fake_step(step, breaks)
 
 
-def _plan_of(request: _Request) -> Plan:
-    if request.plan is not None:
-        return request.plan
-    if request.has_backward is None:
-        raise UnsupportedError("expected torch.compile to trace the model, found it switched off; enable it")
-    if not request.has_backward:
+def _run_steps(step: FakeStep, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> tuple[str, ...]:
+    """Runs steps until one compiles nothing. Returns what breaks graphs in that one.
+
+    One step is enough where there is one graph. Of others, the first may be another step than all later ones (a model
+    installs hooks in it), and what is compiled in a step holds memory meanwhile.
+    """
+    breaks: list[tuple[list[GraphBreak], list[FakeGraph]]] = []  # by step, with the graphs that were compiled in it
+    for number in range(_MOST_STEPS):
+        known = len(step.graphs)
+        step.begin(watches=number > 0)
+        with graph_breaks() as found, mode, _autocast():
+            output = run(*args, **kwargs)
+        new = step.graphs[known:]
+        breaks.append((found, new))
+        if not number and not found and len(step.ran) < 2:
+            break
+        with mode:
+            _backward(output)
+        del output
+        run.zero_grad()
+        if number and not new:
+            break
+    ran = set(step.ran)
+    return tuple(dict.fromkeys(str(b) for found, graphs in breaks if ran.intersection(graphs) for b in found))
+
+
+def _backward(output: Any) -> None:
+    """As the training step does it: from the loss, where the output has one, else from all that requires grad."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else list(tree_leaves(output))
+    ends = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Errors of the model's on fake tensors say what to do. ``name``: of the model's class."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except FxOffloadError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            "expected an output that requires grad, found none: without a backward nothing is saved. Pass what the "
-            "loss needs (labels), and call the model as the training step does"
-        )
-    if len(request.layers) < 2:
+            f"expected a {name} whose code between compiled graphs needs no tensor's value, found one that reads it: "
+            f"{error.func} at {user_line(error)}. What follows depends on data, of which a plan ahead has only the "
+            "sizes. Make the model free of the read, or plan the part of it that is compiled"
+        ) from error
+    except Exception as error:
         raise UnsupportedError(
-            f"expected two or more layers to plan, found {', '.join(request.layers) or 'none'}: there is nothing to "
-            "choose from. Plan the whole model"
-        )
-    raise UnsupportedError(
-        "expected saved activations, found none that may move: all are smaller than min_bytes, inputs, or parameters. "
-        "Make the inputs as large as in training, or lower min_bytes"
-    )
+            f"expected a {name} that runs on fake tensors on the CPU, found an error at {user_line(error)}: "
+            f"{type(error).__name__}: {error}\nCheck the sizes of the inputs, and that the model makes its tensors on "
+            "the device of its inputs"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -284,29 +320,25 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``fxoffload.backend`` up to the plan."""
+    """``fxoffload.backend`` up to the plan; what it returns runs on fake tensors."""
     # Imported here, as there.
     from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
+    from fxoffload.compiler.parameter_inputs import parameters_of
     from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
 
     request = _request.get()
     options = request.options
     disabled = frozenset(options.disable) | disabled_pieces()
-    session = CompileSession(options, disabled, torch.device("cpu"), num_points=DRAWN_POINTS)
-
-    def stop(*args: Any, is_inference: bool = False, **kwargs: Any) -> Any:
-        request.has_backward = not is_inference
-        request.layers = session._layers.layers
-        if session._planned is not None:
-            request.plan = session._planned.plan
-        session._plan_box = None  # fxoffload.plans() lists what is compiled
-        raise _Enough("the plan is made")
-
+    session = CompileSession(options, disabled, torch.device("cpu"), parameters_of(gm), DRAWN_POINTS)
     patches = options.inductor_config()
     if options.inner == "aot_eager":
         patches["fallback_random"] = True
     base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
     patches["custom_partitioner_fn"] = session.partitioner(base)
     with aot_config_patch(), gc_paused():
-        return compile_fx(gm, example_inputs, inner_compile=stop, config_patches=patches)  # type: ignore[return-value]
+        inner = request.step.inner_compile(session)
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+
+
+log_after_graph(_backend, says=False)

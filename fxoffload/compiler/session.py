@@ -40,7 +40,7 @@ from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import FEW_POINTS, Planned, Planning
-from fxoffload.compiler.recipe import Compiled, Source, recipe_for
+from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.tape_parts import TapeGoal, describe_part, is_dynamic
@@ -225,6 +225,20 @@ class CompileSession:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
         return split(gm)
 
+    @property
+    def layers(self) -> LayerReport:
+        """Of the graph that was partitioned."""
+        return self._layers
+
+    @property
+    def planned(self) -> Planned | None:
+        """The graph's own plan, until its backward is compiled; None: it has none."""
+        return self._planned
+
+    def forget_plan(self) -> None:
+        """``fxoffload.plans()`` lists it no more, and its drafts go."""
+        self._planned = self._plan_box = self._source = None
+
     def _chooses(self) -> bool:
         """Whether the options say what is saved and recomputed, and not AOTAutograd's partitioner."""
         planned = self.options.policy == "auto" and "planner" not in self.disabled
@@ -246,17 +260,20 @@ class CompileSession:
         )
         return False
 
-    def _plan(self, gm: fx.GraphModule, partition: Partition) -> Planned | None:
-        options = self.options
-        rates = rates_for(options.profile, self.device)
-        settings = DraftSettings(
+    def draft_settings(self) -> DraftSettings:
+        """Of the graph that is partitioned."""
+        return DraftSettings(
             num_user_outputs=self._num_user_outputs,
             static_inputs=self._static_inputs,
             device=self.device,
-            min_bytes=options.min_bytes,
-            rates=rates,
+            min_bytes=self.options.min_bytes,
+            rates=rates_for(self.options.profile, self.device),
             donates=self._builder.donates,
         )
+
+    def _plan(self, gm: fx.GraphModule, partition: Partition) -> Planned | None:
+        options = self.options
+        rates = rates_for(options.profile, self.device)
         scheduling = {
             "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
             "in_flight_budget": options.in_flight_budget,
@@ -265,7 +282,7 @@ class CompileSession:
         planning = Planning(
             gm,
             partition,
-            settings,
+            self.draft_settings(),
             rates,
             self._goal,
             recompute=options.recompute,
@@ -280,7 +297,7 @@ class CompileSession:
         log.info("%s", found.planned.plan.summary)
         return found.planned
 
-    def _why_no_tape(self) -> str:
+    def why_no_tape(self) -> str:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
         if off := self.disabled & _PIECES_OF_TAPES:
             return f"{', '.join(sorted(off))}: switched off"
@@ -290,26 +307,11 @@ class CompileSession:
         return "" if self.options.policy == "auto" else f"its policy is {self.options.policy}"
 
     def _may_vary(self) -> bool:
-        return not self._why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
+        return not self.why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
 
-    def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
-        """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
-        when it is seen in one step with others."""
-        forward, site = self._forward, self._site
-        source, self._source = self._source, None
-        own = self._plan_box
-        if forward is None or site is None or (own is not None and self._goal.budget_bytes is None):
-            return
-        reason = self._why_no_tape()
-        if own is not None and self._sized is not None:
-            reason = reason or "its sizes vary from call to call"
-        if reason and own is not None:
-            site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, reason)
-            return
-        if reason:
-            self._warn_of_the_budget(reason)
-            return
-        goal = TapeGoal(
+    def tape_goal(self) -> TapeGoal:
+        """What the graph has to agree on with the others of its step."""
+        return TapeGoal(
             self._goal,
             self._runtime.budgets,
             self.options.profile,
@@ -318,15 +320,37 @@ class CompileSession:
             paces="pacing" not in self.disabled,
             records="allocator_record" not in self.disabled,
         )
-        recipe = None
-        if source is not None:
-            compiled = Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs)
-            try:
-                recipe = recipe_for(source, compiled, self._builder, self._variants)
-            except Exception as error:
-                log.warning("a graph has no variants that compute more again: %s", in_brief(error))
+
+    def recipe_of(self, compiled: Compiled) -> Recipe | None:
+        """Makes variants of the graph; None: there are none."""
+        source, self._source = self._source, None
+        if source is None:
+            return None
         try:
-            found = describe_part(forward.graph, forward.state, backward, forward.movables, goal, recipe)
+            return recipe_for(source, compiled, self._builder, self._variants)
+        except Exception as error:
+            log.warning("a graph has no variants that compute more again: %s", in_brief(error))
+            return None
+
+    def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
+        """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
+        when it is seen in one step with others."""
+        forward, site = self._forward, self._site
+        own = self._plan_box
+        if forward is None or site is None or (own is not None and self._goal.budget_bytes is None):
+            return
+        reason = self.why_no_tape()
+        if own is not None and self._sized is not None:
+            reason = reason or "its sizes vary from call to call"
+        if reason and own is not None:
+            site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, reason)
+            return
+        if reason:
+            self._warn_of_the_budget(reason)
+            return
+        recipe = self.recipe_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
+        try:
+            found = describe_part(forward.graph, forward.state, backward, forward.movables, self.tape_goal(), recipe)
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
             if own is not None:
@@ -372,6 +396,7 @@ class CompileSession:
             return self._inner_compile(gm, example_inputs, kwargs)
         self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         found = self._inner_compile(gm, example_inputs, kwargs)
+        self._source = None  # likewise
         if self._range is not None:
             self._range.guard()
         return found

@@ -164,7 +164,7 @@ class TapePlanning:
         first = next((s for s in self.sizes if s), ())
         return f", sizes {', '.join(map(str, first))}" if first else ""
 
-    def _warn(self, kind: str, text: str) -> None:
+    def warn(self, kind: str, text: str) -> None:
         """Once, whatever the sizes are."""
         warned = next((p.sized.warned for p in self.parts if p.sized is not None), set[str]())
         if kind not in warned:
@@ -237,7 +237,7 @@ class TapePlanning:
             self.option = self.compiled
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
             return self._keep_all()
-        self.summary = f"{aim_of(self.goal)}: {self._gain(found)}"
+        self.summary = f"{aim_of(self.goal)}: {self.gain(found)}"
         return found
 
     def _within(self, budget: int) -> Schedule:
@@ -250,19 +250,19 @@ class TapePlanning:
         if found is None:
             found = self.option.scheduler.smallest()
             least = found.simulation.peak_bytes + budget - limit
-            self._warn(
+            self.warn(
                 "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
                 f"{len(self.parts)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the step "
                 "takes the least that was found. Raise the budget, or make the batch smaller",
             )
-            self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self._gain(found)}"
+            self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self.gain(found)}"
             return found
         leaves = ", a sixteenth of it left for the allocator" if spare else ""
-        self.summary = f"{aim_of(self.goal)}{leaves}: {self._gain(found)}"
+        self.summary = f"{aim_of(self.goal)}{leaves}: {self.gain(found)}"
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.goal.max_slowdown is not None and slowdown > self.goal.max_slowdown:
-            self._warn(
+            self.warn(
                 "slowdown",
                 f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
                 f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.goal.max_slowdown:.3g} %); the budget wins",
@@ -318,7 +318,7 @@ class TapePlanning:
         assert found is not None
         return found
 
-    def _gain(self, found: Schedule, baseline: Prediction | None = None, variants: Variants | None = None) -> str:
+    def gain(self, found: Schedule, baseline: Prediction | None = None, variants: Variants | None = None) -> str:
         again = sum(v is not None for v in variants or self.option.variants)
         how = f", {again} of {len(self.parts)} calls computing more again" if again else ""
         return gain_of(found.simulation, baseline or self.baseline) + how
@@ -345,7 +345,7 @@ class TapePlanning:
         def otherwise() -> Following:
             self.option, self.numbers = self.compiled, [0] * len(self.parts)
             instead = self.compiled.schedule or self.compiled.scheduler.smallest()
-            self.summary = f"its variants could not be compiled; with the graphs as they are: {self._gain(instead)}"
+            self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
             return Following(sites, self.choices(instead), PlanBox(self.describe(instead)), sizes=self.sizes)
 
         return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower, sizes=self.sizes)
@@ -359,7 +359,7 @@ class TapePlanning:
 
     def summary_of(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> str:
         """What the plan would say of these, in measured time, as ``baseline`` is."""
-        return f"{aim_of(self.goal)}, by what was measured: {self._gain(schedule, baseline, variants)}"
+        return f"{aim_of(self.goal)}, by what was measured: {self.gain(schedule, baseline, variants)}"
 
     @property
     def shown_summary(self) -> str:

@@ -136,6 +136,8 @@ class Plan:
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.
+        breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it
+            is. Its time and memory are not in the plan.
         boundaries: those of the simulation, which JSON keeps; given with a simulation, they have no effect.
         simulation: the step that ``calibrated`` is read from, or else ``predicted``. None in a plan that was read from
             JSON. Plans are compared without it.
@@ -160,6 +162,7 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     floors: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    breaks: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     simulation: Simulation | None = field(default=None, compare=False)
 

@@ -23,6 +23,9 @@ def render(plan: Plan) -> str:
         parts += [_decisions(plan), _totals(plan)]
     else:
         parts.append("the forward saves nothing")
+    if plan.breaks:
+        title = "graph breaks (what runs between the graphs is not in the plan):"
+        parts.append("\n".join((title, *(f"- {text}" for text in plan.breaks))))
     if plan.floors:
         parts.append("\n".join(("what sets the peak, whatever is planned:", *(f"- {floor}" for floor in plan.floors))))
     return "\n\n".join(parts)

@@ -333,16 +333,6 @@ def test_nothing_to_plan() -> None:
         plan(Tower(3), example_args=(x,), **SMALL)
 
 
-def test_a_graph_break_says_where() -> None:
-    class Breaks(Tower):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    with pytest.raises(UnsupportedError, match=r"(?s)Breaks that is traced in one graph.*graph_break.*plan the part"):
-        plan(Breaks(3), example_args=(example_input(),), **SMALL)
-
-
 def test_a_model_that_makes_tensors_elsewhere() -> None:
     class Elsewhere(Tower):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,238 @@
+"""A step on fake tensors: the graphs that a model is compiled into, and the memory that passes between their calls.
+
+Dynamo hands over a graph, AOTAutograd its forward and backward. Both run on fake tensors, op by op, so that the code
+between graphs runs, and Dynamo comes to the next graph. Nothing is compiled for a device, and nothing computed. The
+calls are watched as those of a real step are (``fxoffload.runtime.steps.calls``): which graphs run in which order, and
+how long the memory at their edges is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch.fx as fx
+
+from fxoffload._torch_compat import boxed, boxed_eager
+from fxoffload.compiler.batch_sizes import depends_on_data
+from fxoffload.compiler.draft import Draft, copy_graph, describe
+from fxoffload.compiler.recipe import Compiled, Recipe
+from fxoffload.compiler.session import CompileSession, GraphKwargs
+from fxoffload.compiler.tape_parts import Part, describe_part
+from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.values import output_values
+from fxoffload.runtime.steps.held import Edges, Held, Moment
+from fxoffload.runtime.steps.step_memory import EdgeWatch
+
+
+class FakeGraph:
+    """A graph with a backward. Made while AOTAutograd hands it over.
+
+    Args:
+        session: that partitioned it.
+        forward: as AOTAutograd hands it over.
+        backward: likewise.
+        forward_kwargs: what Inductor is given for the forward.
+        backward_kwargs: what Inductor is given for the backward.
+
+    Attributes:
+        layers: of it.
+        planned: its own plan; None: it has no two layers, or sizes that depend on data.
+        why_no_part: why a plan over several graphs may not have it; "" where it may.
+        moved: positions of the forward's results that may leave the device.
+    """
+
+    def __init__(
+        self,
+        session: CompileSession,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        forward_kwargs: GraphKwargs,
+        backward_kwargs: GraphKwargs,
+    ) -> None:
+        self.planned = session.planned
+        self.layers: Sequence[str] = session.layers.layers
+        self.why_no_part = session.why_no_tape() or ("sizes depend on data" if depends_on_data(forward) else "")
+        self._session, self._backward, self._recipe = session, backward, None
+        planned = self.planned
+        self._draft = describe(forward, backward, session.draft_settings()) if planned is None else planned.draft
+        names = {n.name for c in self._draft.forward_state.saved.candidates for n in c.nodes}
+        first, results = self._draft.forward_state.num_user_outputs, output_values(forward.graph)
+        self.moved = [i for i, v in enumerate(results) if i >= first and isinstance(v, fx.Node) and v.name in names]
+        if planned is not None:
+            return
+        state, up = self._draft.forward_state, self._draft.backward_state
+        if up is not None and not self.why_no_part:
+            compiled = Compiled(self._graph_of(self._draft), state, up, forward_kwargs, backward_kwargs)
+            self._recipe = session.recipe_of(compiled)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether plain Inductor compiles it uncut: its own plan does nothing."""
+        return self.planned is not None and self.planned.schedule is None
+
+    @cached_property
+    def part(self) -> Part | None:
+        """What a plan over several graphs knows of it, as it would be compiled; None: it saves nothing that may move,
+        or such a plan may not have it."""
+        return None if self.why_no_part else self._part_of(self._draft, self._recipe)
+
+    @cached_property
+    def plain(self) -> Part | None:
+        """Likewise, as plain Inductor compiles it."""
+        base = None if self.planned is None else self.planned.base
+        return self.part if base is None or base is self._draft else self._part_of(base, None)
+
+    def _part_of(self, draft: Draft, recipe: Recipe | None) -> Part | None:
+        state, up = draft.forward_state, draft.backward_state
+        if up is None:
+            return None
+        graph = self._graph_of(draft)
+        found = describe_part(graph, state, up, draft.movables, self._session.tape_goal(), recipe)
+        if found is None:
+            return None
+        part, edges = found
+        return replace(part, edges=_at_inputs_of(edges, draft.backward, self._backward))
+
+    def _graph_of(self, draft: Draft) -> CompiledGraph:
+        state = draft.forward_state
+        assert state.outer is not None
+        return CompiledGraph(
+            state.outer, self._session.layers, state.saved, self._session.options.policy, state.actions
+        )
+
+
+def _at_inputs_of(edges: Edges, backward: fx.GraphModule, other: fx.GraphModule) -> Edges:
+    """``edges``, of a draft whose backward is ``backward``, by the positions of another backward of the same joint
+    graph."""
+    names = [n.name for n in backward.graph.find_nodes(op="placeholder")]
+    known = dict(zip(names, edges.tangents, strict=True))
+    return replace(edges, tangents=tuple(known.get(n.name) for n in other.graph.find_nodes(op="placeholder")))
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class FakeStep:
+    """The calls of one step, as they come.
+
+    Attributes:
+        graphs: that have a backward, in the order in which they were compiled.
+        ran: of the forwards of the step that began last, in order.
+        calls: of those that are watched: of graphs that have a part.
+        watches: whether memory at the edges of calls is watched.
+        has_forward: whether any graph was found, with a backward or without.
+        is_regular: whether the backwards came in reverse, each of its forward.
+    """
+
+    graphs: list[FakeGraph] = field(default_factory=list)
+    ran: list[FakeGraph] = field(default_factory=list)
+    calls: list[FakeGraph] = field(default_factory=list)
+    watches: bool = False
+    has_forward: bool = False
+    is_regular: bool = True
+    _pending: list[int] = field(default_factory=list)
+    _as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
+    _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
+
+    def begin(self, *, watches: bool) -> None:
+        """Another step: what was seen of the one before is forgotten."""
+        self.watches = watches
+        self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
+        self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every forward had its backward."""
+        return not self._pending
+
+    def held(self) -> tuple[Held, ...]:
+        """Of the last step that began, in the names of the graphs as they would be compiled."""
+        return self._as_compiled.held()
+
+    def held_plain(self) -> tuple[Held, ...]:
+        """Likewise, in the names of plain Inductor's graphs."""
+        return self._as_plain.held()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def inner_compile(self, session: CompileSession) -> Callable[..., Callable[[list[Any]], Any]]:
+        """What takes the place of ``session.inner_compile``: graphs run on fake tensors."""
+        forwards: list[tuple[fx.GraphModule, GraphKwargs]] = []
+        found: list[FakeGraph] = []
+
+        def compile_graph(
+            gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+        ) -> Callable[[list[Any]], Any]:
+            self.has_forward = True
+            run = boxed_eager(copy_graph(gm))
+            if kwargs.get("is_inference"):
+                return run
+            if kwargs.get("is_backward"):
+                forward, forward_kwargs = forwards.pop()
+                found.append(FakeGraph(session, forward, gm, forward_kwargs, kwargs))
+                self.graphs.append(found[0])
+                session.forget_plan()
+                return boxed(lambda args: self._backward(found[0], run, args))
+            forwards.append((gm, kwargs))
+            return boxed(lambda args: self._forward(found[0], run, args))
+
+        return compile_graph
+
+    def _forward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        self.ran.append(graph)
+        if not self.watches or graph.part is None:
+            return run(args)
+        at = Moment("forward", len(self.calls))
+        self.calls.append(graph)
+        self._pending.append(at.call)
+        self._begins(at)
+        self._watch(at, [p and p.edges.inputs for p in (graph.part, graph.plain)], args)
+        results = run(args)
+        results = list(results)
+        for i in graph.moved:  # as tokens do in training, other tensors wait for the backward
+            results[i] = results[i].new_empty_strided(results[i].shape, results[i].stride())
+        self._look()
+        self._watch(at, [p and p.edges.outputs for p in (graph.part, graph.plain)], results)
+        return results
+
+    def _backward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        if not self.watches or graph.part is None:
+            return run(args)
+        mine = [call for call in self._pending if self.calls[call] is graph]
+        if not mine:  # it runs once more (retain_graph)
+            self.is_regular = False
+            return run(args)
+        at = Moment("backward", mine[-1])
+        self.is_regular = self.is_regular and self._pending[-1] == at.call
+        self._pending.remove(at.call)
+        self._begins(at)
+        self._watch(at, [p and p.edges.tangents for p in (graph.part, graph.plain)], args)
+        results = run(args)
+        self._look()
+        self._watch(at, [p and p.edges.gradients for p in (graph.part, graph.plain)], results)
+        return results
+
+    # -- memory at their edges -----------------------------------------------------------------------------------------
+
+    @property
+    def _watches(self) -> tuple[EdgeWatch, EdgeWatch]:
+        return self._as_compiled, self._as_plain
+
+    def _look(self) -> None:
+        for edges in self._watches:
+            edges.look({})
+
+    def _begins(self, at: Moment) -> None:
+        self._look()
+        for edges in self._watches:
+            edges.now = at
+
+    def _watch(self, at: Moment, names: Sequence[Sequence[str | None] | None], values: Sequence[Any]) -> None:
+        """``names``: of the graph as it would be compiled, and as plain Inductor compiles it."""
+        for edges, own in zip(self._watches, names, strict=True):
+            if own is not None and not edges.watch(at.phase, at.call, own, values):
+                self.is_regular = False

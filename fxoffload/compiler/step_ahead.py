@@ -1,0 +1,234 @@
+"""The plan of a step that ran on fake tensors: what its graphs would do on the device.
+
+A step of one graph has that graph's plan. Where it has several, they do what they would do in training
+(``fxoffload.runtime.steps.alone``): graphs without plans of their own are planned together, like layers that are
+compiled each on its own; graphs with plans of their own keep them, unless there is a budget that these exceed side by
+side.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fxoffload.compiler.fake_step import FakeGraph, FakeStep
+from fxoffload.compiler.tape_parts import Part
+from fxoffload.compiler.tape_plan import TapePlanning
+from fxoffload.errors import BudgetError, UnsupportedError
+from fxoffload.planner.plan import NO_GRAPH, Decision, Plan, Prediction
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import no_windows
+from fxoffload.planner.words import aim_of
+from fxoffload.runtime.steps.chains import Seen
+from fxoffload.runtime.steps.held import Held
+from fxoffload.runtime.windows import Windows
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
+    """What is planned for a step.
+
+    Args:
+        step: that ran.
+        breaks: what lies between its graphs.
+
+    Raises:
+        BudgetError: no plan fits into the budget.
+        UnsupportedError: there is nothing to plan.
+    """
+    graphs = list(dict.fromkeys(step.ran))
+    if not graphs:
+        raise UnsupportedError(_why_nothing(step))
+    apart = [g for g in graphs if g.why_no_part]
+    if apart and len(graphs) > 1:
+        raise UnsupportedError(
+            f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_no_part}. Plan the "
+            "parts of the model between its graph breaks"
+        )
+    plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(graphs)
+    return replace(plan, graph=NO_GRAPH, breaks=breaks)
+
+
+def _why_nothing(step: FakeStep) -> str:
+    if not step.has_forward:
+        return "expected torch.compile to trace the model, found it switched off; enable it"
+    return (
+        "expected an output that requires grad, found none: without a backward nothing is saved. Pass what the "
+        "loss needs (labels), and call the model as the training step does"
+    )
+
+
+def _plan_of_graph(graphs: Sequence[FakeGraph]) -> Plan:
+    """Of the only graph with anything to plan."""
+    planned = next((g.planned for g in graphs if g.planned is not None), None)
+    if planned is not None:
+        return planned.plan
+    graph = max(graphs, key=lambda g: len(g.layers))
+    if len(graph.layers) < 2:
+        raise UnsupportedError(
+            f"expected two or more layers to plan, found {', '.join(graph.layers) or 'none'}: there is nothing to "
+            "choose from. Plan the whole model"
+        )
+    raise UnsupportedError(
+        "expected saved activations, found none that may move: all are smaller than min_bytes, inputs, or parameters. "
+        "Make the inputs as large as in training, or lower min_bytes"
+    )
+
+
+# -- several calls -----------------------------------------------------------------------------------------------------
+
+
+class _Planning(TapePlanning):
+    """The planner of a step's calls, as plans ahead need it.
+
+    Args:
+        calls: of the step.
+        held: at their edges.
+
+    Attributes:
+        said: what it warned of.
+    """
+
+    def __init__(self, calls: Sequence[FakeGraph], held: tuple[Held, ...]) -> None:
+        self.said: list[str] = []
+        self._stays: dict[str, bool] = {}
+        parts = [g.part for g in calls if g.part is not None]
+        super().__init__(parts, Seen(held), [frozenset()] * len(parts))
+        # Nothing of what plain Inductor compiles can move.
+        names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
+        self._stays = {name: False for name in names if name is not None}
+        self.option = self.compiled = self.ways.as_compiled()
+
+    def keep_all(self, parts: Sequence[Part], held: Sequence[Held]) -> Simulation:
+        """The step of other forms of the graphs, with everything on the device."""
+        return self._ways(parts, held, [frozenset()] * len(parts)).as_compiled().scheduler.keep_all()
+
+    def warn(self, kind: str, text: str) -> None:
+        """Nobody follows this plan yet."""
+        self.said.append(text)
+
+    def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
+        """As ever, but for what stays."""
+        return partial(super().scheduler_for(rates, host_bytes), fixed=self._stays)
+
+
+def _plan_of_calls(step: FakeStep) -> Plan:
+    calls = step.calls
+    if not (step.is_regular and step.is_complete):
+        raise UnsupportedError(
+            "expected a step whose backwards run in the reverse order of their forwards, each once, found "
+            f"{len(calls)} calls of compiled graphs in another order, which are not planned together in training "
+            "either. Plan the parts of the model between its graph breaks"
+        )
+    planning = _Planning(calls, step.held())
+    together = _are_planned_together(calls)
+    found = planning.run() if together else _as_each_plans(calls, planning)
+    for text in planning.said:
+        log.info("%s", text)
+    _check_budget(planning, found, is_least=together)
+    if not together or any(g.planned is not None for g in calls):
+        # As compiled, graphs with plans of their own compute again what those say.
+        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.held_plain())
+        aim = aim_of(planning.goal) if together else _each_by_itself(calls)
+        planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
+    plan = planning.describe(found)
+    return plan if together else replace(plan, decisions=tuple(_own_decisions(calls, plan)))
+
+
+def _are_planned_together(calls: Sequence[FakeGraph]) -> bool:
+    """As ``fxoffload.runtime.steps.alone`` says of the graphs of a step."""
+    movers = [g for g in calls if not g.is_plain]
+    own = [g.planned for g in movers if g.planned is not None]
+    if len(movers) < 2 or not own:
+        return len(movers) > 1
+    budget = own[0].plan.activation_budget
+    if budget is None:
+        return False
+    peaks = (g.planned.plan.predicted.peak_bytes for g in calls if g.planned is not None)
+    return len(own) < len(movers) or sum(peaks) > budget
+
+
+def _each_by_itself(calls: Sequence[FakeGraph]) -> str:
+    others = sum(g.planned is None for g in calls)
+    text = "each graph keeps its own plan"
+    return f"{text}, {others} of {len(calls)} calls have none and offload what they save" if others else text
+
+
+def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) -> None:
+    """``is_least``: whether nothing less than ``found`` was found, where that exceeds the budget."""
+    budget, limit = planning.goal.budget_bytes, planning.limit_bytes
+    if budget is None or limit is None or found.simulation.peak_bytes <= limit:
+        return
+    least = found.simulation.peak_bytes + budget - limit
+    where = f"{found.simulation.peak_segment} in the {found.simulation.peak_phase}"
+    if is_least:
+        raise BudgetError(
+            f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes), which {where} needs in "
+            f"a step of {len(planning.parts)} calls of compiled graphs; found {format_bytes(budget)}. Raise the "
+            "budget, or make the batch smaller",
+            least,
+            where,
+        )
+    warnings.warn(
+        f"expected a step within the activation_budget of {format_bytes(budget)}, found one that takes "
+        f"{format_bytes(least)}: each of its graphs fits into the budget alone, and they cannot be planned together "
+        "(one that fits without a plan is compiled as plain Inductor does). Make the model free of the graph breaks "
+        "that the plan names, or give a smaller budget",
+        stacklevel=5,
+    )
+
+
+# -- graphs that keep their own plans ----------------------------------------------------------------------------------
+
+
+def _as_each_plans(calls: Sequence[FakeGraph], planning: TapePlanning) -> Schedule:
+    """What the calls do without a plan for the step."""
+    chain = planning.chain
+    moves: dict[str, bool] = {}
+    in_flight, ahead = [0] * (len(chain.step.forward) + 1), [0] * (len(chain.step.backward) + 1)
+    for k, graph in enumerate(calls):
+        own, windows = _own_choice(graph, is_last=k == len(calls) - 1)
+        pairs = zip(planning.option.candidates_of(k), chain.candidates[k], strict=True)
+        moves.update({name: own[c] for c, name in pairs if name is not None})
+        down, up = chain.forward[k] + 1, chain.backward[k]
+        in_flight[down : down + len(windows.in_flight)] = windows.in_flight
+        ahead[up : up + len(windows.ahead)] = windows.ahead
+    offload, windows = chain.step.decide(moves), Windows(tuple(in_flight), tuple(ahead))
+    return Schedule(offload, windows, simulate(chain.step, offload, copies=planning.rates, windows=windows))
+
+
+def _own_choice(graph: FakeGraph, *, is_last: bool) -> tuple[dict[str, bool], Windows]:
+    """Candidate -> whether it is offloaded, and the windows."""
+    planned, part = graph.planned, graph.part
+    assert part is not None
+    step = part.step
+    if planned is not None and planned.schedule is not None:
+        names = [c.name for c in planned.draft.step.candidates]  # type: ignore[union-attr]
+        return dict(zip(names, planned.schedule.offload, strict=True)), planned.schedule.windows
+    if planned is not None:
+        return {c.name: False for c in step.candidates}, no_windows(step)
+    flags = zip(part.graph.saved.candidates, part.graph.actions["auto"], strict=True)
+    stays = {c.name for c in step.candidates if c.of_turn and is_last}
+    # Such a graph's windows follow its segments: about its largest value is under way.
+    most = max((c.moved_bytes or 0 for c in step.candidates), default=0)
+    windows = Windows((most,) * (len(step.forward) + 1), (most,) * (len(step.backward) + 1))
+    return {c.name: go and c.name not in stays for c, go in flags}, windows
+
+
+def _own_decisions(calls: Sequence[FakeGraph], plan: Plan) -> Iterator[Decision]:
+    """Of plans of their own, as they say; of other graphs by their calls."""
+    seen: list[FakeGraph] = []
+    for k, graph in enumerate(calls):
+        if graph.planned is None:
+            yield from (d for d in plan.decisions if f"call {k}" in d.layers)
+        elif graph not in seen:
+            seen.append(graph)
+            yield from graph.planned.plan.decisions
