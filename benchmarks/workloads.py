@@ -19,6 +19,7 @@ from transformers import (
 
 from benchmarks.hf_models import HF_MODELS, HFModel, has_head
 from benchmarks.schema import Case
+from benchmarks.stock.models import is_stock
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
 
 # Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
@@ -97,6 +98,9 @@ class Job:
         for leaf in self.leaves().values():
             leaf.grad = None
 
+    def finish_step(self) -> None:
+        """After the backward; an optimizer where the case has one."""
+
     def zero_gradients(self) -> None:
         for name, leaf in self.leaves().items():
             if leaf.grad is None:
@@ -106,6 +110,10 @@ class Job:
 
 def build_job(case: Case, device: torch.device, rank: int = 0) -> Job:
     """The case on ``device``: same weights on every rank, different inputs."""
+    if is_stock(case):
+        from benchmarks.stock.workload import build_stock_job
+
+        return build_stock_job(case, device, rank)
     dtype = getattr(torch, case.dtype)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

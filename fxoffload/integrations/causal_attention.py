@@ -1,7 +1,8 @@
 """Attention of Hugging Face models without S x S masks: ``attn_implementation="fxoffload_causal_sdpa"``.
 
 Under ``torch.compile`` transformers' own "sdpa" builds a mask of S x S even where there is no padding: with torch 2.11
-always, with 2.13 for sliding windows and with ``use_cache=False``, where it takes all positions for packed ones. A mask leads to the memory-efficient kernel, which computes all pairs of tokens; without one, the causal kernel computes
+always, with 2.13 for sliding windows and with ``use_cache=False``, where it takes all positions for packed ones.
+A mask leads to the memory-efficient kernel, which computes all pairs of tokens; without one, the causal kernel computes
 half of them. This implementation builds the mask only where the result needs it:
 
 | attention_mask | what runs |
