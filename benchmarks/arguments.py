@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.activations.kinds import CHECKOUTS, PATH, PEERS
 from benchmarks.budgets import check_budget
 from benchmarks.hf_models import HF_MODELS
-from benchmarks.scenarios import COLLECTIVES_BESIDE
+from benchmarks.scenarios import COLLECTIVES_BESIDE, STOCK, STOCK_FSDP, STOCK_SCENARIOS
 from benchmarks.schema import PROCESS_GROUPS, Case, Protocol, Variant
+from benchmarks.stock.models import SHARDED, SHARDED_CASES, STOCK_CASES, WHOLE_CASES, is_stock
 
 KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget", *PEERS)
 FXOFFLOAD_KINDS = ("keep_all", "offload_all", "auto")
@@ -81,9 +82,10 @@ def split_settings(settings: Iterable[str]) -> dict[str, list[str]]:
             raise ValueError(f"expected name=value, found {setting!r}")
         values[name] = [str(Path(text).expanduser().resolve())] if name in CHECKOUTS else text.split(",")
     known = ["case", *CASE_FIELDS, *PROTOCOL_FIELDS, *SHARED_OPTIONS, *CHECKOUTS]
-    unknown = sorted(set(values) - set(known) | ({"name"} & set(values)))
+    unknown = sorted(set(values) - set(known) | ({"name", "form"} & set(values)))
     if unknown:
-        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(n for n in known if n != 'name')}")
+        settable = ", ".join(n for n in known if n not in ("name", "form"))
+        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {settable}")
     return values
 
 
@@ -93,12 +95,26 @@ def parse_cases(values: dict[str, list[str]], defaults: dict[str, list[str]]) ->
     names = [name for name in merged if name in CASE_FIELDS]
     cases = []
     for label in merged.get("case", ["stack"]):
-        if label not in CASES:
-            raise ValueError(f"unknown case {label!r}; known: {', '.join(CASES)}")
+        if label not in CASES and label not in STOCK_CASES:
+            raise ValueError(f"unknown case {label!r}; known: {', '.join([*CASES, *STOCK_CASES])}")
         for point in itertools.product(*(merged[name] for name in names)):
             changes = {name: _cast(text, CASE_FIELDS[name].type) for name, text in zip(names, point, strict=True)}
-            cases.append(dataclasses.replace(CASES[label], **changes))
+            cases.append(dataclasses.replace(CASES.get(label) or STOCK_CASES[label], **changes))
     return cases
+
+
+def check_stock_cases(scenario: str, cases: Iterable[Case]) -> None:
+    """Stock models have scenarios of their own, which run nothing else.
+
+    Raises:
+        ValueError: a case of the other kind.
+    """
+    for case in cases:
+        of = (STOCK_FSDP if case.form == SHARDED else STOCK) if is_stock(case) else ""
+        if of != (scenario if scenario in STOCK_SCENARIOS else ""):
+            known = {STOCK: WHOLE_CASES, STOCK_FSDP: SHARDED_CASES}.get(scenario, list(CASES))
+            found = f"{case.name}-{case.form}" if case.form else case.name
+            raise ValueError(f"{scenario} expects one of the cases {', '.join(known)}; found {found}")
 
 
 def parse_protocol(values: dict[str, list[str]], defaults: dict[str, Any]) -> Protocol:

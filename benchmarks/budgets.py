@@ -2,6 +2,7 @@
 
 ``0.25*inductor``   a quarter of that variant's peak
 ``1.02*checkpoint`` as above
+``1*smallest``      the smallest budget that the default's plan names (scenarios ``stock``)
 ``0.95*free``       of what the device had free when the step began
 ``15%``             of the way from ``checkpoint``'s peak to ``inductor``'s
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.schema import Variant
+from benchmarks.schema import Result, Variant
 
 _OF = re.compile(r"(\d+(?:\.\d+)?)\*([a-z_]+)")
 _BETWEEN = re.compile(r"(\d+(?:\.\d+)?)%")
@@ -52,6 +53,22 @@ def with_budget_in_bytes(variant: Variant, peaks: Mapping[str, int]) -> Variant:
     except LookupError:
         return variant
     return variant if budget is None else replace(variant, options={**variant.options, "activation_budget": budget})
+
+
+def peaks_of(label: str, result: Result) -> dict[str, int]:
+    """What later budgets may be relative to, of one measured variant.
+
+    On a CPU, where nothing counts memory, a rehearsal of ``stock`` takes what the default's plan says: plain Inductor's
+    peak, and its own in place of checkpointing's.
+    """
+    found = {label: result.memory.peak_bytes} if result.memory is not None else {}
+    plan = result.plan
+    if result.stock is None or label != "auto" or plan is None:
+        return found
+    found["smallest"] = plan.smallest_budget_at_end_bytes or plan.smallest_budget_bytes
+    if result.memory is None:
+        found |= {"inductor": plan.baseline["peak_bytes"], "checkpoint": plan.predicted["peak_bytes"]}
+    return found
 
 
 def _peak(name: str, peaks: Mapping[str, int]) -> int:

@@ -13,8 +13,9 @@ from benchmarks.claims_curve import NOISE, Point, below, monotone
 from benchmarks.collective_times import usual_sum
 from benchmarks.derived import case_label
 from benchmarks.gradients_agree import claim_gradients_agree
-from benchmarks.scenarios import FSDP, FSDP_LENGTHS
+from benchmarks.scenarios import FSDP, FSDP_LENGTHS, STOCK_SCENARIOS
 from benchmarks.schema import Case, Record, Report
+from benchmarks.stock.claims import check_stock_claims
 from benchmarks.truth import plan_row
 
 GIB = 1 << 30
@@ -45,6 +46,8 @@ def check_claims(report: Report) -> list[Claim]:
             found = _Claims(case, rows).all()
         elif report.scenario == "budget-sweep":
             found = [*_Claims(case, rows).of_a_sweep(), claim_gradients_agree(derived)]
+        elif report.scenario in STOCK_SCENARIOS:
+            found = check_stock_claims(case, rows)
         elif report.scenario == "collectives":
             found = [_collectives_beside_copies(rows)]
         elif report.scenario in ("activations", FSDP, FSDP_LENGTHS):

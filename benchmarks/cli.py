@@ -13,6 +13,7 @@ from benchmarks.arguments import (
     CASES,
     KINDS,
     SHARED_OPTIONS,
+    check_stock_cases,
     expand_set,
     parse_beside,
     parse_cases,
@@ -29,7 +30,8 @@ from benchmarks.rl.variants import KINDS as PHASE_KINDS
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
 from benchmarks.rl.variants import parse_variants as parse_phase_variants
 from benchmarks.runner import run as run_all
-from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, SCENARIOS, find_scenario
+from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, SCENARIOS, STOCK, STOCK_FSDP, find_scenario
+from benchmarks.stock.models import SHARDED_CASES, WHOLE_CASES
 from benchmarks.tables import render
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -70,6 +72,7 @@ def run(
             if chosen.name == COLLECTIVES
             else parse_variants(words, values)
         )
+        check_stock_cases(chosen.name, cases)
         if resume is not None and not resume.exists():
             raise ValueError(f"expected an earlier report to resume, found no {resume}")
         if protocol.process_group and chosen.name not in (FSDP, FSDP_LENGTHS):
@@ -216,6 +219,7 @@ def list_everything() -> None:
         typer.echo(f"{scenario.name}: {scenario.answers}\n    variants: {scenario.variants}")
     typer.echo(f"{moe_convert.NAME}: {moe_convert.ANSWERS}\n    variants: {'+'.join(moe_convert.WORK)}")
     typer.echo(f"cases: {', '.join(CASES)}")
+    typer.echo(f"cases of {STOCK}: {', '.join(WHOLE_CASES)}; of {STOCK_FSDP}: {', '.join(SHARDED_CASES)}")
     typer.echo(f"variants: {', '.join(KINDS)}; offload_all@option=value@option=value passes options to the backend")
     for scenario_name, kinds in PHASE_KINDS.items():
         typer.echo(f"variants of {scenario_name}: {', '.join(kinds)}")

@@ -60,6 +60,7 @@ class StepTime:
     backward_ms: float
     host_wall_ms: float
     loss: float
+    optimizer_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:

@@ -6,8 +6,10 @@ from benchmarks.activations.kinds import runs_eagerly
 from benchmarks.gradients_agree import compare_gradients
 from benchmarks.gradients_compare import max_relative_difference
 from benchmarks.overhead_rows import overhead_row
-from benchmarks.schema import Case, Record, Result
-from benchmarks.truth import plan_row
+from benchmarks.schema import Case, Record
+from benchmarks.stock.models import is_stock
+from benchmarks.stock.rows import stock_row
+from benchmarks.truth import plan_row, slowest_step_ms
 
 BASELINES = ("inductor", "checkpoint", "keep_all")
 # What runs no Inductor is compared with these too.
@@ -18,11 +20,15 @@ def derive(records: list[Record], link: dict[str, float] | None) -> list[dict[st
     """One row per measured record, compared with the baselines of the same case."""
     rows = []
     for record in records:
-        if record.result.step_ms is None:
-            continue
         same_case = [r for r in records if r.case == record.case]
+        if record.result.step_ms is None:
+            if is_stock(record.case):  # a budget that was refused
+                row = {"case": case_label(record.case), "variant": record.variant.label}
+                rows.append(row | stock_row(record, same_case))
+            continue
         peers = {r.variant.kind: r for r in same_case if r.variant.label == r.variant.kind}
-        rows.append(_row(record, peers, link) | overhead_row(record, same_case))
+        of_stock = stock_row(record, same_case) if is_stock(record.case) else {}
+        rows.append(_row(record, peers, link) | overhead_row(record, same_case) | of_stock)
     return rows
 
 
@@ -91,17 +97,6 @@ def _ratios(record: Record, peer: Record, kind: str) -> dict[str, Any]:
     return row
 
 
-def slowest_step_ms(result: Result) -> float:
-    """The median step of the slowest rank: the others wait for it somewhere.
-
-    Raises:
-        ValueError: no step was timed.
-    """
-    if result.step_ms is None:
-        raise ValueError("expected timed steps, found none")
-    return max([result.step_ms.median, *result.step_ms_by_rank])
-
-
 def _bounds(record: Record, inductor: Record, link: dict[str, float] | None) -> dict[str, Any]:
     """A phase can be no faster than Inductor's compute, nor than its bytes over the link measured alone."""
     result, stats = record.result, record.result.stats_per_step or {}
@@ -146,4 +141,5 @@ def _part(value: float, of: float | None) -> float | None:
 
 
 def case_label(case: Case) -> str:
-    return f"{case.name} {case.layers}x{case.seq}"
+    form = f"-{case.form}" if case.form else ""
+    return f"{case.name}{form} {case.layers}x{case.seq}"

@@ -9,22 +9,15 @@ from typing import Any
 
 from benchmarks.schema import Case
 
-# transformers' own "sdpa", which knows sliding windows; under compile it builds 4-D masks, the same for all variants.
-WITH_MASKS = "sdpa"
-
 
 @dataclass(frozen=True)
 class HFModel:
-    """Classes of transformers, the published sizes, and the configuration's values that are no field of ``Case``.
-
-    ``attention``: "" for the harness's causal function, or the name of one of transformers'.
-    """
+    """Classes of transformers, the published sizes, and the configuration's values that are no field of ``Case``."""
 
     config_class: str
     model_class: str
     case: Case
     settings: dict[str, Any] = field(default_factory=dict)
-    attention: str = ""
 
 
 HF_MODELS = {
@@ -114,7 +107,6 @@ HF_MODELS = {
                     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 },
             },
-            WITH_MASKS,
         ),
     )
 }

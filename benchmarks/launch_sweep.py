@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.budgets import peaks_of
 from benchmarks.launch import LOG_TAIL_CHARACTERS, end_session, read_result, signal_name, start_process
 from benchmarks.schema import Record, Result, Status, SweepRequest, to_json
 
@@ -31,8 +32,7 @@ def run_sweep(request: SweepRequest, caches: Path) -> Iterator[Record]:
         num_records = 0
         for record in _SweepProcess(part, caches).records():
             num_records += 1
-            if record.result.memory is not None:
-                peaks[record.variant.label] = record.result.memory.peak_bytes
+            peaks |= peaks_of(record.variant.label, record.result)
             yield record
         if not num_records:
             raise AssertionError("expected a record from every process")

@@ -56,6 +56,7 @@ class PlanWatch:
             predicted=said["predicted"],
             baseline=said["baseline"],
             smallest_budget_bytes=said["smallest_budget_bytes"],
+            graph=said["graph"],
             floors=said["floors"],
             frontier=said["frontier"],
             planning_s=getattr(plan, "planning_s", None) or (sum(self._log.seconds) if self._log.seconds else None),
@@ -70,6 +71,11 @@ class PlanWatch:
     def is_measured(self) -> bool:
         plan, _ = self._plan()
         return plan is None or plan.calibrated is None or plan.measured_step_ms is not None
+
+    def is_settled(self) -> bool:
+        """Whether nothing more is to be learnt: calibrated, and measured where it is of several graphs."""
+        _, count = self._plan()
+        return self.is_calibrated() and (count == 1 or self.is_measured())
 
     def freeze_calibrated(self, facts: PlanFacts, after_steps: int) -> None:
         """What measured segment times make of the prediction, where there is such a thing yet."""
@@ -88,6 +94,7 @@ class PlanWatch:
         if plan is None:
             return
         facts.prediction_changed_later = json.loads(plan.to_json())["predicted"] != facts.predicted
+        facts.smallest_budget_at_end_bytes = plan.smallest_budget_bytes
         facts.measured_peak_bytes = plan.measured_peak_bytes
         facts.measured_step_ms = plan.measured_step_ms
         facts.measured_exposed_ms = plan.measured_exposed_ms

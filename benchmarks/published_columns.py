@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.derived import slowest_step_ms
 from benchmarks.moe_convert import Row
 from benchmarks.offload import budget_bytes
 from benchmarks.rl.records import RlResult, Switching, Way
 from benchmarks.rl.tables import step_row, stream_row
 from benchmarks.schema import Memory, Probe, Record
+from benchmarks.truth import slowest_step_ms
 
 GIB, MIB = 1 << 30, 1 << 20
 

@@ -7,12 +7,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.budgets import with_budget_in_bytes
+from benchmarks.budgets import peaks_of, with_budget_in_bytes
 from benchmarks.claims import check_claims
 from benchmarks.derived import case_label, derive
 from benchmarks.launch import run_variant
@@ -97,17 +97,25 @@ def _records(
     if not scenario.sweeps:
         measured = list(kept.values())
         for case, variant in wanted:
-            found = {r.variant.label: m.peak_bytes for r in measured if r.case == case and (m := r.result.memory)}
+            found = _peaks(measured, case)
             record = _measure(Request(scenario.name, case, with_budget_in_bytes(variant, found), protocol), end)
             measured.append(record)
             yield record
         return
     for case in dict.fromkeys(case for case, _ in wanted):
         variants = [variant for of, variant in wanted if of == case]
-        memories = {r.variant.label: r.result.memory for r in kept.values() if r.case == case}
-        peaks = {label: memory.peak_bytes for label, memory in memories.items() if memory is not None}
+        peaks = _peaks(kept.values(), case)
         request = SweepRequest(scenario.name, case, variants, protocol, end - time.monotonic(), peaks)
         yield from (run_max_seq if scenario.name == "max-seq" else run_sweep)(request, caches)
+
+
+def _peaks(records: Iterable[Record], case: Case) -> dict[str, int]:
+    """What budgets of a case may be relative to."""
+    found: dict[str, int] = {}
+    for record in records:
+        if record.case == case:
+            found |= peaks_of(record.variant.label, record.result)
+    return found
 
 
 def _keep(earlier: Report | None, report: Report, asked: list[tuple[Case, Variant]]) -> Kept:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.stock.models import SHARDED_CASES, WHOLE_CASES
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -59,6 +61,20 @@ TINY_LAYERS = {
 # What runs beside the collectives of the scenario that has no model.
 # Layers are sharded over ranks: one process each.
 FSDP, FSDP_LENGTHS = "fsdp", "fsdp-lengths"
+# Models of transformers as users train them, on one GPU, and sharded over ranks.
+STOCK, STOCK_FSDP = "stock", "stock-fsdp"
+STOCK_SCENARIOS = (STOCK, STOCK_FSDP)
+STOCK_VARIANTS = ",".join(
+    [
+        *("inductor", "checkpoint", "torch_budget@0.5", "auto"),
+        # "smallest": that the default's plan names.
+        *(f"auto@activation_budget={budget}" for budget in ("1.05*checkpoint", "0.5*inductor", "1*smallest")),
+    ]
+)
+STOCK_PROTOCOL = {
+    **{"warmup": 1, "steps": 5, "calibration_steps": 8, "timeout_s": 200.0},
+    **{"allocator_trace": False, "copy_trace": False, "gradients": False},
+}
 COLLECTIVES, COLLECTIVES_BESIDE = "collectives", ("idle", "matmul")
 # Names that reports of earlier versions carry.
 RENAMED = {"longest": "max-seq"}
@@ -106,6 +122,21 @@ SCENARIOS = {
             variants=PLAN_VARIANTS,
             protocol_defaults={"warmup": 1, "steps": 5, "calibration_steps": 8, "copy_trace": False},
             sweeps=True,
+        ),
+        Scenario(
+            name=STOCK,
+            answers="what plans promise of transformers' models as users train them: times, peaks, budgets, refusals",
+            variants=STOCK_VARIANTS,
+            case_defaults={"case": WHOLE_CASES},
+            protocol_defaults=STOCK_PROTOCOL,
+            sweeps=True,
+        ),
+        Scenario(
+            name=STOCK_FSDP,
+            answers="the same under FSDP2 with layers compiled on their own, head and loss in eager code, on two GPUs",
+            variants="inductor,checkpoint,auto,auto@activation_budget=1.1*checkpoint,auto@activation_budget=1*smallest",
+            case_defaults={"case": SHARDED_CASES},
+            protocol_defaults={**STOCK_PROTOCOL, "ranks": 2, "calibration_steps": 14},
         ),
         Scenario(
             name="budget-sweep",

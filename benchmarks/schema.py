@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from benchmarks.changing_lengths.records import LengthsRun
 from benchmarks.rl.records import RlResult
+from benchmarks.stock.records import StockRun
 
 Scalar = str | int | float | bool | None
 Status = Literal["ok", "partial", "failed", "timeout", "skipped"]
@@ -24,7 +25,8 @@ class Case:
 
     ``compile``: "whole", or "layers": each decoder layer on its own, the rest eager (sweeps and ``activations``), or
     "no" (scenarios of phases only). Of these only: ``state`` (the optimizer state's dtype), ``parallel`` ("no",
-    "fsdp2"), ``micro_batches`` of a training step.
+    "fsdp2"), ``micro_batches`` of a training step. Of ``stock`` only: ``form``, how the model is trained (see
+    ``stock/models.py``); its case's name has it.
     """
 
     name: str = "stack"
@@ -46,6 +48,7 @@ class Case:
     state: str = "bfloat16"
     parallel: str = "no"
     micro_batches: int = 1
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,7 @@ class PlanFacts:
     predicted: dict[str, Any]
     baseline: dict[str, Any]
     smallest_budget_bytes: int
+    graph: int = -1
     floors: list[str] = field(default_factory=list)
     frontier: list[dict[str, Any]] = field(default_factory=list)
     planning_s: float | None = None
@@ -295,6 +299,7 @@ class PlanFacts:
     calibrated: dict[str, Any] | None = None
     calibrated_baseline: dict[str, Any] | None = None
     prediction_changed_later: bool | None = None
+    smallest_budget_at_end_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_step_ms: float | None = None
     measured_exposed_ms: float | None = None
@@ -435,6 +440,8 @@ class Result:
     warm: WarmStart | None = None
     overhead: Overhead | None = None
     changing_lengths: LengthsRun | None = None
+    optimizer_ms: Summary | None = None
+    stock: StockRun | None = None
     rl: RlResult | None = None
 
     @property

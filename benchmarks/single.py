@@ -9,6 +9,7 @@ from benchmarks.activations.kinds import is_alone, is_checkpointed, is_sharded
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
+from benchmarks.stock.models import is_stock
 from benchmarks.workloads import Job, Workload, build_job, decoder_layers
 
 
@@ -34,6 +35,10 @@ def apply(request: Request, variant: Variant, job: Job, device: torch.device) ->
     """
     if is_alone(variant.kind):
         raise ValueError(f"{variant.kind} changes the model for good: it runs in activations, fsdp and max-seq only")
+    if is_stock(request.case):
+        from benchmarks.stock.apply import apply_stock
+
+        return apply_stock(request, variant, job, device)
     return _apply(request, variant, job, device)
 
 

@@ -64,9 +64,11 @@ class Stepper:
             clock.mark()
             loss.backward()
         clock.mark()
-        forward_ms, backward_ms = clock.gaps_ms()
+        self.job.finish_step()
+        clock.mark()
+        forward_ms, backward_ms, optimizer_ms = clock.gaps_ms()
         host_wall_ms = (time.perf_counter() - start) * 1e3
-        return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item())
+        return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item(), optimizer_ms)
 
     def host_step(self) -> HostTime:
         """A step as the host sees it: it is not stopped between forward and backward, nor before the clock is read."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo.utils as dynamo_utils
 
+from benchmarks.budgets import peaks_of
 from benchmarks.length_search import LengthSearch
 from benchmarks.limits import empty_cache
 from benchmarks.machine import describe_process
@@ -28,6 +29,8 @@ from benchmarks.offload import peer_settings
 from benchmarks.phases import Phases
 from benchmarks.schema import Request, Result, SweepRequest, Variant, from_json, to_json, write_atomically
 from benchmarks.single import apply
+from benchmarks.stock.measure import StockMeasurement
+from benchmarks.stock.models import is_stock
 from benchmarks.workloads import build_job
 
 # Nothing is started with less time than this, or than the last variant took.
@@ -90,16 +93,15 @@ class Sweep:
         faulthandler.cancel_dump_traceback_later()
         result.leaked_bytes = self._allocated_bytes() - before
         write_atomically(path, to_json(result))
-        if result.memory is not None:
-            self._peaks[variant.label] = result.memory.peak_bytes
+        self._peaks |= peaks_of(variant.label, result)
 
     def _measure_steps(self, request: Request, result: Result, phases: Phases) -> None:
         resolved: dict[str, Any] = {}
         phases.required("options", lambda: resolved.update(resolve(request, result, self._peaks, self.device)))
         variant = dataclasses.replace(request.variant, options=resolved)
-        measurement = PlanMeasurement(
-            request, result, self.device, lambda: apply(request, variant, self.job, self.device)
-        )
+        kind = StockMeasurement if is_stock(request.case) else PlanMeasurement
+        request = dataclasses.replace(request, variant=variant)  # its budget in bytes
+        measurement = kind(request, result, self.device, lambda: apply(request, variant, self.job, self.device))
         try:
             measurement.run(phases)
         finally:

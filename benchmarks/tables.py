@@ -9,8 +9,9 @@ from benchmarks.collectives.table import render_collectives
 from benchmarks.derived import case_label
 from benchmarks.rl.tables import render_phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
-from benchmarks.scenarios import COLLECTIVES, FSDP_LENGTHS, current_name
+from benchmarks.scenarios import COLLECTIVES, FSDP_LENGTHS, STOCK_SCENARIOS, current_name
 from benchmarks.schema import Record, Report, Summary
+from benchmarks.stock.table import render_stock
 from benchmarks.tables_plan import render_claim, render_longest, render_plan
 
 GIB = 1 << 30
@@ -22,6 +23,8 @@ def render(report: Report) -> str:
     if current_name(report.scenario) in ("plan", "budget-sweep", "max-seq"):
         body = render_longest(report) if current_name(report.scenario) == "max-seq" else render_plan(report)
         return "\n\n".join([f"### {report.scenario}", _header(report), body])
+    if report.scenario in STOCK_SCENARIOS:
+        return "\n\n".join([f"### {report.scenario}", _header(report), render_stock(report)])
     if report.scenario in PHASE_SCENARIOS:
         return "\n\n".join([f"### {report.scenario}", _header(report), render_phases(report)])
     if report.scenario in (COLLECTIVES, FSDP_LENGTHS):

@@ -35,6 +35,17 @@ def plan_row(result: Result) -> dict[str, Any]:
     return row
 
 
+def slowest_step_ms(result: Result) -> float:
+    """The median step of the slowest rank: the others wait for it somewhere.
+
+    Raises:
+        ValueError: no step was timed.
+    """
+    if result.step_ms is None:
+        raise ValueError("expected timed steps, found none")
+    return max([result.step_ms.median, *result.step_ms_by_rank])
+
+
 def _errors(prefix: str, said: dict[str, Any], result: Result) -> dict[str, Any]:
     memory, traced = result.memory, result.traced_peak
     without = traced.peak_without_returned_gradients_bytes if traced else None

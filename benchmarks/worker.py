@@ -10,7 +10,7 @@ from benchmarks.link import measure_link
 from benchmarks.machine import describe_process
 from benchmarks.phases import Phases
 from benchmarks.rl.variants import SCENARIOS as PHASE_SCENARIOS
-from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS
+from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, STOCK_FSDP
 from benchmarks.schema import Request, Result, from_json
 
 # The parent kills at the timeout; a dump shortly before it puts the hanging line into the record's log.
@@ -33,7 +33,7 @@ def serve(asked: Path, answer: Path) -> bool:
         _measure_phases(request, device, result, phases)
     elif request.scenario == COLLECTIVES:
         _measure_collectives(request, device, result, phases)
-    elif request.scenario in (FSDP, FSDP_LENGTHS):
+    elif request.scenario in (FSDP, FSDP_LENGTHS, STOCK_FSDP):
         _measure_sharded(request, device, result, phases)
     else:
         _measure_single(request, device, result, phases)
@@ -61,9 +61,16 @@ def _measure_sharded(request: Request, device: torch.device, result: Result, pha
     from benchmarks.measure import Measurement
 
     changing = request.scenario == FSDP_LENGTHS
-    measurement = ChangingLengths if changing else Measurement
+    if request.scenario == STOCK_FSDP:
+        from benchmarks.stock.apply import build_sharded
+        from benchmarks.stock.measure import ShardedStockMeasurement
+
+        measurement, build = ShardedStockMeasurement, lambda: build_sharded(request, device)
+    else:
+        measurement = ChangingLengths if changing else Measurement
+        build = lambda: sharded.build_stepper(request, device, dynamic=changing)  # noqa: E731
     phases.required("process group", lambda: ranks.join(request, device))
-    measurement(request, result, device, lambda: sharded.build_stepper(request, device, dynamic=changing)).run(phases)
+    measurement(request, result, device, build).run(phases)
     phases.required("ranks", lambda: ranks.gather_ranks(request, result))
     phases.required("leave", ranks.leave)
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import (
-    AttentionInterface,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -21,37 +19,12 @@ from transformers import (
 
 from benchmarks.hf_models import HF_MODELS, HFModel, has_head
 from benchmarks.schema import Case
+from benchmarks.stock.models import is_stock
+from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
 
-ATTENTION = "fxoffload_benchmark_causal"
 # Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
 # matrix per token and expert. Under torch.compile grouped_mm is a kernel in bfloat16; in float32 a loop behind an op.
 EXPERTS = "grouped_mm"
-
-
-def causal_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Causal SDPA without a mask or repeated K/V; Hugging Face's own builds a 4-D mask under compile.
-
-    transformers builds no mask for an attention name that has no mask function registered. Were that to change, the
-    peers would be measured on a slower kernel, so a mask is an error here.
-    """
-    if attention_mask is not None:
-        raise RuntimeError(f"expected no attention mask, found one of shape {tuple(attention_mask.shape)}")
-    if sliding_window is not None:
-        raise RuntimeError(f"expected full causal attention, found a sliding window of {sliding_window} tokens")
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, causal_attention)
 
 
 class Stack(nn.Module):
@@ -125,6 +98,9 @@ class Job:
         for leaf in self.leaves().values():
             leaf.grad = None
 
+    def finish_step(self) -> None:
+        """After the backward; an optimizer where the case has one."""
+
     def zero_gradients(self) -> None:
         for name, leaf in self.leaves().items():
             if leaf.grad is None:
@@ -134,6 +110,10 @@ class Job:
 
 def build_job(case: Case, device: torch.device, rank: int = 0) -> Job:
     """The case on ``device``: same weights on every rank, different inputs."""
+    if is_stock(case):
+        from benchmarks.stock.workload import build_stock_job
+
+        return build_stock_job(case, device, rank)
     dtype = getattr(torch, case.dtype)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -163,14 +143,14 @@ def _module(case: Case) -> Workload:
     if case.experts:
         return Stack(Qwen3MoeModel(_moe_config(case)))
     config = Qwen3Config(**_sizes(case))
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = CAUSAL_ATTENTION
     return CausalLM(Qwen3ForCausalLM(config)) if case.name == "causal_lm" else Stack(Qwen3Model(config))
 
 
 def _language_model(model: HFModel, case: Case) -> PreTrainedModel:
     settings = _sizes(case) | (_expert_sizes(case) if case.experts else {}) | model.settings
     config = getattr(transformers, model.config_class)(**settings)
-    config._attn_implementation = model.attention or ATTENTION
+    config._attn_implementation = CAUSAL_ATTENTION
     if case.experts:
         config._experts_implementation = EXPERTS
     return getattr(transformers, model.model_class)(config)
@@ -187,7 +167,7 @@ def _expert_sizes(case: Case) -> dict[str, Any]:
 
 def _moe_config(case: Case) -> Qwen3MoeConfig:
     config = Qwen3MoeConfig(**_sizes(case), **_expert_sizes(case))
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = CAUSAL_ATTENTION
     config._experts_implementation = EXPERTS
     return config
 

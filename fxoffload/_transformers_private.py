@@ -1,12 +1,16 @@
-"""Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it.
+"""Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it, and how
+it tells packed sequences.
 
 Nothing here imports transformers: a model of it can only be there where somebody has.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,6 +80,49 @@ def as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def conversions_of(model: Any) -> Any:
     """What a model's names and layouts in memory follow from, beside its class: what it was loaded with."""
     return getattr(model, "_weight_conversions", None)
+
+
+def forget_consecutive_positions(implementation: str, are_consecutive: Callable[[Tensor], bool]) -> None:
+    """Let transformers ignore ``position_ids`` in masks where they count up: then no sequences are packed.
+
+    transformers reads their values for that, and where it cannot, under ``torch.compile``, it takes all for packed,
+    those too that the model itself made because the caller gave none. For good; a second call has no effect.
+
+    Args:
+        implementation: the ``attn_implementation`` that this holds for; others are as before.
+        are_consecutive: whether each row counts up by one for certain.
+    """
+    masking = sys.modules["transformers.masking_utils"]
+    preprocess = getattr(masking, "_preprocess_mask_arguments", None)
+    parameters = list(inspect.signature(preprocess).parameters) if preprocess is not None else []
+    if preprocess is None or not {"config", "position_ids"} <= set(parameters):
+        import transformers
+
+        log.warning(
+            "expected transformers.masking_utils to have _preprocess_mask_arguments(config, ..., position_ids), found "
+            'another one in version %s: under torch.compile attn_implementation="%s" builds a mask wherever a model '
+            "makes its own position_ids (with use_cache=False). Use a transformers that has it (5.0 to 5.24 do)",
+            transformers.__version__,
+            implementation,
+        )
+        return
+    if hasattr(preprocess, "_fxoffload"):
+        return
+    place = parameters.index("position_ids")
+
+    @functools.wraps(preprocess)
+    def preprocess_mask_arguments(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation == implementation:
+            position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[place - 1]
+            if position_ids is not None and are_consecutive(position_ids):
+                if "position_ids" in kwargs:
+                    kwargs = {**kwargs, "position_ids": None}
+                else:
+                    args = (*args[: place - 1], None, *args[place:])
+        return preprocess(config, *args, **kwargs)
+
+    preprocess_mask_arguments._fxoffload = True  # type: ignore[attr-defined]
+    masking._preprocess_mask_arguments = preprocess_mask_arguments  # type: ignore[attr-defined]
 
 
 def _apis() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from fxoffload.passes.annotate_layers import LayerReport
+from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.shown import PlanBox
@@ -47,6 +48,7 @@ class CompiledGraph:
         saved: what the forward saves, candidates and skipped.
         policy: "auto", "offload_all" or "keep_all"; may be set at any time, from the next forward on.
         actions: policy -> one bool per candidate, True to offload.
+        masks: of S x S that its attention is called with.
         decisions: candidate name -> True to offload; outweighs the policy; may be changed at any time.
         planned: what policy "auto" does where there is a plan: one bool per candidate, and the plan's windows; replaced
             as a whole, from the next forward on.
@@ -61,6 +63,7 @@ class CompiledGraph:
     saved: SavedValues
     policy: str
     actions: Mapping[str, tuple[bool, ...]]
+    masks: tuple[AttentionMask, ...] = ()
     backward: fx.GraphModule | None = None
     decisions: dict[str, bool] = field(default_factory=dict)
     planned: Choice | None = None

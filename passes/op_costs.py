@@ -334,7 +334,7 @@ def _sizes(value: torch.Tensor) -> tuple[int, ...]:
 def _convolution_flops(node: fx.Node, target: Any, args: Sequence[Any]) -> float:
     backward = op_name(target) in _CONVOLUTION_BACKWARD
     first, x, weight = (args[0], args[1], args[2]) if backward else (node, args[0], args[1])
-    transposed = bool(_argument(target, args, "transposed"))
+    transposed = bool(argument_of(target, args, "transposed"))
     # Each position of the output (of a transposed one: of the input) meets the filter once; the weight's own shape
     # already has the channels divided by the groups.
     small = _shape(x) if transposed else _shape(first)
@@ -344,7 +344,7 @@ def _convolution_flops(node: fx.Node, target: Any, args: Sequence[Any]) -> float
 
 def _attention_flops(node: fx.Node, target: Any, args: Sequence[Any]) -> float:
     name = op_name(target)
-    query, key, value = (_shape(_argument(target, args, n)) for n in ("query", "key", "value"))
+    query, key, value = (_shape(argument_of(target, args, n)) for n in ("query", "key", "value"))
     if (offsets := _offsets(target, args)) is not None:
         num_sequences = max(_shape(offsets)[0] - 1, 1)
         tokens_q, tokens_k = (s[-3] * (s[0] if len(s) == 4 else 1) for s in (query, key))
@@ -360,6 +360,16 @@ def _attention_flops(node: fx.Node, target: Any, args: Sequence[Any]) -> float:
     return 2 * batch * heads * pairs * depth
 
 
+def attention_sizes(node: fx.Node) -> tuple[int, int] | None:
+    """Queries and keys of one sequence of an attention; None where a size has no hint."""
+    target, args = call_of(node)
+    place = -3 if op_name(target).startswith((*_SEQUENCE_FIRST, "torch_attn.")) else -2
+    try:
+        return tuple(_shape(argument_of(target, args, n, node.kwargs))[place] for n in ("query", "key"))  # type: ignore[return-value]
+    except _UnknownSizeError:
+        return None
+
+
 def _causal_share(size_q: float, size_k: float) -> float:
     """Share of the pairs under a causal mask that begins at the first query and key."""
     if not size_q or not size_k:
@@ -368,27 +378,27 @@ def _causal_share(size_q: float, size_k: float) -> float:
 
 
 def _is_causal(node: fx.Node, target: Any, args: Sequence[Any]) -> bool:
-    flag = _argument(target, args, "is_causal", node.kwargs)
-    return bool(flag or _argument(target, args, "custom_mask_type", node.kwargs))
+    flag = argument_of(target, args, "is_causal", node.kwargs)
+    return bool(flag or argument_of(target, args, "custom_mask_type", node.kwargs))
 
 
 def _offsets(target: Any, args: Sequence[Any]) -> fx.Node | None:
     """Where each of several sequences begins that are packed into one."""
     if op_name(target).startswith("aten._scaled_dot_product"):
         return None  # an output of the forward that is handed on to the backward: empty for tensors of four dimensions
-    found = (_argument(target, args, name) for name in _OFFSETS)
+    found = (argument_of(target, args, name) for name in _OFFSETS)
     return next((o for o in found if isinstance(o, fx.Node) and tensors_of(o)), None)
 
 
 def reduced_dims(node: fx.Node, rank: int) -> set[int]:
     """The dimensions of its input that a reduction reduces."""
-    found = [_argument(node.target, node.args, name, node.kwargs) for name in ("dim", "dims")]
+    found = [argument_of(node.target, node.args, name, node.kwargs) for name in ("dim", "dims")]
     dims = next((d for d in found if d is not None), [])
     dims = [dims] if isinstance(dims, int) else dims
     return {d % rank for d in dims} if rank and dims else set(range(rank))
 
 
-def _argument(target: Any, args: Sequence[Any], name: str, kwargs: Any = None) -> Any:
+def argument_of(target: Any, args: Sequence[Any], name: str, kwargs: Any = None) -> Any:
     """An argument by its name in the schema (higher-order ops have none: query, key and value come first there)."""
     if kwargs and name in kwargs:
         return kwargs[name]

@@ -29,6 +29,7 @@ from benchmarks.activations.available import NotAvailable
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
 from benchmarks.workloads import Job, build_job, decoder_layers
+from fxoffload._torch_positions import assume_consecutive
 
 OPS = "torch._functorch._activation_offloading.offload_ops"
 PACKAGE = "torchtitan.experiments.graph_trainer"
@@ -93,7 +94,8 @@ class TracedStep:
         # torchtitan tells layers by names that begin with "layers.".
         load("common_utils").annotate_module_fqns(_parent_of_layers(module))
         tracer = load("make_fx_tracer")
-        traced = tracer.minimal_fx_tracer(forward_and_backward, module=module)(*inputs)
+        with assume_consecutive():  # else the tracer, which is not Dynamo, would get masks of packed sequences
+            traced = tracer.minimal_fx_tracer(forward_and_backward, module=module)(*inputs)
         graph, examples = traced.gm, tuple(traced.example_inputs)
         for name in ("eliminate_dead_code_pass", "canonicalize_graph_pass"):
             graph = getattr(load("remove_noop_passes"), name)(graph, examples)

@@ -18,12 +18,12 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fxoffload
+from fxoffload.integrations.transformers import CAUSAL_ATTENTION
 from fxoffload.sizes import format_bytes
 
 NUM_STEPS = 4
@@ -49,14 +49,6 @@ class Result:
     tensors: dict[str, Tensor]  # final weights and gradients, on the CPU
 
 
-def causal_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Causal attention without the 4-D mask that transformers builds for its own sdpa."""
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
 def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -69,7 +61,7 @@ def build_model() -> torch.nn.Module:
         head_dim=HIDDEN // HEADS,
         use_cache=False,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="causal_sdpa", dtype=DTYPE)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=CAUSAL_ATTENTION, dtype=DTYPE)
     return model.to(DEVICE).train()
 
 
@@ -120,7 +112,6 @@ def print_table(results: dict[str, Result]) -> None:
 def main() -> int:
     where = torch.cuda.get_device_name() if ON_GPU else "CPU rehearsal: no time or memory claims"
     print(f"fxoffload demo, torch {torch.__version__}, {where}")
-    AttentionInterface.register("causal_sdpa", causal_attention)
     if ON_GPU:
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory finds reads of it, but would be timed with the step.

@@ -13,22 +13,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fxoffload
+from fxoffload.integrations.transformers import CAUSAL_ATTENTION
 
 LAYERS, TOKENS = 3, 16_384
 
 
-def causal(module, query, key, value, attention_mask, scaling=None, **_):  # type: ignore[no-untyped-def]
-    """Causal attention without a mask: Hugging Face's own builds one of TOKENS x TOKENS under torch.compile."""
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
 def main(folder: Path) -> None:
-    AttentionInterface.register("causal", causal)
     config = Qwen3Config(
         hidden_size=4096,
         intermediate_size=12288,
@@ -39,7 +32,9 @@ def main(folder: Path) -> None:
         vocab_size=32_000,
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="causal").train()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=CAUSAL_ATTENTION
+        ).train()
         ids = torch.empty(1, TOKENS, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = fxoffload.plan(model, inputs, device="h200", max_slowdown=0.02)

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from fxoffload.compiler.draft import Draft
 from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.find_candidates import Candidate
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Plan, Prediction
@@ -19,6 +20,10 @@ from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.steps import StorageInfo, TrainingStep
 from fxoffload.sizes import format_bytes
 
+_WITHOUT_MASK = (
+    'attn_implementation="fxoffload_causal_sdpa" (fxoffload.integrations.transformers) without an attention_mask, or '
+    "is_causal=True"
+)
 # What takes less than this part of the peak is no floor worth naming.
 _FLOOR = 0.05
 
@@ -111,6 +116,7 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         layer = "" if node is None else str(node.meta.get(LAYER_KEY) or "")
         producer = "" if node is None or node.op != "call_function" else str(node.target)
         yield Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
+    yield from mask_rows(state.masks)
     if base is not None and base is not draft:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
         yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer)
@@ -142,6 +148,23 @@ def recomputed_rows(
                 "recompute",
                 reason,
             )
+
+
+def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Iterable[Row]:
+    """The masks of S x S that attention is called with, and what to change. ``label``: of the calls, instead of their
+    layers."""
+    for mask in masks:
+        source = "built in the graph" if mask.producer else "an input of the graph"
+        calls = f"{len(mask.layers)} attention calls take" if len(mask.layers) > 1 else "an attention call takes"
+        yield Row(
+            label if label is not None else mask.layers[0] if len(mask.layers) == 1 else "",
+            mask.name,
+            mask.producer,
+            mask.nbytes,
+            "mask",
+            f"a mask of {mask.tokens} x {mask.tokens}, {source}, with which {calls} the {mask.kernel} kernel, for all "
+            f"pairs of tokens. Causal attention needs none where nothing is padded or packed: {_WITHOUT_MASK}",
+        )
 
 
 def producer_of(candidate: Candidate) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.compiler.segments import SegmentCall
+from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations, Donations
 from fxoffload.passes.cut_segments import CutSegments, Segmentation
@@ -34,6 +35,7 @@ class ForwardState:
     min_bytes: int
     whole: bool = False
     num_moved: int = 0
+    masks: tuple[AttentionMask, ...] = ()
     saved: SavedValues = field(default_factory=lambda: SavedValues((), ()))
     segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
     actions: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -71,6 +73,7 @@ def _verify_pairing(state: BackwardState) -> VerifyPairing:
 
 
 FIND: tuple[Step[ForwardState], ...] = (
+    Step("find_attention_masks", lambda s: FindAttentionMasks(), "masks"),
     Step("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved"),
     Step(
         "find_candidates",

@@ -7,6 +7,7 @@ import functools
 import logging
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import Segment, is_submodule
+from fxoffload.passes.op_costs import op_name
 from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class SegmentCall(torch.nn.Module):
         mutates: positions of inputs that the segment writes in place.
         donates: positions of inputs whose memory it may reuse.
         num_ops: ops before compilation.
+        ops: how often each op is among them, by name.
     """
 
     def __init__(self, segment: Segment, donates: Sequence[int] = ()) -> None:
@@ -50,6 +53,7 @@ class SegmentCall(torch.nn.Module):
         written = {v for node in segment.nodes for v in mutated_args(node)}
         self.mutates = tuple(i for i, value in enumerate(segment.inputs) if value in written)
         self.num_ops = len(segment.nodes)
+        self.ops = Counter(op_name(node.target) for node in segment.nodes)
         self.fn: Compiled | None = None
 
     def forward(self, *inputs: Any) -> Sequence[Any]:

@@ -456,7 +456,12 @@ class CompileSession:
         engine.reserve(reserved, self._runtime.budgets)
         built = self._builder.forward(state, kwargs)
         graph = CompiledGraph(
-            forward=state.outer, layers=self._layers, saved=state.saved, policy=policy, actions=state.actions
+            forward=state.outer,
+            layers=self._layers,
+            saved=state.saved,
+            policy=policy,
+            actions=state.actions,
+            masks=state.masks,
         )
         graph.planned, graph.plan_box = planned, self._plan_box
         if first is not None and planned is not None:

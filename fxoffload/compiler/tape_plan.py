@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
-from fxoffload.compiler.explain import Row, floors_of, grouped, producer_of, reason_of, recomputed_rows
+from fxoffload.compiler.explain import Row, floors_of, grouped, mask_rows, producer_of, reason_of, recomputed_rows
 from fxoffload.compiler.tape_parts import Part, parts_at
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
 from fxoffload.compiler.tape_replan import replan_for_tape
@@ -433,6 +433,7 @@ class TapePlanning:
         for item in saved.skipped:
             if not item.reason.startswith("parameter"):
                 yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)
+        yield from mask_rows(self.parts[call].graph.masks, label)
         if self.option.variants[call] is not None:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
             yield from recomputed_rows(self.parts[call].graph.saved.candidates, stays, lambda _: label)

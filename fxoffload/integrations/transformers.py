@@ -1,4 +1,7 @@
-"""fxoffload in the Trainer of Hugging Face transformers."""
+"""fxoffload with Hugging Face transformers: a callback for the Trainer, and attention without S x S masks.
+
+Importing this module registers ``attn_implementation="fxoffload_causal_sdpa"``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ except ImportError as error:
     raise ImportError(
         "fxoffload.integrations.transformers needs transformers; install it with pip install 'fxoffload[transformers]'"
     ) from error
+
+from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION as CAUSAL_ATTENTION
+from fxoffload.integrations.full_masks import MaskDroppingCollator as MaskDroppingCollator
+from fxoffload.integrations.full_masks import drop_full_mask as drop_full_mask
 
 # The cache key of the options each model was compiled with; weak, so that no model is kept alive.
 _compiled: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()

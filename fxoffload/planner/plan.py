@@ -12,7 +12,7 @@ from fxoffload.planner import plan_json, plan_plot, plan_table
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.timeline import to_chrome_trace
 
-Action = Literal["keep", "offload", "recompute", "stay"]
+Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
 # ``Plan.graph`` of a plan of no compiled graph.
 NO_GRAPH = -1
@@ -31,7 +31,9 @@ class Decision:
         name: the first saved value's name, in the first of the layers.
         producer: the op that computes it, for example "aten.mm.default".
         nbytes: bytes of one layer's storage.
-        action: "stay" is what may not move: a parameter, what the caller sees, what is too small.
+        action: "stay" is what may not move: a parameter, what the caller sees, what is too small. "mask" decides
+            nothing: it names a mask of S x S that attention is called with. A mask that is saved has another decision
+            of its own.
         reason: why, in words.
         names: the first saved value's name in each of the layers; () where only ``name`` is known.
     """

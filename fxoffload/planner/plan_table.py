@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tabulate import tabulate
 
 if TYPE_CHECKING:
-    from fxoffload.planner.plan import Plan, Prediction
+    from fxoffload.planner.plan import Decision, Plan, Prediction
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 _MOST_RANGES = 5
@@ -19,13 +19,15 @@ _ACTIONS = ("keep", "offload", "recompute", "stay")
 def render(plan: Plan) -> str:
     """The whole plan."""
     parts = ["\n".join((_title(plan), *_knobs(plan), plan.summary)), _costs(plan), "\n".join(_limits(plan))]
-    if plan.decisions:
+    if any(d.action != "mask" for d in plan.decisions):
         parts += [_decisions(plan), _totals(plan)]
     else:
         parts.append("the forward saves nothing")
     if plan.breaks:
         title = "graph breaks (what runs between the graphs is not in the plan):"
         parts.append("\n".join((title, *(f"- {text}" for text in plan.breaks))))
+    if masks := [d for d in plan.decisions if d.action == "mask"]:
+        parts.append("\n".join(("attention masks:", *(f"- {_mask(plan, d)}" for d in masks))))
     if plan.floors:
         parts.append("\n".join(("what sets the peak, whatever is planned:", *(f"- {floor}" for floor in plan.floors))))
     return "\n\n".join(parts)
@@ -198,9 +200,15 @@ def _decisions(plan: Plan) -> str:
     rows = [
         [layer_ranges(d.layers), d.name, d.producer, unit.show(d.nbytes), unit.show(d.total_bytes), d.action, d.reason]
         for d in plan.decisions
+        if d.action != "mask"
     ]
     align = ("left", "left", "left", "right", "right", "left", "left")
     return tabulate(rows, headers, disable_numparse=True, colalign=align)
+
+
+def _mask(plan: Plan, mask: Decision) -> str:
+    where = f" in each of {layer_ranges(mask.layers)}" if len(mask.layers) > 1 else ""
+    return f"{mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
 
 
 def _totals(plan: Plan) -> str:

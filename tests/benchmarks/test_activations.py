@@ -26,7 +26,7 @@ from benchmarks.hf_models import HF_MODELS
 from benchmarks.schema import Case, Digest, Protocol, Record, Report, Request, Result, Variant, from_json
 from benchmarks.single import apply, build_stepper
 from benchmarks.steps import Stepper
-from benchmarks.workloads import build_job, causal_attention, decoder_layers
+from benchmarks.workloads import build_job, decoder_layers
 from tests.benchmarks.peer_checkouts import write_trl, write_verl
 
 CPU = torch.device("cpu")
@@ -360,9 +360,3 @@ def _config(name: str):
     return build_job(
         dataclasses.replace(small, experts_per_token=small.experts and 2, seq=8), CPU
     ).module.decoder.config
-
-
-def test_windows_are_refused_by_the_full_causal_kernel() -> None:
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(RuntimeError, match="sliding window of 2 tokens"):
-        causal_attention(torch.nn.Module(), q, q, q, None, 1.0, sliding_window=2)

@@ -128,7 +128,7 @@ def qwen3() -> tuple[nn.Module, Tensor]:
         head_dim=8,
         use_cache=False,
     )
-    config._attn_implementation = workloads.ATTENTION
+    config._attn_implementation = workloads.CAUSAL_ATTENTION
     model = workloads.Stack(workloads.Qwen3Model(config))
     model.decoder.set_input_embeddings(nn.Identity())
     return model, torch.randn(2, 16, 32, requires_grad=True)

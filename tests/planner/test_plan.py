@@ -276,7 +276,7 @@ _ints = st.integers(0, 1 << 63)
 _floats = st.floats(allow_nan=False, allow_infinity=False)
 _predictions = st.builds(Prediction, _ints, _ints, _floats, _floats, _floats, _floats, _ints, _texts, _texts)
 _names = st.lists(_texts, max_size=3).map(tuple)
-_actions = st.sampled_from(["keep", "offload", "recompute", "stay"])
+_actions = st.sampled_from(["keep", "offload", "recompute", "stay", "mask"])
 _boundaries = st.builds(
     Boundary, st.sampled_from(["forward", "backward"]), _texts, _floats, _floats, *[_ints] * 7
 )  # fmt: skip
@@ -383,7 +383,7 @@ def _without(name: str) -> str:
         ),
         (
             _damaged(decisions=[{**json.loads(plan().to_json())["decisions"][0], "action": "drop"}]),
-            r"decisions\[0\]: action to be one of keep, offload, recompute, stay, found 'drop'",
+            r"decisions\[0\]: action to be one of keep, offload, recompute, stay, mask, found 'drop'",
         ),
         (
             _damaged(boundaries=[{**json.loads(plan().to_json())["boundaries"][0], "phase": [1]}]),

@@ -36,17 +36,17 @@ def no_points_between(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def qwen3(**changes: Any) -> nn.Module:
-    """Three layers with tied embeddings, and the benchmark's attention, which builds no mask."""
+    """Three layers with tied embeddings, and attention that builds no mask."""
     pytest.importorskip("transformers")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from benchmarks.workloads import ATTENTION
+    from fxoffload.integrations.transformers import CAUSAL_ATTENTION
 
     sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = Qwen3Config(
         **{**sizes, "head_dim": 8, "num_hidden_layers": 3, "use_cache": False, "tie_word_embeddings": True, **changes}
     )
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = CAUSAL_ATTENTION
     return Qwen3ForCausalLM(config).train()
 
 

@@ -1,0 +1,98 @@
+"""A variant applied to a stock model: compiled whole on one device, or layer by layer under FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.clock import StepTime
+from benchmarks.offload import apply_settings, compile_arguments, compile_module
+from benchmarks.schema import Request, Variant
+from benchmarks.steps import Stepper, end_memory_window, start_memory_window
+from benchmarks.stock.models import CHECKPOINTING
+from benchmarks.stock.records import StepFact
+from benchmarks.stock.workload import StockJob, StockModule, build_stock_job
+from benchmarks.workloads import Job, decoder_layers
+
+KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget")
+
+
+class StockStepper(Stepper):
+    """Writes down every step. The allocator's peak counters start anew with each."""
+
+    def __init__(self, job: Job, module: StockModule, device: torch.device) -> None:
+        super().__init__(job, module, device)
+        self.facts: list[StepFact] = []
+
+    def step(self) -> StepTime:
+        self.job.zero_gradients()
+        before = start_memory_window(self.device)
+        time = super().step()
+        memory = end_memory_window(self.device, before)
+        peak = memory.peak_bytes if memory is not None else None
+        self.facts.append(StepFact(time.forward_ms, time.backward_ms, time.optimizer_ms, time.host_wall_ms, peak))
+        return time
+
+
+def apply_stock(request: Request, variant: Variant, job: Job, device: torch.device) -> StockStepper:
+    """The model itself is compiled, as users do it; the loss of RL stays in eager code.
+
+    Where the case has checkpointing on, all variants but plain Inductor have it.
+
+    Raises:
+        ValueError: a peer, which these scenarios do not run.
+    """
+    module = _module_of(job)
+    _check(variant)
+    wanted = variant.kind == "checkpoint" or (request.case.form == CHECKPOINTING and variant.kind != "inductor")
+    set_checkpointing(module.decoder, wanted)
+    module.call = compile_module(module.decoder, variant)
+    return StockStepper(job, module, device)
+
+
+def set_checkpointing(model: nn.Module, on: bool) -> None:
+    """Hugging Face's, with its defaults."""
+    if on:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    elif model.is_gradient_checkpointing:
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()  # type: ignore[operator]
+
+
+def build_sharded(request: Request, device: torch.device) -> StockStepper:
+    """FSDP2 per layer, each layer compiled on its own; embedding, head and loss in eager code.
+
+    ``checkpoint`` is inside the compiled layer, as in the scenario ``fsdp``.
+    """
+    variant = request.variant
+    _check(variant)
+    apply_settings(variant)
+    job = build_stock_job(request.case, device, request.rank)
+    layers = decoder_layers(job.module)
+    mesh = init_device_mesh(device.type, (request.protocol.ranks,))
+    arguments = compile_arguments(variant)
+    for index, layer in enumerate(list(layers)):
+        block: nn.Module = layer
+        if variant.kind == "checkpoint":
+            block = checkpoint_wrapper(layer)
+            layers[index] = block
+        if arguments is not None:
+            block.compile(**arguments)
+        fully_shard(block, mesh=mesh)
+    module = _module_of(job)
+    fully_shard(module.decoder, mesh=mesh)
+    return StockStepper(job, module, device)
+
+
+def _module_of(job: Job) -> StockModule:
+    if not isinstance(job, StockJob) or not isinstance(job.module, StockModule):
+        raise AssertionError(f"expected the job of a stock model, found {type(job).__name__}")
+    return job.module
+
+
+def _check(variant: Variant) -> None:
+    if variant.kind not in KINDS:
+        raise ValueError(f"stock models run as {', '.join(KINDS)}; found {variant.kind}")

@@ -1,0 +1,123 @@
+"""The measurement of one variant of a stock model: as of a sweep, or of ranks, with every step written down."""
+
+from __future__ import annotations
+
+from benchmarks.measure import Measurement
+from benchmarks.measure_plan import PlanMeasurement
+from benchmarks.plans import PlanWatch, join_planning
+from benchmarks.quartiles import summarize
+from benchmarks.schema import Memory, PlanFacts, Result
+from benchmarks.steps import measure_warmup
+from benchmarks.stock.apply import StockStepper
+from benchmarks.stock.estimates import segment_estimates
+from benchmarks.stock.records import StockRun
+
+# So many times `calibration_steps`, at most, until a plan is there, calibrated and measured.
+PATIENCE = 3
+
+
+class StockMeasurement(PlanMeasurement):
+    """On one device. A model with graph breaks is planned when its steps were seen: plans are looked for after every
+    step, until one is calibrated."""
+
+    def first_step(self) -> None:
+        super().first_step()
+        _keep_first(self.result, _stepper(self))
+
+    def freeze_plan(self) -> None:
+        assert self._watch is not None
+        self._look(self._watch)
+
+    def warm_up(self) -> None:
+        measure_warmup(self.stepper, self.result, self.request.protocol)
+        self._num_steps += 1 + self.request.protocol.warmup
+        if self._watch is None:
+            return
+        for _ in range(PATIENCE * self.request.protocol.calibration_steps):
+            join_planning()
+            self._look(self._watch)
+            if self.result.plan is not None and self._watch.is_settled():
+                break
+            self._one_more()
+        if self.result.plan is not None:
+            self._watch.freeze_calibrated(self.result.plan, self._num_steps)
+
+    def timed_steps(self) -> None:
+        super().timed_steps()
+        _keep_timed(self.result, _stepper(self))
+
+    def finish_plan(self) -> None:
+        super().finish_plan()
+        _keep_estimates(self.result)
+
+    def _look(self, watch: PlanWatch) -> None:
+        """Take the newest plan over as the one that is shown: of several graphs, the step's replaces the graphs'."""
+        found = watch.freeze(self._num_steps)
+        if found is not None and _is_other(found, self.result.plan):
+            self.result.plan = found
+            _run_of(self.result).plan_after_steps = self._num_steps
+
+
+class ShardedStockMeasurement(Measurement):
+    """On one of several ranks, which all take as many steps."""
+
+    def first_step(self) -> None:
+        super().first_step()
+        _keep_first(self.result, _stepper(self))
+
+    def await_plan(self) -> None:
+        watch, result = PlanWatch(seen=()), self.result
+        for _ in range(self.request.protocol.calibration_steps):
+            join_planning()
+            found = watch.freeze(len(_stepper(self).facts))
+            if found is not None and _is_other(found, result.plan):
+                result.plan = found
+                _run_of(result).plan_after_steps = found.frozen_after_steps
+            result.losses.append(self.stepper.step().loss)
+        if result.plan is not None:
+            watch.freeze_calibrated(result.plan, len(_stepper(self).facts))
+
+    def timed_steps(self) -> None:
+        super().timed_steps()
+        _keep_timed(self.result, _stepper(self))
+        _keep_estimates(self.result)
+
+
+def _run_of(result: Result) -> StockRun:
+    if result.stock is None:
+        result.stock = StockRun()
+    return result.stock
+
+
+def _stepper(measurement: Measurement) -> StockStepper:
+    stepper = measurement.stepper
+    assert isinstance(stepper, StockStepper)
+    return stepper
+
+
+def _is_other(found: PlanFacts, known: PlanFacts | None) -> bool:
+    return known is None or found.graph != known.graph
+
+
+def _keep_first(result: Result, stepper: StockStepper) -> None:
+    _run_of(result).steps = stepper.facts
+    first = stepper.facts[-1]
+    if result.first_step_memory is not None and first.peak_bytes is not None:
+        result.first_step_memory.peak_bytes = first.peak_bytes
+
+
+def _keep_timed(result: Result, stepper: StockStepper) -> None:
+    """The window of all timed steps has the counters of the last: their peak is the largest of their own."""
+    run = _run_of(result)
+    run.num_timed = result.num_timed_steps
+    timed = stepper.facts[-run.num_timed :]
+    result.optimizer_ms = summarize([fact.optimizer_ms for fact in timed])
+    peaks = [fact.peak_bytes for fact in timed if fact.peak_bytes is not None]
+    memory: Memory | None = result.memory
+    if memory is not None and peaks:
+        memory.peak_bytes = max(peaks)
+
+
+def _keep_estimates(result: Result) -> None:
+    if result.plan is not None:
+        _run_of(result).segments = segment_estimates(result.plan.texts)

@@ -1,0 +1,38 @@
+"""What a measurement of a stock model knows besides a ``Result``: every step, and how far off estimates were."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepFact:
+    """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
+
+    ``peak_bytes``: above what was allocated when the step began, without gradients; None on a CPU.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    wall_ms: float
+    peak_bytes: int | None = None
+
+
+@dataclass
+class SegmentEstimate:
+    """A segment's time as the plan first had it, and as it was measured. ``ops``: the kinds of heavy ops in it."""
+
+    phase: str
+    segment: str
+    estimated_ms: float
+    measured_ms: float
+    ops: str = ""
+
+
+@dataclass
+class StockRun:
+    """``plan_after_steps``: how many steps had run when the plan that is shown was made; None: there is none."""
+
+    steps: list[StepFact] = field(default_factory=list)
+    num_timed: int = 0
+    plan_after_steps: int | None = None
+    segments: list[SegmentEstimate] = field(default_factory=list)

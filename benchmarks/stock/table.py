@@ -1,0 +1,97 @@
+"""The tables of the scenarios ``stock`` and ``stock-fsdp``: by case its rows, what was farthest off, its claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.derived import case_label
+from benchmarks.schema import Record, Report
+from benchmarks.stock.rows import peak_of, refusal
+from benchmarks.tables_plan import render_claim
+
+GIB = 1 << 30
+
+
+def render_stock(report: Report) -> str:
+    """Markdown. Times are forward and backward; ``+ AdamW`` is what the optimizer adds."""
+    derived = {(row["case"], row["variant"]): row for row in report.derived}
+    parts: list[str] = []
+    for case in dict.fromkeys(record.case for record in report.records):
+        label = case_label(case)
+        records = [record for record in report.records if record.case == case]
+        rows = [_row(r, derived.get((label, r.variant.label), {})) for r in records]
+        parts += [f"#### {label}", tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)]
+        parts.append("\n".join(line for r in records for line in _notes(r, derived.get((label, r.variant.label), {}))))
+        parts.append("\n".join(render_claim(claim) for claim in report.claims if claim["case"] == label))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _row(record: Record, row: dict[str, Any]) -> dict[str, str]:
+    result, plan = record.result, record.result.plan
+    calibrated = plan.calibrated if plan is not None else None
+    return {
+        "variant": record.variant.label,
+        "budget GiB": _gib(result.budget_bytes),
+        "step ms": _ms(result.step_ms.median if result.step_ms else None),
+        "+ AdamW": _ms(result.optimizer_ms.median if result.optimizer_ms else None),
+        "vs inductor": _percent(row.get("slowdown_measured")),
+        "peak GiB": _gib(peak_of(result)),
+        "pred. ms": _ms(plan.predicted["step_ms"] if plan else None),
+        "error": _percent(row.get("predicted_step_error")),
+        "pred. GiB": _gib(plan.predicted["peak_bytes"] if plan else None),
+        "error ": _percent(row.get("predicted_peak_error")),
+        "cal. ms": _ms(calibrated["step_ms"] if calibrated else None),
+        "error  ": _percent(row.get("calibrated_step_error")),
+        "cal. GiB": _gib(calibrated["peak_bytes"] if calibrated else None),
+        "error   ": _percent(row.get("calibrated_peak_error")),
+        "met from step": _met(record, row),
+        "refused": _refused(record, row),
+        "gain stated": _percent(row.get("gain_stated")),
+        "measured": _percent(row.get("gain_measured")),
+        "first step s": _number(result.first_step_ms / 1e3 if result.first_step_ms else None),
+        "steps to plan": str(row.get("plan_after_steps") or "-"),
+        "slowest ms": _ms(row.get("slowest_step_before_plan_ms")),
+        "graphs": str(result.num_graphs_first_step or "-"),
+        "status": record.status,
+    }
+
+
+def _met(record: Record, row: dict[str, Any]) -> str:
+    if "budget_met_from_step" not in row:
+        return "-"
+    if peak_of(record.result) is None:
+        return "?"
+    return str(row["budget_met_from_step"] or "never")
+
+
+def _refused(record: Record, row: dict[str, Any]) -> str:
+    least = refusal(record)
+    if least is None:
+        return "-"
+    rightly = {True: "rightly", False: "WRONGLY", None: "?"}[row.get("refused_rightly")]
+    return f"{rightly}: at least {_gib(least)}"
+
+
+def _notes(record: Record, row: dict[str, Any]) -> list[str]:
+    lines = [f"- {record.variant.label}: {record.status}: {record.reason}"] if record.reason else []
+    if worst := row.get("worst_estimates"):
+        lines.append(f"- {record.variant.label}: estimates farthest off: {worst}")
+    return lines
+
+
+def _ms(value: float | None) -> str:
+    return _number(value)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _gib(value: int | None) -> str:
+    return "-" if value is None else f"{value / GIB:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"
