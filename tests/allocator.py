@@ -13,11 +13,12 @@ class Allocator:
     def __init__(self) -> None:
         self.allocated, self.peak = 5000, 10**9
         self.counts = [70, 60]
+        self.total = 10**12  # of all allocations
         self.events: list[AllocatorEvent] | None = None
         self.stops = 0
 
     def read(self) -> Memory:
-        return Memory(self.allocated, self.peak, *self.counts)
+        return Memory(self.allocated, self.peak, *self.counts, self.total)
 
     def allocate(self, nbytes: int, larger: int = 0) -> None:
         self._note(True, nbytes, -(-nbytes // 512) * 512 + larger)
@@ -28,6 +29,7 @@ class Allocator:
     def _note(self, is_allocation: bool, nbytes: int, size: int) -> None:
         self.allocated += size if is_allocation else -size
         self.peak = max(self.peak, self.allocated)
+        self.total += size * is_allocation
         self.counts[not is_allocation] += 1
         if self.events is not None:
             self.events.append(AllocatorEvent(is_allocation, nbytes, False))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -191,6 +191,25 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
             reason=first.reason,
             names=tuple(r.name for r in members),
         )
+
+
+def with_actions(
+    decisions: Iterable[Decision], offload: Mapping[str, bool], step: TrainingStep, simulation: Simulation
+) -> tuple[Decision, ...]:
+    """``decisions`` where other candidates move. ``offload``: by name, of the candidates of ``step``."""
+    infos = {c.name: c for c in step.candidates}
+
+    def rows() -> Iterable[Row]:
+        for d in decisions:
+            for layer, name in zip(d.layers or ("",), d.names or (d.name,), strict=False):
+                row = Row(layer, name, d.producer, d.nbytes, d.action, d.reason)
+                if name in offload and d.action in ("keep", "offload"):
+                    info, go = infos[name], offload[name]
+                    reason = reason_of(go, info, simulation, is_input=info.is_input)
+                    row = replace(row, action="offload" if go else "keep", reason=reason)
+                yield row
+
+    return tuple(grouped(rows()))
 
 
 # -- floors ------------------------------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_integers_of_times_become_numbers() -> None:
 
 def test_json_has_a_line_for_each_decision_and_boundary() -> None:
     lines = plan().to_json().splitlines()
-    assert lines[:3] == ["{", '"schema": 1,', '"graph": 0,']
+    assert lines[:3] == ["{", '"schema": 2,', '"graph": 0,']
     assert sum(line.startswith(' {"layers"') for line in lines) == len(DECISIONS)
     assert sum(line.startswith(' {"phase"') for line in lines) == 8
 
@@ -361,9 +361,9 @@ def _without(name: str) -> str:
         (plan().to_json()[:-40], "expected the JSON text of a plan"),
         ("[" * 100_000, "expected the JSON text of a plan"),
         ("[]", "an object, found a list"),
-        ("{}", "expected a plan of schema 1, found schema None; read it with the fxoffload that wrote it"),
-        (_damaged(schema=2), "expected a plan of schema 1, found schema 2"),
-        (_damaged(schema=True), "expected a plan of schema 1, found schema True"),
+        ("{}", "expected a plan of schema 2, found schema None; read it with the fxoffload that wrote it"),
+        (_damaged(schema=1), "expected a plan of schema 2, found schema 1"),
+        (_damaged(schema=True), "expected a plan of schema 2, found schema True"),
         (_damaged(colour="red"), "found colour besides them, and missed none"),
         (_without("floors"), "found none besides them, and missed floors"),
         (_damaged(graph="0"), "expected a plan: graph to be an integer, found '0'"),
