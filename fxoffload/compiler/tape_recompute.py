@@ -23,6 +23,7 @@ from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.clocks.chain_clock import TURN
 from fxoffload.runtime.clocks.segment_readings import PHASES
 from fxoffload.runtime.steps.held import Edges, Held
 
@@ -307,9 +308,8 @@ class TapeRecompute:
             if members:
                 held.append(replace(item, members=tuple(members)))
         chain = concatenate(steps, held)
-        if self.gap_ms:
-            step = measured_step(with_turn(chain.step), dict.fromkeys(PHASES, self.gap_ms))
-            chain = chain.with_step(step)
+        if self.gap_ms or TURN in dict(self.beside.gaps):
+            chain = chain.with_step(measured_step(with_turn(chain.step), dict.fromkeys(PHASES, self.gap_ms)))
         return chain.with_beside(self.beside)
 
 
