@@ -158,6 +158,7 @@ class CompileSession:
         self._range: Range | None = None  # of them
         self._limit_bytes: int | None = None  # of the budget, for what is planned
         self._plan_box: PlanBox | None = None
+        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
         self._goal = PlanGoal.of(
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -597,10 +598,11 @@ class CompileSession:
         if is_backward:
             overwritten = take_donated_placeholders()
             run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
+            run = run if self._watched_graph is None else self._until_its_end(run, self._watched_graph)
         elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
-            run = self._watched(
-                run, PlannedAlone(self._plan_box.plan.predicted.peak_bytes, self._goal.budget_bytes, IS_PLAIN)
-            )
+            predicted = self._plan_box.plan.predicted.peak_bytes
+            self._watched_graph = PlannedAlone(predicted, self._goal.budget_bytes, IS_PLAIN)
+            run = self._watched(run, self._watched_graph)
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
@@ -623,6 +625,17 @@ class CompileSession:
             return results
 
         return boxed(forward)
+
+    def _until_its_end(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
+        """``run``, its backward."""
+        calls = engine_for(self.device).calls
+
+        def backward(args: list[Any]) -> Any:
+            results = run(args)
+            calls.plain_backward_ends(graph)
+            return results
+
+        return boxed(backward)
 
     def _give_up(self, error: Exception) -> None:
         """Raise, or go on with plain Inductor where the user asked for it."""

@@ -366,7 +366,7 @@ class TapePlanning:
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self._gain(instead)}"
             return self._following(sites, instead, PlanBox(self.describe(instead)))
 
-        return replace(found, prepare=prepare, otherwise=otherwise)
+        return replace(found, prepare=prepare, otherwise=otherwise, tunes=True)
 
     def _following(
         self,

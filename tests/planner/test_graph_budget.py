@@ -137,3 +137,37 @@ def test_while_the_policy_is_overridden_no_step_is_judged(budget: int) -> None:
         run.extra = 0
         run.step()
     assert run.plan.calibrated is None
+
+
+def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int) -> None:
+    """It was predicted to fit. The budget that the message names has it planned, and is met."""
+    run = Run(activation_budget="1GiB")
+    with held(run):
+        run.step()
+    most = run.plan.predicted.peak_bytes
+    torch.compiler.reset()
+    run = Run(activation_budget=most)
+    with held(run), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.extra = 16 * KIB
+        for _ in range(5):
+            run.step()
+    (told,) = [str(w.message) for w in caught if "as plain Inductor does" in str(w.message)]
+    assert f"activation_budget={run.peaks[-1] // 512 * 512} is met as it is" in told
+    named = int(told.split("activation_budget=")[2].split()[0])
+    torch.compiler.reset()
+    run = Run(activation_budget=named)
+    with held(run), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.extra = 16 * KIB
+        for _ in range(5):
+            run.step()
+    assert max(run.peaks[2:]) <= most
+
+
+def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
+    run = Run(activation_budget="1GiB")
+    with held(run), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            run.step()

@@ -201,6 +201,15 @@ def test_eager_memory_that_comes_and_goes(world: World) -> None:
     assert max(found) <= 30 and len(model.plans) == num_plans
 
 
+def test_memory_that_goes_away_and_comes_back_is_left_room_for(world: World) -> None:
+    """Long after the plan was made to use it."""
+    model = world.model(30)
+    model.steps(5, HEAD)
+    found = [model.step(Step(passing=18) if i % 20 == 0 else HEAD) for i in range(200)]
+    assert sum(peak > 30 for peak in found) <= 4
+    assert max(found[100:]) <= 30
+
+
 def test_a_plan_that_is_wrong_about_its_graphs(world: World) -> None:
     """What nothing beside the graphs explains is left free."""
     model = world.model(30, error=lambda kept: 14)

@@ -28,15 +28,18 @@ class BudgetLoop:
     Args:
         budget_bytes: that each of them is to meet.
         is_exceeded: whether they are known to exceed it; then nothing is found, but what changes.
+        num_skipped: so many of the first steps are not to be judged: kernels are tuned in them.
 
     Attributes:
+        num_skipped: how many steps are still not to be judged.
         records_next: whether the next step has to be recorded. The first one has.
         num_fallen: how many steps in a row have allocated far less than the step whose peak is known.
         peak_bytes: the highest peak that was found.
     """
 
-    def __init__(self, budget_bytes: int, *, is_exceeded: bool = False) -> None:
+    def __init__(self, budget_bytes: int, *, is_exceeded: bool = False, num_skipped: int = 0) -> None:
         self.budget_bytes = budget_bytes
+        self.num_skipped = num_skipped
         self.records_next = True
         self.num_fallen = 0
         self.peak_bytes = 0

@@ -251,6 +251,8 @@ class StepCalls:
                 if step is not None:
                     step.spoil()
                 return
+            if self._hold is not None:
+                self._hold.drop_plain()
             if step is None or self._is_over(step, site):
                 overlaps = step is not None and not step.keeps and any(c.waits() for c in step.pending)
                 self._finish()
@@ -303,6 +305,8 @@ class StepCalls:
             sites = self._waiting(step) if step is not None and step.phase == "forward" else []
             try:
                 plan_together(sites, [*self._plain.waiting(), graph])
+                if self._hold is not None and (step is None or not step.pending):
+                    self._hold.plain_begins(graph)
             except Exception as error:
                 self.give_up(error)
 
@@ -310,6 +314,12 @@ class StepCalls:
         """It has saved ``saved``, among other values."""
         with self._lock:
             self._plain.ran(graph, saved)
+
+    def plain_backward_ends(self, graph: PlannedAlone) -> None:
+        """It has returned."""
+        with self._lock:
+            if self._hold is not None:
+                self._hold.plain_ended(graph)
 
     def _plan_together(self, step: RunningStep, site: Site) -> None:
         """A forward of ``site`` has begun."""
@@ -608,7 +618,7 @@ class StepCalls:
             self._plan_if_seen_twice(first, step)
             if step.began_recording and step.has_several and first.chains.gives_up:
                 first.gives_up()
-            if self._hold is not None and chain is not None and step.regular and len(step.calls) == 1:
+            if self._hold is not None and chain is not None and step.regular:
                 self._hold.judge(first, chain, step)
         elif chain is None or (step.keeps and not step.regular):
             return  # forgotten meanwhile; or somebody looked at something, which says nothing of the steps to come

@@ -43,7 +43,7 @@ _MOST_MEASURED_IN_ALL = 2 * _MOST_PLANS_IN_ALL
 # So often in a row a plan that was exceeded is made again; what needs more does not settle.
 _MOST_CORRECTIONS = 6
 # After so many steps that allocate far less a plan is made again, and each time after so many times more of them.
-_FALLEN_STEPS = 8
+FALLEN_STEPS = 8
 
 
 class CallSizes(Protocol):
@@ -89,6 +89,7 @@ class Following:
         spare_bytes: that its prediction leaves of the budget.
         least: choices of the least peak, followed while a plan that was exceeded is made again; empty: there are none.
         costs_time: whether it moves or recomputes anything.
+        tunes: whether kernels are tuned in its first step: it runs variants that are new.
     """
 
     sites: tuple[weakref.ref[Site], ...]
@@ -104,6 +105,7 @@ class Following:
     spare_bytes: int = 0
     least: tuple[Choice, ...] = ()
     costs_time: bool = False
+    tunes: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -308,7 +310,7 @@ class SizedChain:
     correction: Correction | None = None
     margin_bytes: int = 0
     num_corrections: int = 0
-    fallen_steps: int = _FALLEN_STEPS
+    fallen_steps: int = FALLEN_STEPS
     _loop: tuple[weakref.ref[Following], BudgetLoop] | None = None
 
     def loop_of(self, plan: Following) -> BudgetLoop | None:
@@ -316,7 +318,8 @@ class SizedChain:
         if plan.budget_bytes is None:
             return None
         if self._loop is None or self._loop[0]() is not plan:
-            self._loop = (weakref.ref(plan), BudgetLoop(plan.budget_bytes, is_exceeded=plan.is_least))
+            found = BudgetLoop(plan.budget_bytes, is_exceeded=plan.is_least, num_skipped=int(plan.tunes))
+            self._loop = (weakref.ref(plan), found)
         return self._loop[1]
 
     @property
@@ -488,7 +491,7 @@ class Chains:
         """Plans that are still followed by ``follower`` make other choices, which leave so much of the budget."""
         for chain in self.all:
             if chain.plan is not None and chain.plan.follower is follower:
-                chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes)
+                chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes, tunes=False)
 
 
 def _fits(sizes: Sizes, into: Sizes) -> bool:

@@ -2,7 +2,8 @@
 
 A plan over several graphs that is exceeded is made again (``Chains.correct``): one step runs as the first ones did and
 is read, and what it does not explain of the excess is left free. Until the new plan is there, steps make the choices of
-the least peak. A graph with a plan of its own is corrected by its ``BudgetControl``.
+the least peak. A graph with a plan of its own is corrected by its ``BudgetControl``; several of them in one step are
+planned together from then on.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.step_peak import PeakWatch
+from fxoffload.runtime.steps.alone import PlannedAlone
 from fxoffload.runtime.steps.budget_loop import BudgetLoop
-from fxoffload.runtime.steps.chains import Following, SizedChain
+from fxoffload.runtime.steps.chains import FALLEN_STEPS, Following, SizedChain
 from fxoffload.runtime.steps.running_step import RunningStep
 from fxoffload.sizes import format_bytes
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # By so many times more steps have to allocate far less, before their plan is made again because of that once more.
 _FALLEN_FACTOR = 8
+_NEVER = 1 << 62
 
 
 class BudgetControl(Protocol):
@@ -54,11 +57,15 @@ class HoldToBudget:
     def __init__(self, memory: Callable[[], Memory], history: Callable[[], AllocatorHistory | None] | None) -> None:
         self._memory = memory
         self._history = history
+        self._plain: tuple[PlannedAlone, PeakWatch] | None = None
 
     def begin(self, first: Site, chain: SizedChain, step: RunningStep, args: Sequence[Any]) -> None:
         """A step begins at ``first``; ``args``: of that call."""
         loop = _loop_of(first, chain, step) if step.sizes == chain.sizes else None
         if loop is None:
+            return
+        if loop.num_skipped:
+            loop.num_skipped -= 1
             return
         history = None if step.recording is None else step.recording.history
         is_shared = history is not None
@@ -98,7 +105,7 @@ class HoldToBudget:
         excess = loop.ended(peak, is_recorded=watch.is_recorded)
         if excess:
             log.info("a step took %s more than its budget", format_bytes(excess))
-            self._correct(first, chain, loop, excess)
+            self._correct(first, chain, step, loop, excess)
             return
         if not loop.records_next:
             chain.num_corrections = 0
@@ -110,10 +117,43 @@ class HoldToBudget:
             log.info("steps allocate far less than they did: their plan is made again")
             first.chains.correct(chain, chain.plan, 0)
 
+    # -- graphs that are plain Inductor's ------------------------------------------------------------------------------
+
+    def plain_begins(self, graph: PlannedAlone) -> None:
+        """The forward of one, while no other step runs."""
+        self.drop_plain()
+        loop = graph.loop
+        if loop.num_skipped:
+            loop.num_skipped -= 1
+        elif not graph.has_exceeded:
+            history = self._history() if loop.records_next and self._history is not None else None
+            self._plain = graph, PeakWatch(self._memory(), history=history)
+
+    def plain_ended(self, graph: PlannedAlone) -> None:
+        """Its backward has returned."""
+        found, self._plain = self._plain, None
+        if found is None or found[0] is not graph:
+            return
+        peak = found[1].end(self._memory(), graph.loop.is_open)
+        if graph.loop.ended(peak, is_recorded=found[1].is_recorded):
+            graph.exceeded(peak.least)
+
+    def drop_plain(self) -> None:
+        """Something else runs before its backward has returned."""
+        found, self._plain = self._plain, None
+        if found is not None:
+            found[1].drop()
+
     @staticmethod
-    def _correct(first: Site, chain: SizedChain, loop: BudgetLoop, excess: int) -> None:
+    def _correct(first: Site, chain: SizedChain, step: RunningStep, loop: BudgetLoop, excess: int) -> None:
         plan = chain.plan
-        if plan is None:
+        if chain.fallen_steps > FALLEN_STEPS:
+            chain.fallen_steps = _NEVER  # what went away comes back
+        if plan is None and len(step.calls) > 1:
+            for call in step.calls:
+                if (site := call.site()) is not None and site.alone is not None:
+                    site.alone.together()
+        elif plan is None:
             assert first.control is not None
             first.control.exceeded(excess)
         elif not first.chains.correct(chain, plan, excess) and not first.chains.is_planning:
