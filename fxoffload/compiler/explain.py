@@ -234,7 +234,13 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
             f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}. "
             "Return the loss alone, or compute it in chunks"
         )
-    inside = peak.peak_bytes - peak.live_bytes
+    if peak.outside_bytes > _FLOOR * peak.peak_bytes:
+        yield (
+            f"memory outside compiled graphs (an eager head or loss, FSDP's buffers): "
+            f"{format_bytes(peak.outside_bytes)} at the peak, in {peak.segment}. Compile the head and its loss, or "
+            "compute them in chunks"
+        )
+    inside = peak.peak_bytes - peak.live_bytes - peak.outside_bytes
     if inside > _FLOOR * peak.peak_bytes:
         yield (
             f"the working set of {peak.segment} in the {peak.phase}: {format_bytes(inside)} above what is live when it "

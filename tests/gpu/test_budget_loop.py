@@ -148,6 +148,28 @@ def test_where_the_process_has_had_more_and_nobody_resets_its_peak(budget: int) 
     assert not records_allocator_events(), "a step that allocates what is known is not recorded"
 
 
+def test_logits_that_the_caller_holds_until_there_are_others(budget: int) -> None:
+    """They are there when the next step begins, and are not what is there for good."""
+    module, x = build(activation_budget=budget), inputs()
+    logits: list[Tensor] = []
+
+    def step() -> Tensor:
+        y = x
+        for layer in module.layers:
+            y = layer(y)
+        found = y.repeat(1, 1, 4)
+        logits[:] = [found]
+        return found.float().square().mean()
+
+    run = Run(module, step)
+    run.steps(BEFORE + 8)
+    carried = logits[0].nbytes
+    found = [peak + carried for peak in run.steps(6)]
+    print(show(run, budget))
+    assert max(found) <= budget
+    assert max(found) > budget - 2 * carried, "and they are counted once"
+
+
 def test_another_model_and_an_evaluation_with_longer_batches(budget: int) -> None:
     module, x, longer = build(activation_budget=budget), inputs(), inputs(2 * LENGTH)
     run = Run(module, lambda: module(x))

@@ -431,6 +431,9 @@ class Recorded(Rehearsed):
         self.ended += read and self.is_open
         self.is_open = False
 
+    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
+        return 0
+
     def peak_between(self, first: Memory, last: Memory) -> int:
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 

@@ -36,8 +36,8 @@ class Watched(Allocator):
         self.peak_seen = 0
         self.has_record = True
 
-    def _note(self, is_allocation: bool, nbytes: int, size: int) -> None:
-        super()._note(is_allocation, nbytes, size)
+    def _note(self, is_allocation: bool, nbytes: int, size: int, address: int) -> None:
+        super()._note(is_allocation, nbytes, size, address)
         self.peak_seen = max(self.peak_seen, self.allocated)
 
     def begin(self) -> AllocatorHistory | None:
@@ -47,10 +47,11 @@ class Watched(Allocator):
 @dataclass
 class Step:
     """What eager code between the last forward and the first backward does, in units: ``passing`` is freed at once,
-    ``held`` when the step ends."""
+    ``held`` when the step ends, ``output`` when the next step has made another one."""
 
     passing: int = 0
     held: int = 0
+    output: int = 0
 
 
 class Model:
@@ -70,6 +71,7 @@ class Model:
         self.plans: list[int] = []
         self.peaks: list[int] = []
         self.records: list[bool] = []
+        self._output: tuple[int, int] | None = None  # address and bytes of what the caller holds
         self.sites = [calls.site() for _ in range(CALLS)]
         for site in self.sites:
             site.part, site.planner, site.has_budget = object(), self.plan, True
@@ -78,58 +80,67 @@ class Model:
             site.at_first = Choice((True,))
 
     def plan(self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes]) -> Following:
-        at = ("backward", CALLS - 1)
+        at = ("backward", len(sites) - 1)
         beside = max(seen.live_bytes.get(at, 0) + seen.gap_bytes.get(at, 0), 0) + seen.margin_bytes
         room = self.budget - beside // UNIT
-        num_kept = max(min(room // SAVED, CALLS), 0)
+        num_kept = max(min(room // SAVED, len(sites)), 0)
         if room < 0:
             warnings.warn(f"expected a budget of at least {beside // UNIT}", stacklevel=1)
         self.plans.append(num_kept * SAVED)
-        choices = [Choice((k >= num_kept,)) for k in range(CALLS)]
+        choices = [Choice((k >= num_kept,)) for k in range(len(sites))]
         return Following(
             tuple(map(weakref.ref, sites)),
             tuple(choices),
             budget_bytes=self.budget * UNIT,
             is_least=room < 0,
             spare_bytes=max(room - num_kept * SAVED, 0) * UNIT,
-            least=(Choice((True,)),) * CALLS,
-            costs_time=num_kept < CALLS,
+            least=(Choice((True,)),) * len(sites),
+            costs_time=num_kept < len(sites),
         )
 
-    def step(self, between: Step | None = None) -> int:
+    def step(self, between: Step | None = None, *, num_calls: int | None = None) -> int:
         """Returns the peak in units."""
         between = between or Step()
         memory, start = self.allocator, self.allocator.allocated
+        left = 0 if self._output is None else self._output[1]  # by the step before
         before, memory.peak_seen = memory.peak_seen, start
-        saved: list[tuple[Site, Tensor, int]] = []
-        for site in self.sites:
+        saved: list[tuple[Site, Tensor, int, int]] = []
+        for site in self.sites[:num_calls]:
             site.forward_begins([])
             followed = site.followed or Choice((True,))
             nbytes = 0 if followed.offload[0] else SAVED * UNIT
-            if nbytes:
-                memory.allocate(nbytes)
-            saved.append((site, torch.ones(1), nbytes))
+            address = memory.allocate(nbytes) if nbytes else 0
+            saved.append((site, torch.ones(1), nbytes, address))
             site.forward_ends(Group(), [saved[-1][1]])
         self.records.append(memory.events is not None)
-        if between.held:
-            memory.allocate(between.held * UNIT)
+        held = memory.allocate(between.held * UNIT) if between.held else 0
+        if between.output:
+            output = memory.allocate(between.output * UNIT)
+            self._let_go()
+            self._output = output, between.output * UNIT
         if between.passing:
             memory.pass_by(between.passing * UNIT)
-        kept = sum(n for _, _, n in saved) // UNIT
+        kept = sum(n for _, _, n, _ in saved) // UNIT
         if kept and self.error(kept):
             memory.pass_by(self.error(kept) * UNIT)
         while saved:
-            site, _, nbytes = saved.pop()
+            site, _, nbytes, address = saved.pop()
             site.backward_begins(Group(), [])
             if nbytes:
-                memory.free(nbytes)
+                memory.free(nbytes, address=address)
             site.backward_ends([])
         if between.held:
-            memory.free(between.held * UNIT)
-        peak = (memory.peak_seen - start) // UNIT
+            memory.free(between.held * UNIT, address=held)
+        peak = (memory.peak_seen - start + left) // UNIT
         memory.peak_seen = max(before, memory.peak_seen)
         self.peaks.append(peak)
         return peak
+
+    def _let_go(self) -> None:
+        if self._output is not None:
+            address, nbytes = self._output
+            self.allocator.free(nbytes, address=address)
+            self._output = None
 
     def steps(self, count: int, between: Step | None = None) -> list[int]:
         return [self.step(between) for _ in range(count)]
@@ -179,6 +190,16 @@ def test_eager_memory_that_grows_or_appears_late(world: World, first: int, more:
     assert max(found[2:]) <= 30
     assert found[-1] == 26 and model.plans[-1] == 10
     assert model.records[-4:] == [False] * 4
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_outputs_that_the_caller_holds_until_there_are_others(world: World, first: int) -> None:
+    """Logits of the step before: they are there when a step begins, and are not what is there for good."""
+    model = world.model(30)
+    model.steps(first, HEAD)
+    found = model.steps(9, Step(output=8))
+    assert max(found[3:]) <= 30
+    assert found[-1] == 26 and model.plans[-1] == 10, "twice the output, while both are there"
 
 
 def test_eager_memory_that_goes_away_is_used(world: World) -> None:
@@ -254,6 +275,18 @@ def test_an_evaluation_with_longer_batches_changes_nothing(world: World, high: i
     assert max(found[2:]) <= 30
 
 
+def test_steps_that_become_others_while_a_plan_is_made_again(world: World) -> None:
+    """They are recorded, and planned, as ever."""
+    model = world.model(30)
+    model.steps(4, HEAD)
+    model.step(Step(passing=16))
+    model.step(Step(passing=16))
+    for _ in range(3):
+        model.step(HEAD, num_calls=2)
+    found = [model.step(HEAD, num_calls=2) for _ in range(6)]
+    assert found[-1] == 25 and model.plans[-1] == 20
+
+
 def test_another_model_in_the_process(world: World) -> None:
     """Each has its own budget. What one has between its steps is nothing to the other."""
     one, other = world.model(30), world.model(50)
@@ -299,19 +332,20 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
 
 def test_bounds_of_a_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000), others_bytes=10)
-    watch.read(Memory(130, 1000, 3, 1, 5040))
+    watch.first_backward_begins(Memory(130, 1000, 3, 1, 5040))
     found = watch.end(Memory(105, 1000, 4, 3, 5070))
-    assert found == StepPeak(40, 80, 40, 70)
-    assert found.bounded_by(None) == 80 and not found.is_exact
+    assert found == StepPeak(40, 80, 40, 70, 10, 100)
+    assert found.most == 80 and not found.is_exact
     # One that allocated as much has no higher a peak, one that allocated less exceeds it by that.
-    assert found.bounded_by(StepPeak(45, 45, 40, 70)) == 45
-    assert found.bounded_by(StepPeak(45, 45, 40, 50)) == 65
-    assert found.bounded_by(StepPeak(45, 45, 20, 70)) == 65
+    assert found.bounded_by(StepPeak(45, 45, 40, 70, 10, 100)) == 45
+    assert found.bounded_by(StepPeak(45, 45, 40, 50, 10, 100)) == 65
+    assert found.bounded_by(StepPeak(45, 45, 20, 70, 10, 100)) == 65
+    assert found.bounded_by(StepPeak(45, 45, 40, 70, 10, 80)) == 65
 
 
 def test_an_exact_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000))
-    assert watch.end(Memory(100, 1200, 2, 2, 6100)) == StepPeak(1100, 1100, 0, 1100)
+    assert watch.end(Memory(100, 1200, 2, 2, 6100)) == StepPeak(1100, 1100, 0, 1100, 0, 100)
 
 
 @pytest.mark.parametrize("total", [0, 5000])

@@ -444,6 +444,8 @@ class StepCalls:
                 self._look(step)
                 self._watch(step, "forward", call.place, site.edges.outputs, results)
             self._read_end(step)
+            if self._hold is not None:
+                self._hold.forward_ended(step)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -573,7 +575,7 @@ class StepCalls:
         assert known is not None
         sites = [site for ref in known.sites if (site := ref()) is not None]
         if len(sites) < len(known.sites):
-            first.chains.known = None  # it was compiled anew
+            first.chains.forget_known()  # it was compiled anew
             return
         first.chains.begin_planning(chain)
         seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes)

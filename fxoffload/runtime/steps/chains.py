@@ -440,7 +440,13 @@ class Chains:
         chain.plan, chain.correction = plan, None
         self.may_prepare = self.may_prepare or (plan is not None and plan.prepare is not None)
         if plan is None:
-            self.known = None
+            self.forget_known()
+
+    def forget_known(self) -> None:
+        """What is known is of no use: steps are recorded anew, and no plan can be made again from it."""
+        self.known = None
+        for chain in self.all:
+            chain.correction, chain.margin_bytes = None, 0
 
     def correct(self, chain: SizedChain, plan: Following, excess_bytes: int) -> bool:
         """``plan``, that of ``chain``, is made again: from what one more step shows, which is run as the first ones
@@ -470,8 +476,8 @@ class Chains:
 
     def outgrown(self, chain: SizedChain) -> None:
         """The plan of ``chain`` was made for smaller calls than there are, which is known by now."""
-        chain.plan = None
-        chain.num_plans -= 1
+        chain.num_plans -= chain.plan is not None
+        chain.plan = chain.correction = None
         if self.known is not None:
             self.known.seen_first.pop(chain.sizes, None)  # it was seen in smaller calls
 
@@ -483,8 +489,9 @@ class Chains:
         chain.num_misses += 1
         if chain.num_misses < _MOST_MISSES:
             return False
-        chain.plan, chain.num_misses = None, 0
-        self.before = self.known = None
+        chain.plan, chain.num_misses, chain.correction = None, 0, None
+        self.before = None
+        self.forget_known()
         return True
 
     def follow_instead(self, follower: Follower, choices: tuple[Choice, ...], spare_bytes: int) -> None:

@@ -73,6 +73,7 @@ class HoldToBudget:
             history = self._history()
         known = first.chains.known
         others = known.seen_at(chain.sizes).others_bytes if step.was_planned and known is not None else 0
+        others = max(others, loop.others_bytes)
         step.peak_watch = PeakWatch(
             self._memory(), args, others_bytes=others, history=history, owns_history=not is_shared
         )
@@ -83,10 +84,15 @@ class HoldToBudget:
         if step.peak_watch is not None:
             step.peak_watch.second_call_begins()
 
+    def forward_ended(self, step: RunningStep) -> None:
+        """One of them."""
+        if step.peak_watch is not None and step.peak_watch.is_recorded:
+            step.peak_watch.forward_ended(self._memory())
+
     def first_backward_begins(self, step: RunningStep) -> None:
         """All forwards have ended."""
         if step.peak_watch is not None:
-            step.peak_watch.read(self._memory())
+            step.peak_watch.first_backward_begins(self._memory())
 
     def end(self, step: RunningStep) -> None:
         """The last call of a step that is what it was to be has returned."""

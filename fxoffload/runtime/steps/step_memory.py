@@ -35,8 +35,8 @@ class LiveBytes:
 
     Attributes:
         gap_times: those.
-        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``); once it has
-            ended.
+        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``, and
+            ``AllocatorHistory.carried_bytes``); once it has ended.
     """
 
     def __init__(
@@ -87,6 +87,9 @@ class LiveBytes:
             self.others_bytes = 0 if others is None else others.gone_bytes()
         except RuntimeError as error:
             log.info("what other streams have is not known: %s", error)
+        turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
+        if self._history is not None and turn is not None:
+            self.others_bytes += self._history.carried_bytes(turn.first, turn.last)
 
     def drop(self) -> None:
         """The step is not what it was to be: nothing that was not ended is looked at any more."""
