@@ -62,11 +62,12 @@ _RECORD_FUNCTION: Any = getattr(_PROFILER, "_RecordFunctionFast", torch.profiler
 
 class AllocatorEvent(NamedTuple):
     """One allocation, or one free that was asked for. ``nbytes``: as asked for, not as rounded. ``has_frames``: it was
-    recorded with a traceback."""
+    recorded with a traceback. ``address``: 0 where it is not known."""
 
     is_allocation: bool
     nbytes: int
     has_frames: bool
+    address: int = 0
 
 
 def records_allocator_events() -> bool:
@@ -92,7 +93,11 @@ def allocator_events() -> list[list[AllocatorEvent]]:
     """What was recorded of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
     kinds = {"alloc": True, "free_requested": False}
     return [
-        [AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames"))) for e in trace if e["action"] in kinds]
+        [
+            AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames")), e.get("addr", 0))
+            for e in trace
+            if e["action"] in kinds
+        ]
         for trace in torch.cuda.memory._snapshot().get("device_traces", [])
     ]
 

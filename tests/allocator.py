@@ -13,24 +13,29 @@ class Allocator:
     def __init__(self) -> None:
         self.allocated, self.peak = 5000, 10**9
         self.counts = [70, 60]
+        self.total = 10**12  # of all allocations
         self.events: list[AllocatorEvent] | None = None
-        self.stops = 0
+        self.stops = self.address = 0
 
     def read(self) -> Memory:
-        return Memory(self.allocated, self.peak, *self.counts)
+        return Memory(self.allocated, self.peak, *self.counts, self.total)
 
-    def allocate(self, nbytes: int, larger: int = 0) -> None:
-        self._note(True, nbytes, -(-nbytes // 512) * 512 + larger)
+    def allocate(self, nbytes: int, larger: int = 0) -> int:
+        """Returns the address."""
+        self.address += 1
+        self._note(True, nbytes, -(-nbytes // 512) * 512 + larger, self.address)
+        return self.address
 
-    def free(self, nbytes: int, larger: int = 0) -> None:
-        self._note(False, nbytes, -(-nbytes // 512) * 512 + larger)
+    def free(self, nbytes: int, larger: int = 0, address: int = 0) -> None:
+        self._note(False, nbytes, -(-nbytes // 512) * 512 + larger, address)
 
-    def _note(self, is_allocation: bool, nbytes: int, size: int) -> None:
+    def _note(self, is_allocation: bool, nbytes: int, size: int, address: int) -> None:
         self.allocated += size if is_allocation else -size
         self.peak = max(self.peak, self.allocated)
+        self.total += size * is_allocation
         self.counts[not is_allocation] += 1
         if self.events is not None:
-            self.events.append(AllocatorEvent(is_allocation, nbytes, False))
+            self.events.append(AllocatorEvent(is_allocation, nbytes, False, address))
 
     def history(self) -> AllocatorHistory:
         self.events = []
@@ -38,8 +43,7 @@ class Allocator:
 
     def pass_by(self, nbytes: int) -> None:
         """Allocated and freed."""
-        self.allocate(nbytes)
-        self.free(nbytes)
+        self.free(nbytes, address=self.allocate(nbytes))
 
     def stop(self) -> None:
         self.events = None

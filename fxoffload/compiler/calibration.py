@@ -39,6 +39,7 @@ class PlanAgain(ABC):
         limit_bytes: what of the goal's budget the schedule may take; None: all of it, or there is no budget.
 
     Attributes:
+        scheduler: by what was measured; before, that one.
         exceeded: whether the schedule that ran takes more than that, by what was measured.
         far_longer: whether steps take far longer than was thought, so that far more may move.
     """
@@ -52,6 +53,7 @@ class PlanAgain(ABC):
         self._goal = goal
         self._limit = goal.budget_bytes if limit_bytes is None else limit_bytes
         self.exceeded = self.far_longer = False
+        self.scheduler = scheduler
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
@@ -98,7 +100,7 @@ class PlanAgain(ABC):
         self.far_longer = baseline.step_ms > _FAR_LONGER * self._box.plan.baseline.step_ms
         anew = self.exceeded or self.far_longer
         host_bytes = self._scheduler.host_bytes if anew else now.simulation.bytes_offloaded
-        scheduler = self._scheduler.with_step(step, host_bytes, rates)
+        scheduler = self.scheduler = self._scheduler.with_step(step, host_bytes, rates)
         found = self._aim(scheduler, baseline)
         if found is not None and self._is_better(found, now, baseline) and self._has_room(found, now):
             log.info(
@@ -122,10 +124,14 @@ class PlanAgain(ABC):
             return
         if self._schedule.simulation.peak_bytes > limit:
             return  # that was known, and said, when it was planned
-        background.warn(
+        self.warn(
             f"by what was measured, the plan takes {format_bytes(now.simulation.peak_bytes + budget - limit)}, more "
             f"than the activation_budget of {format_bytes(budget)}, and no other choice of what to keep fits; raise it"
         )
+
+    def warn(self, message: str) -> None:
+        """The budget cannot be met."""
+        background.warn(message)
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
         if self._limit is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -216,6 +216,25 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
         )
 
 
+def with_actions(
+    decisions: Iterable[Decision], offload: Mapping[str, bool], step: TrainingStep, simulation: Simulation
+) -> tuple[Decision, ...]:
+    """``decisions`` where other candidates move. ``offload``: by name, of the candidates of ``step``."""
+    infos = {c.name: c for c in step.candidates}
+
+    def rows() -> Iterable[Row]:
+        for d in decisions:
+            for layer, name in zip(d.layers or ("",), d.names or (d.name,), strict=False):
+                row = Row(layer, name, d.producer, d.nbytes, d.action, d.reason)
+                if name in offload and d.action in ("keep", "offload"):
+                    info, go = infos[name], offload[name]
+                    reason = reason_of(go, info, simulation, is_input=info.is_input)
+                    row = replace(row, action="offload" if go else "keep", reason=reason)
+                yield row
+
+    return tuple(grouped(rows()))
+
+
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +257,13 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
             f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}. "
             "Return the loss alone, or compute it in chunks"
         )
-    inside = peak.peak_bytes - peak.live_bytes
+    if peak.outside_bytes > _FLOOR * peak.peak_bytes:
+        yield (
+            f"memory outside compiled graphs (an eager head or loss, FSDP's buffers): "
+            f"{format_bytes(peak.outside_bytes)} at the peak, in {peak.segment}. Compile the head and its loss, or "
+            "compute them in chunks"
+        )
+    inside = peak.peak_bytes - peak.live_bytes - peak.outside_bytes
     if inside > _FLOOR * peak.peak_bytes:
         yield (
             f"the working set of {peak.segment} in the {peak.phase}: {format_bytes(inside)} above what is live when it "

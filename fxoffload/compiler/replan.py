@@ -17,6 +17,7 @@ import torch
 
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
+from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
 from fxoffload.graphs import CompiledGraph
@@ -86,6 +87,11 @@ class Replan(Generic[_C]):
         """Nothing is measured or planned any more. Takes no lock: a finalizer may call it."""
         self._is_stopped = True
         self._calibration, self.clock = None, None
+
+    def hold(self, control: GraphBudget) -> None:
+        """``control`` holds the graph to its budget."""
+        if isinstance(self._calibration, Calibration):
+            self._calibration.control = control
 
     def poll(self) -> _C | None:
         """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
@@ -169,6 +175,9 @@ class Calibration(PlanAgain):
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
         pin: has so many more bytes of host memory ready: whether they are.
+
+    Attributes:
+        control: holds the graph to its budget; None: nothing does.
     """
 
     def __init__(
@@ -188,13 +197,17 @@ class Calibration(PlanAgain):
         self._order = order
         self._alike = alike
         self._pin = pin
+        self.control: GraphBudget | None = None
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
-        return step, scale(self._box.plan.baseline, ratio)
+        baseline = scale(self._box.plan.baseline, ratio)
+        if self.control is not None:
+            step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
+        return step, baseline
 
     def pin(self, found: Schedule, now: Schedule) -> bool:
         """See ``PlanAgain``."""
@@ -210,6 +223,8 @@ class Calibration(PlanAgain):
 
     def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
         """A graph has one recompute choice."""
+        if self.control is not None:
+            self.control.calibrated(self.scheduler, now)
         return now
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:

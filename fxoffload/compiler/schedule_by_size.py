@@ -118,12 +118,19 @@ class ScheduleBySize:
         self._choices: dict[Sizes, Choice] = {}
         self._lock = threading.Lock()
         self._warned = False
+        self._spare_bytes = 0
         # In its first call, a graph's kernels are tuned.
         self._tunes = plan.planned.first is not None
 
     def is_planned(self, args: Sequence[Any]) -> bool:
         """Whether the call with these arguments has the sizes of the plan."""
         return self._plan.sizes.told_by(args) == self._plan.sizes.hints
+
+    def leave(self, nbytes: int) -> None:
+        """From now on leave so many bytes of the budget free: steps took more than was thought."""
+        with self._lock:
+            self._spare_bytes = nbytes
+            self._choices.clear()
 
     def choice(self, args: Sequence[Any]) -> Choice | None:
         """For the call with these arguments, in the order of the graph's candidates; None: as planned."""
@@ -144,10 +151,10 @@ class ScheduleBySize:
 
     def _work_out(self, sizes: Sizes, rounded: Sizes) -> Choice:
         began = time.perf_counter()
-        schedule = self._plan.schedule(rounded)
+        schedule = self._plan.schedule(rounded, spare_bytes=self._spare_bytes)
         if schedule is None and rounded != sizes:
             rounded = sizes
-            schedule = self._plan.schedule(sizes)
+            schedule = self._plan.schedule(sizes, spare_bytes=self._spare_bytes)
         if schedule is None:
             schedule = self._plan.smallest(sizes)
             self._warn(sizes, schedule)
@@ -171,8 +178,9 @@ class ScheduleBySize:
         if self._warned or limit is None:
             return
         self._warned = True
+        peak = schedule.simulation.peak_bytes + self._spare_bytes
         warnings.warn(
-            f"a call of sizes {sizes} takes {format_bytes(schedule.simulation.peak_bytes)} whatever is offloaded, more "
+            f"a call of sizes {sizes} takes {format_bytes(peak)} whatever is offloaded, more "
             f"than the activation_budget of {format_bytes(limit)}; it runs with the least memory. Make the batch "
             "smaller, or raise the budget",
             stacklevel=2,

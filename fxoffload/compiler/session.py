@@ -36,6 +36,7 @@ from fxoffload._torch_compat import (
 from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
+from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
@@ -158,7 +159,9 @@ class CompileSession:
         self._must_offload = False  # a user's policy wants some value on the host
         self._sized: SizedPlan | None = None  # where sizes vary
         self._range: Range | None = None  # of them
+        self._limit_bytes: int | None = None  # of the budget, for what is planned
         self._plan_box: PlanBox | None = None
+        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
         self._goal = PlanGoal.of(
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -292,7 +295,7 @@ class CompileSession:
         found = plan_for_sizes(planning)
         if found is None:
             return None
-        self._sized, self._range = found.sized, found.range
+        self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
         self._plan_box = PlanBox(found.planned.plan)
         log.info("%s", found.planned.plan.summary)
         return found.planned
@@ -339,6 +342,7 @@ class CompileSession:
         own = self._plan_box
         if forward is None or site is None or (own is not None and self._goal.budget_bytes is None):
             return
+        site.has_budget = self._goal.budget_bytes is not None
         reason = self.why_no_tape()
         if own is not None and self._sized is not None:
             reason = reason or "its sizes vary from call to call"
@@ -364,7 +368,7 @@ class CompileSession:
             budget = self._goal.budget_bytes
 
             def join() -> None:
-                site.part, site.edges = found
+                site.part, site.edges, site.control = found[0], found[1], None
                 site.planner = plan_tape
                 site.may_follow, site.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
@@ -375,9 +379,9 @@ class CompileSession:
                 site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, join)
                 return
             join()
-            if self._goal.budget_bytes is not None:
-                # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can.
-                site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
+            # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
+            # also what says how much of the device is not the graphs': nothing is under way when a call begins.
+            site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
@@ -517,9 +521,32 @@ class CompileSession:
                 return is_there
 
             self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device, pin)
+        if planned is not None and self._goal.budget_bytes is not None:
+            site.control = self._control(graph, state, by_size)
+            if self._replan is not None:
+                self._replan.hold(site.control)
         return _when_ready(
             forward_callable(built.program, decide, self._hooks, clock, site, variants), self._builder.pending
         )
+
+    def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
+        """What holds a graph with a plan of its own to its budget."""
+        planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
+        assert planned is not None and box is not None and self._limit_bytes is not None
+        assert planned.draft.step is not None and planned.schedule is not None and planned.scheduler is not None
+        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        found = PlannedGraph(
+            graph,
+            box,
+            self._goal,
+            self._limit_bytes,
+            [place[c.name] for c in state.saved.candidates],
+            Choice(state.actions["auto"], no_windows(planned.draft.step)),
+            ignored=() if self._settled is None else (graph.planned,),
+            by_size=by_size,
+            pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
+        )
+        return GraphBudget(found, planned.scheduler, planned.schedule, in_background=self.device.type == "cuda")
 
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
         """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
@@ -611,10 +638,11 @@ class CompileSession:
         if is_backward:
             overwritten = take_donated_placeholders()
             run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
+            run = run if self._watched_graph is None else self._until_its_end(run, self._watched_graph)
         elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
-            run = self._watched(
-                run, PlannedAlone(self._plan_box.plan.predicted.peak_bytes, self._goal.budget_bytes, IS_PLAIN)
-            )
+            predicted = self._plan_box.plan.predicted.peak_bytes
+            self._watched_graph = PlannedAlone(predicted, self._goal.budget_bytes, IS_PLAIN)
+            run = self._watched(run, self._watched_graph)
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
@@ -637,6 +665,17 @@ class CompileSession:
             return results
 
         return boxed(forward)
+
+    def _until_its_end(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
+        """``run``, its backward."""
+        calls = engine_for(self.device).calls
+
+        def backward(args: list[Any]) -> Any:
+            results = run(args)
+            calls.plain_backward_ends(graph)
+            return results
+
+        return boxed(backward)
 
     def _give_up(self, error: Exception) -> None:
         """Raise, or go on with plain Inductor where the user asked for it."""

@@ -57,14 +57,12 @@ class SizedGraph:
         forward: as compiled.
         backward: as compiled.
         movables: of the forward.
-        warned: of what its plans have warned.
     """
 
     sizes: BatchSizes
     forward: ForwardState
     backward: BackwardState
     movables: tuple[Movable, ...]
-    warned: set[str] = field(default_factory=set)
 
     def step_at(self, sizes: Sizes, rates: ProfileRates) -> TrainingStep:
         """One forward and backward of calls of these sizes."""
@@ -85,6 +83,7 @@ class Part:
         recipe: makes variants of the graph that compute more again; None: there are none.
         sized: the graph, where its sizes vary; None: they do not.
         sizes: that ``step`` is of; empty: those that the graph was compiled for.
+        warned: what plans that begin here have warned of.
     """
 
     graph: CompiledGraph
@@ -95,6 +94,7 @@ class Part:
     recipe: Recipe | None = None
     sized: SizedGraph | None = None
     sizes: Sizes = ()
+    warned: set[str] = field(default_factory=set, compare=False)
 
     def at(self, sizes: Sizes) -> Part:
         """The same for calls of these sizes; as it is where none vary."""

@@ -27,7 +27,7 @@ from fxoffload.compiler.tape_parts import Part, parts_at
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
 from fxoffload.compiler.tape_replan import replan_for_tape
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.planner.beside import beside_of_larger, beside_when_calls_begin
+from fxoffload.planner.beside import beside_of_larger, beside_when_calls_begin, raised
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, with_turn
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import Decision, Plan, Prediction
@@ -39,9 +39,10 @@ from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
+from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.steps.chains import Following, Seen, volume_of
+from fxoffload.runtime.steps.chains import Follower, Following, Seen, volume_of
 from fxoffload.runtime.steps.held import Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
@@ -104,9 +105,9 @@ class TapePlanning:
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
         numbers: per call, that of its variant; once it is to be followed.
-        others_bytes: as of ``Seen``.
-        beside: what is known to be on the device beside the graphs: from the steps before the plan, then from those
-            that were measured.
+        others_bytes, margin_bytes: as of ``Seen``.
+        beside: what is known to be on the device beside the graphs, with the margin: from the steps before the plan,
+            then from those that were measured.
         forward_ms: of each call: an estimate, until steps were measured.
         paced: per call, whether its forward is, by the latest ``choices``.
     """
@@ -121,6 +122,7 @@ class TapePlanning:
         self.parts = parts
         self.sizes = tuple(sizes)
         self.others_bytes = seen.others_bytes
+        self.margin_bytes = seen.margin_bytes
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
         goal = parts[0].goal
         self.goal, self.rates, self.device, self.budgets = goal.goal, parts[0].rates, goal.device, goal.budgets
@@ -134,13 +136,16 @@ class TapePlanning:
         self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
         self.beside = BESIDE_NOTHING
-        if self.goal.budget_bytes is not None and seen.live_bytes:
-            self.ways.beside = self.beside = self._beside(seen, written)
-            self.option = self.compiled = self.ways.as_compiled()
+        if seen.live_bytes:
+            self.beside = self._beside(seen, written)
+        self.ways.beside = self.beside = self.with_margin(self.beside)
+        self.ways.gap_ms = self._gap_ms(seen)
+        self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
         self.baseline: Simulation = self.compiled.scheduler.keep_all()
         self.numbers = [0] * len(parts)
         self.summary = ""
+        self._least: dict[int, tuple[TapeOption, Schedule]] = {}  # by the option's id, which it keeps alive
 
     @property
     def limit_bytes(self) -> int | None:
@@ -165,8 +170,8 @@ class TapePlanning:
         return f", sizes {', '.join(map(str, first))}" if first else ""
 
     def warn(self, kind: str, text: str) -> None:
-        """Once, whatever the sizes are."""
-        warned = next((p.sized.warned for p in self.parts if p.sized is not None), set[str]())
+        """Once, whatever the sizes are, and however often the chain is planned."""
+        warned = self.parts[0].warned
         if kind not in warned:
             warned.add(kind)
             background.warn(text)
@@ -212,6 +217,20 @@ class TapePlanning:
             return found[1]
         return beside_of_larger(size, found, None if seen.other is None else at(seen.other))
 
+    def with_margin(self, beside: Beside) -> Beside:
+        """``beside``, and what steps took beyond what earlier plans of this chain said: nobody knows where."""
+        return raised(beside, self.margin_bytes, len(self.parts))
+
+    def without_margin(self, beside: Beside) -> Beside:
+        """The reverse."""
+        return raised(beside, -self.margin_bytes, len(self.parts))
+
+    def _gap_ms(self, seen: Seen) -> dict[str, float]:
+        """Time between the calls, by the empty segment that stands there."""
+        scale = volume_of(self.sizes) / seen.volume if self.sizes and seen.volume else 1.0
+        last = len(self.parts) - 1
+        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
+
     def _seen_beside(self, compiled: TapeOption, seen: Seen) -> Beside:
         """What was there in the first steps under a budget (``Site.at_first``)."""
         chain = compiled.chain
@@ -248,7 +267,7 @@ class TapePlanning:
             spare = 0
             found = self._take(TapeAim(limit_bytes=limit))
         if found is None:
-            found = self.option.scheduler.smallest()
+            found = self._smallest(self.option)
             least = found.simulation.peak_bytes + budget - limit
             self.warn(
                 "least",
@@ -330,10 +349,9 @@ class TapePlanning:
         graphs run as they were compiled."""
         wanted = [(p.recipe, v) for p, v in zip(self.parts, self.option.variants, strict=True)]
         self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
-        choices = self.choices(schedule)
-        follower = replan_for_tape(self, schedule, sites, box)
+        found = self._following(sites, schedule, box, follower=replan_for_tape(self, schedule, sites, box))
         if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
-            return Following(sites, choices, box, follower=follower, sizes=self.sizes)
+            return found
 
         def prepare() -> None:
             began = time.perf_counter()
@@ -346,9 +364,43 @@ class TapePlanning:
             self.option, self.numbers = self.compiled, [0] * len(self.parts)
             instead = self.compiled.schedule or self.compiled.scheduler.smallest()
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
-            return Following(sites, self.choices(instead), PlanBox(self.describe(instead)), sizes=self.sizes)
+            return self._following(sites, instead, PlanBox(self.describe(instead)))
 
-        return Following(sites, choices, box, prepare=prepare, otherwise=otherwise, follower=follower, sizes=self.sizes)
+        return replace(found, prepare=prepare, otherwise=otherwise, tunes=True)
+
+    def _following(
+        self,
+        sites: tuple[weakref.ref[Site], ...],
+        schedule: Schedule,
+        box: PlanBox,
+        *,
+        follower: Follower | None = None,
+    ) -> Following:
+        """With what holds it to its budget."""
+        budget, limit = self.goal.budget_bytes, self.limit_bytes
+        least = () if budget is None else self.choices(self._smallest(self.option))
+        return Following(
+            sites,
+            self.choices(schedule),
+            box,
+            follower=follower,
+            sizes=self.sizes,
+            budget_bytes=budget,
+            is_least=limit is not None and schedule.simulation.peak_bytes > limit,
+            spare_bytes=self.spare_of(schedule),
+            least=least,
+            costs_time=any(schedule.offload) or any(self.numbers),
+        )
+
+    def spare_of(self, schedule: Schedule) -> int:
+        """What a schedule leaves of the budget."""
+        return 0 if self.limit_bytes is None else max(self.limit_bytes - schedule.simulation.peak_bytes, 0)
+
+    def _smallest(self, option: TapeOption) -> Schedule:
+        """The least peak of an option."""
+        if id(option) not in self._least:
+            self._least[id(option)] = option, option.scheduler.smallest()
+        return self._least[id(option)][1]
 
     def run_instead(self, variants: Variants, summary: str) -> None:
         """Calls run other variants that are compiled."""
@@ -395,7 +447,7 @@ class TapePlanning:
         """The plan to show."""
         # The first of the others computes all again that may be.
         tried = (self.compiled, self.option, *self.others[:1])
-        smallest = {id(o): o.scheduler.smallest().simulation.peak_bytes for o in tried}
+        smallest = {id(o): self._smallest(o).simulation.peak_bytes for o in tried}
         return Plan(
             graph=-1,
             label=f"a step {self._over}",

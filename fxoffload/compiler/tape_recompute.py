@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxoffload.compiler.recipe import Points, Recipe, VariantDraft
+from fxoffload.compiler.replan import measured_step
 from fxoffload.planner import solve
-from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate
+from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate, with_turn
 from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.clocks.chain_clock import TURN
+from fxoffload.runtime.clocks.segment_readings import PHASES
 from fxoffload.runtime.steps.held import Edges, Held
 
 log = logging.getLogger(__name__)
@@ -139,6 +142,7 @@ class TapeRecompute:
     Attributes:
         calls, held: those.
         beside: what runs beside the graphs of every option.
+        gap_ms: time between the calls, by the empty segment that stands there; empty where it is not known.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class TapeRecompute:
         self._rates = rates
         self._host_bytes = host_bytes
         self.beside: Beside = BESIDE_NOTHING
+        self.gap_ms: Mapping[str, float] = {}
         self._kinds = [id(c.recipe or c.step) for c in self.calls]
         self._of_variants: dict[tuple[int, VariantDraft], TrainingStep] = {}
         self._estimates_of: dict[tuple[int, VariantDraft], TrainingStep] = {}
@@ -302,7 +307,10 @@ class TapeRecompute:
             members = [(k, n) for k, n in members if n in known[k]]
             if members:
                 held.append(replace(item, members=tuple(members)))
-        return concatenate(steps, held).with_beside(self.beside)
+        chain = concatenate(steps, held)
+        if self.gap_ms or TURN in dict(self.beside.gaps):
+            chain = chain.with_step(measured_step(with_turn(chain.step), dict.fromkeys(PHASES, self.gap_ms)))
+        return chain.with_beside(self.beside)
 
 
 def no_faster_forward(variant: TrainingStep, compiled: TrainingStep) -> TrainingStep:

@@ -165,7 +165,10 @@ class TapeCalibration(PlanAgain):
         compiled = compiled.with_step(measured_step(with_turn(compiled.step), times))
         rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows
         graphs = simulate(ran.step, offload, copies=rates, windows=windows)
-        beside = self._planning.beside = beside_segments(ran, graphs, readings, self._planning.beside)
+        planning = self._planning
+        beside = planning.beside = planning.with_margin(
+            beside_segments(ran, graphs, readings, planning.without_margin(planning.beside))
+        )
         self._found = MeasuredChain(ms, sizes, beside)
         self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
@@ -194,7 +197,12 @@ class TapeCalibration(PlanAgain):
         """See ``PlanAgain``."""
         first, follower = self._first(), self.follower()
         if first is not None and follower is not None:
-            first.calls.follow_instead(first, follower, self._planning.choices(found))
+            planning = self._planning
+            first.calls.follow_instead(first, follower, planning.choices(found), planning.spare_of(found))
+
+    def warn(self, message: str) -> None:
+        """See ``PlanAgain``. Once, with what the chain's other plans have warned of."""
+        self._planning.warn("least", message)
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """See ``PlanAgain``."""

@@ -56,6 +56,16 @@ def beside_when_calls_begin(
     return Beside(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
 
 
+def raised(beside: Beside, nbytes: int, num_calls: int) -> Beside:
+    """``beside`` with so many bytes more, wherever they may be."""
+    if not nbytes:
+        return beside
+    calls = beside.calls or ((0,) * num_calls,) * len(PHASES)
+    return Beside(
+        tuple(tuple(n + nbytes for n in row) for row in calls), tuple((name, n + nbytes) for name, n in beside.gaps)
+    )
+
+
 def beside_of_larger(size: int, seen: tuple[int, Beside], other: tuple[int, Beside] | None) -> Beside:
     """What runs beside calls that are larger than those that were seen.
 

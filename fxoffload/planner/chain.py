@@ -91,7 +91,7 @@ class Chain:
             return self
         more, less = self._by_segment(beside), self._by_segment(self.beside)
         first = self.step.backward[0]
-        at_turn = 0 if any(s.name == TURN for s in self.step.forward) else dict(beside.gaps).get(TURN, 0)
+        at_turn = 0 if _has_turn(self.step) else dict(beside.gaps).get(TURN, 0)
         own = first.temp_bytes - self.turn_bytes - less.get(("backward", first.name), 0)
         turn_bytes = max(at_turn - own - more.get(("backward", first.name), 0), 0)
 
@@ -99,7 +99,13 @@ class Chain:
             by = {s.name: more.get((phase, s.name), 0) - less.get((phase, s.name), 0) for s in segments}
             if phase == "backward":
                 by[first.name] += turn_bytes - self.turn_bytes
-            return tuple(replace(s, temp_bytes=s.temp_bytes + by[s.name]) for s in segments)
+
+            def with_more(segment: SegmentStep) -> SegmentStep:
+                nbytes = by[segment.name]
+                outside = segment.outside_bytes + nbytes
+                return replace(segment, temp_bytes=segment.temp_bytes + nbytes, outside_bytes=outside)
+
+            return tuple(map(with_more, segments))
 
         step = replace(
             self.step,
@@ -120,8 +126,14 @@ class Chain:
 
 def with_turn(step: TrainingStep) -> TrainingStep:
     """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
-    meanwhile; nothing is released, and all positions stay."""
-    return replace(step, forward=(*step.forward, SegmentStep(TURN)))
+    meanwhile; nothing is released, and all positions stay. As it is where it has one."""
+    if _has_turn(step):
+        return step
+    return replace(step, forward=(*step.forward, SegmentStep(TURN, is_outside=True)))
+
+
+def _has_turn(step: TrainingStep) -> bool:
+    return any(s.name == TURN for s in step.forward)
 
 
 def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:
@@ -298,13 +310,13 @@ class _Builder:
         releases: list[int] = []
         end = self.backward[0] + len(self.calls[0].backward)
         for k, step in enumerate(self.calls):
-            forward.append(SegmentStep(entry_of("forward", k)))
+            forward.append(SegmentStep(entry_of("forward", k), is_outside=True))
             forward.extend(self._named(k, s) for s in step.forward)
             releases.extend(self.forward[k] + i for i, found in enumerate(self.programs[k].releases) if found)
         for k in range(len(self.calls) - 1, -1, -1):
             step, offset = self.calls[k], self.backward[k]
             if offset:
-                backward.append(SegmentStep(entry_of("backward", k)))
+                backward.append(SegmentStep(entry_of("backward", k), is_outside=True))
             backward.extend(self._named(k, s) for s in step.backward)
             for take in self._takes(k):
                 name = self.names[k, take.storage]

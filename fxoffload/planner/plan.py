@@ -81,6 +81,9 @@ class Prediction:
         bytes_offloaded: copied to the host.
         peak_phase: "forward" or "backward".
         peak_segment: name of the segment in which the peak is.
+        outside_bytes: most bytes that eager code and FSDP have at a time beside the compiled graphs, as far as is
+            known: a head and a loss in eager, gathered parameters. Part of the peak where they are at it.
+        outside_ms: time between the calls of compiled graphs. Part of the step's.
     """
 
     peak_bytes: int
@@ -92,6 +95,8 @@ class Prediction:
     bytes_offloaded: int
     peak_phase: str
     peak_segment: str
+    outside_bytes: int = 0
+    outside_ms: float = 0.0
 
     @staticmethod
     def of(simulation: Simulation) -> Prediction:
@@ -106,6 +111,8 @@ class Prediction:
             bytes_offloaded=simulation.bytes_offloaded,
             peak_phase=simulation.peak_phase,
             peak_segment=simulation.peak_segment,
+            outside_bytes=simulation.outside_bytes,
+            outside_ms=simulation.outside_ms,
         )
 
 

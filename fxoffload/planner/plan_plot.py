@@ -67,6 +67,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         ("on their way to the host", "tab:orange", [b.in_flight_bytes for b in plan.boundaries]),
         ("reloaded ahead", "tab:green", [b.ahead_bytes for b in plan.boundaries]),
         ("gradients", "tab:purple", [b.gradient_bytes for b in plan.boundaries]),
+        ("outside compiled graphs", "tab:brown", [b.outside_bytes for b in plan.boundaries]),
     )
     for label, color, nbytes in parts:
         if any(nbytes):

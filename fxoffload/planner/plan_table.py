@@ -153,6 +153,9 @@ def _costs(plan: Plan) -> str:
 
 
 def _cost(unit: Unit, found: Prediction, base: Prediction | None) -> dict[str, str]:
+    outside = {}
+    if found.outside_bytes or found.outside_ms:
+        outside = {"outside compiled graphs": f"{unit.with_name(found.outside_bytes)}, {found.outside_ms:.1f} ms"}
     return {
         f"peak {unit.name}": unit.show(found.peak_bytes),
         "of plain Inductor's": _share(found.peak_bytes, base),
@@ -161,6 +164,7 @@ def _cost(unit: Unit, found: Prediction, base: Prediction | None) -> dict[str, s
         "slowdown": _slowdown(found.step_ms, base),
         "forward ms": f"{found.forward_ms:.1f}",
         "backward ms": f"{found.backward_ms:.1f}",
+        **outside,
         "exposed copy ms": f"{found.exposed_ms:.1f}",
         f"offloaded {unit.name}": unit.show(found.bytes_offloaded),
     }

@@ -51,6 +51,7 @@ class Boundary(NamedTuple):
         gradient_bytes: what the backward has made and will return.
         peak_bytes: the most while it runs.
         after_bytes: everything, right behind the call.
+        outside_bytes: what eager code and FSDP have while it runs, beside the compiled graphs.
     """
 
     phase: Literal["forward", "backward"]
@@ -64,6 +65,7 @@ class Boundary(NamedTuple):
     gradient_bytes: int
     peak_bytes: int
     after_bytes: int
+    outside_bytes: int = 0
 
 
 class Event(NamedTuple):
@@ -95,6 +97,7 @@ class Simulation:
         bytes_kept_for_backward: decided to move, but left on the device: the backward begins with them.
         num_prefetch_misses: reloads that nobody had asked for when they were needed.
         boundaries: one per call of a segment, in order.
+        outside_ms: time between the calls of compiled graphs.
     """
 
     peak_bytes: int
@@ -111,6 +114,12 @@ class Simulation:
     num_prefetch_misses: int
     boundaries: tuple[Boundary, ...]
     _recording: _Recording = field(repr=False, compare=False)
+    outside_ms: float = 0.0
+
+    @property
+    def outside_bytes(self) -> int:
+        """Most bytes that eager code and FSDP have at a time, beside the compiled graphs."""
+        return max((b.outside_bytes for b in self.boundaries), default=0)
 
     @property
     def step_ms(self) -> float:
@@ -215,7 +224,7 @@ class _Run:
         self.ahead_bytes = 0
         self.reclaimed_bytes = 0
         self.offloaded = self.reloaded = self.reclaimed = self.kept_for_backward = self.misses = 0
-        self.forward_ms = 0.0
+        self.forward_ms = self.outside_ms = 0.0
         self.boundaries: list[Boundary] = []
         self.peak = self.peak_without_gradients = 0
         self.peak_at: tuple[str, str] = ("", "")
@@ -247,6 +256,7 @@ class _Run:
         program = self.program
         begin = self.now
         self.now = begin + segment.ms
+        self.outside_ms += segment.ms * segment.is_outside
         before = program.fixed_before[at] + self.saved
         after = program.fixed_after[at] + saved_after
         gradients = program.gradients_before[at]
@@ -270,6 +280,7 @@ class _Run:
                 gradients,
                 peak,
                 after,
+                segment.outside_bytes,
             )
         )
         self.saved = saved_after
@@ -451,4 +462,5 @@ class _Run:
             num_prefetch_misses=self.misses,
             boundaries=tuple(self.boundaries),
             _recording=self.recording,
+            outside_ms=self.outside_ms,
         )

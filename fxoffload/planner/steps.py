@@ -75,6 +75,8 @@ class SegmentStep:
         writes: names of the storages that hold its outputs. The first writer allocates.
         temp_bytes: the most that is allocated inside it above what is live when it begins, its outputs included and
             what dies inside it deducted; 0 where unknown.
+        outside_bytes: the part of them that eager code and FSDP have.
+        is_outside: whether no graph runs in it: eager code and FSDP do.
     """
 
     name: str
@@ -83,6 +85,8 @@ class SegmentStep:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     temp_bytes: int = 0
+    outside_bytes: int = 0
+    is_outside: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from fxoffload.errors import ModifiedInputError
 from fxoffload.reset import on_reset
 from fxoffload.runtime.clocks.allocator_history import cuda_history
 from fxoffload.runtime.clocks.allocator_trace import cuda_memory
+from fxoffload.runtime.clocks.stream_events import cuda_events
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
@@ -118,6 +119,7 @@ class CopyEngine:
             history=cuda_history(device) if on_gpu else None,
             others=others_watch(device) if on_gpu else None,
             trim=HostTrim(self),
+            events=cuda_events(device) if on_gpu else None,
         )
         self.on_drop: Callable[[Tensor], None] | None = None
         self._lock = ForkSafeRLock()

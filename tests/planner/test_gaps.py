@@ -431,6 +431,9 @@ class Recorded(Rehearsed):
         self.ended += read and self.is_open
         self.is_open = False
 
+    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
+        return 0
+
     def peak_between(self, first: Memory, last: Memory) -> int:
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 
@@ -516,12 +519,12 @@ def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequenc
     assert found.ended == 1 and the_plan().calibrated is None
 
 
-def test_without_a_budget_there_is_no_record() -> None:
-    """Nothing that it could say is asked for."""
+def test_without_a_budget_there_is_one_record_too() -> None:
+    """A gain is stated for the step."""
     found = Recorded(1000, at_turn=True)
     with recording(found):
         recorded(found.model, steps=4, max_slowdown=0.5)
-    assert found.begun == 0
+    assert found.begun == found.ended == 1
 
 
 def test_without_a_segment_for_the_turn_the_first_backward_has_room_for_it() -> None:

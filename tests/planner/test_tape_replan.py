@@ -914,6 +914,7 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     class Again(TapeCalibration):
         def __init__(self) -> None:
             PlanAgain.__init__(self, SimpleNamespace(simulation=simulation), None, None, goal, limit)  # type: ignore[arg-type]
+            self._planning: Any = SimpleNamespace(warn=lambda kind, text: warnings.warn(text, stacklevel=2))
 
     too_much: Any = SimpleNamespace(simulation=SimpleNamespace(peak_bytes=limit + (1 << 20), step_ms=1.0))
     with pytest.warns(UserWarning, match=r"takes 165.* more than the activation_budget of 164"):

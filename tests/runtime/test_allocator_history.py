@@ -133,7 +133,10 @@ class Torch:
 
     def stats(self, index: int) -> Any:
         assert index == 1
-        return {"allocated_bytes": {"all": {"current": 100, "peak": 900}}, "allocation": {"all": dict(self.counts)}}
+        return {
+            "allocated_bytes": {"all": {"current": 100, "peak": 900, "allocated": 0}},
+            "allocation": {"all": dict(self.counts)},
+        }
 
 
 def test_torch_records_without_tracebacks_and_only_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +205,39 @@ def test_what_cannot_be_begun_is_none(monkeypatch: pytest.MonkeyPatch, broken: s
 def test_allocators_that_record_nothing(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     assert cuda_history(DEVICE) is None
+
+
+# -- what one step leaves to the next ----------------------------------------------------------------------------------
+
+
+def test_outputs_of_the_step_before_are_carried() -> None:
+    """Freed when the forwards have ended, with as large a block that stays: logits. Not ``.grad`` tensors that are
+    dropped there and come again in the backward, and nothing that goes at another time."""
+    allocator = Allocator()
+    logits, grad, early, late = (allocator.allocate(n) for n in (5000, 3000, 2000, 2500))
+    history = allocator.history()
+    allocator.allocate(2000)
+    allocator.allocate(2500)
+    allocator.free(2000, address=early)
+    turn_begin = allocator.read()
+    allocator.allocate(5000)
+    allocator.pass_by(3000)
+    allocator.free(5000, address=logits)
+    allocator.free(3000, address=grad)
+    turn_end = allocator.read()
+    allocator.allocate(3000)
+    allocator.free(2500, address=late)
+    history.end()
+    assert history.carried_bytes(turn_begin, turn_end) == 5120
+    assert history.carried_bytes(allocator.read(), turn_end) == 0
+    assert history.carried_bytes(Memory(0, 0), turn_end) == 0
+
+
+def test_without_addresses_nothing_is_known_to_be_carried() -> None:
+    allocator = Allocator()
+    history = allocator.history()
+    turn_begin = allocator.read()
+    allocator.allocate(5000)
+    allocator.free(5000)
+    history.end()
+    assert history.carried_bytes(turn_begin, allocator.read()) == 0

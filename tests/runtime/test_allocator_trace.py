@@ -22,7 +22,7 @@ def test_the_allocator_is_read_by_its_nested_statistics(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     read = cuda_memory(torch.device("cuda", 1))
     assert read is not None
-    assert read() == Memory(allocated=3, peak=7, num_allocations=5, num_frees=4)
+    assert read() == Memory(allocated=3, peak=7, num_allocations=5, num_frees=4, total=9)
     assert asked == [1]
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert cuda_memory(torch.device("cuda", 1)) is None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -65,6 +66,7 @@ class AllocatorHistory:
         self._first = first
         self._live: list[int] = []  # behind each event, above what there was at first
         self._num_allocations: list[int] = []  # likewise
+        self._taken: list[AllocatorEvent] = []
 
     def end(self, *, read: bool = True) -> None:
         """Record nothing more. ``read``: what was recorded is to be asked for. Never raises."""
@@ -93,9 +95,10 @@ class AllocatorHistory:
         if found != (last.num_allocations, last.num_frees):
             log.info("the record of the allocator does not hold what was counted")  # too many, or other threads'
             return
-        sizes = (s * -(-e.nbytes // _GRAIN_BYTES) * _GRAIN_BYTES for s, e in zip(signs, events, strict=True))
+        sizes = (s * _rounded(e.nbytes) for s, e in zip(signs, events, strict=True))
         self._live = [0, *accumulate(sizes)]
         self._num_allocations = allocations
+        self._taken = events
 
     def peak_between(self, first: Memory, last: Memory) -> int | None:
         """Most bytes allocated between two reads, as ``Memory.allocated``; None where that is not known. What blocks
@@ -107,6 +110,28 @@ class AllocatorHistory:
         larger = max(last.allocated - base - self._live[end], 0)
         return max(base + max(self._live[begin : end + 1]) + larger, first.allocated, last.allocated)
 
+    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
+        """What a step was left by the one before, and leaves to the next: outputs that the caller holds until a forward
+        has made others. They are freed between the last forward and the first backward, and as large a block that
+        was allocated before stays. ``.grad`` tensors that are dropped there come again later, in the backward.
+
+        Args:
+            turn_begin: when the last forward has ended.
+            turn_end: when the first backward begins.
+        """
+        begin, end = self._place_of(turn_begin), self._place_of(turn_end)
+        if begin is None or end is None or not all(e.address for e in self._taken):
+            return 0
+        made: dict[int, tuple[int, int]] = {}  # address -> bytes, place
+        found: Counter[int] = Counter()
+        for i, event in enumerate(self._taken):
+            if event.is_allocation:
+                made[event.address] = event.nbytes, i
+            elif made.pop(event.address, None) is None and begin <= i < end:
+                found[event.nbytes] += 1
+        stays = Counter(nbytes for nbytes, i in made.values() if i < end)
+        return sum(min(n, stays[nbytes]) * _rounded(nbytes) for nbytes, n in found.items())
+
     def _place_of(self, memory: Memory) -> int | None:
         """How many events there were when it was read."""
         allocations = memory.num_allocations - self._first.num_allocations
@@ -114,6 +139,10 @@ class AllocatorHistory:
         if not 0 <= place < len(self._live) or self._num_allocations[place] != allocations:
             return None
         return place
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
 def cuda_history(device: torch.device) -> Callable[[], AllocatorHistory | None] | None:

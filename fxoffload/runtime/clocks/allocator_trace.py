@@ -24,12 +24,14 @@ _ALLOCATORS = ("native", "cudaMallocAsync")
 
 
 class Memory(NamedTuple):
-    """What the allocator says: bytes, and how many allocations and frees there have been."""
+    """What the allocator says: bytes, how many allocations and frees there have been, and the bytes of all allocations
+    since the process began (0 where they are not counted)."""
 
     allocated: int
     peak: int
     num_allocations: int = 0
     num_frees: int = 0
+    total: int = 0
 
 
 def cuda_memory(device: torch.device) -> Callable[[], Memory] | None:
@@ -42,7 +44,7 @@ def cuda_memory(device: torch.device) -> Callable[[], Memory] | None:
         # ``memory_allocated()`` and its like flatten and sort all statistics on every call.
         found = torch.cuda.memory_stats_as_nested_dict(index)
         nbytes, events = found["allocated_bytes"]["all"], found["allocation"]["all"]
-        return Memory(nbytes["current"], nbytes["peak"], events["allocated"], events["freed"])
+        return Memory(nbytes["current"], nbytes["peak"], events["allocated"], events["freed"], nbytes["allocated"])
 
     return read
 

@@ -73,6 +73,9 @@ class StepRecording:
         only_gaps: whether nothing counts but ``gap_peaks``: something may be compiled in its calls.
         left_bytes: of what is there when it begins, so much is its all the same, beside what it is ``given``.
         history: of the allocator's events, begun with the step. Ended with its last call.
+
+    Attributes:
+        only_gaps, history: those.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class StepRecording:
         history: AllocatorHistory | None = None,
     ) -> None:
         self.only_gaps = only_gaps
-        self._history = history
+        self.history = history
         self._sources = sources
         self._num_calls = num_calls
         self._ended = ended
@@ -128,8 +131,8 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
-        if self._history is not None and self._num_ended == 2 * self._num_calls:
-            self._history.end()
+        if self.history is not None and self._num_ended == 2 * self._num_calls:
+            self.history.end()
         if not counts and not self.only_gaps:
             self.drop()
 
@@ -143,8 +146,8 @@ class StepRecording:
     def drop(self) -> None:
         """It does not count."""
         self._dropped = True
-        if self._history is not None:
-            self._history.end(read=False)
+        if self.history is not None:
+            self.history.end(read=False)
         for recorder in self._recorders[: self._num_ended]:
             recorder.release()
         self._recorders, self._num_ended = [], 0
@@ -179,7 +182,7 @@ class StepRecording:
         turn, found = self._num_calls, {}
         for at, recorder in enumerate(self._recorders[1:], 1):
             call = at if at < turn else 2 * turn - 1 - at
-            peak = recorder.gap_peak(self._history)
+            peak = recorder.gap_peak(self.history)
             name = TURN if at == turn else entry_of(recorder.phase, call)
             found[name] = None if peak is None else peak + self._left_bytes
         return found

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fxoffload._torch_compat import StorageRef
+from fxoffload.runtime.steps.budget_loop import BudgetLoop
 from fxoffload.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -32,12 +33,33 @@ class PlannedAlone:
         budget_bytes: that it was made for.
         join: lets the graph be part of a plan for the whole step; or why it cannot be.
         is_done: whether it was asked to join, or somebody was told.
+        loop: judges its steps where it is plain Inductor's.
+        has_exceeded: whether somebody was told that they exceed the budget.
     """
 
     peak_bytes: int
     budget_bytes: int
     join: Callable[[], None] | str
     is_done: bool = False
+    loop: BudgetLoop = field(init=False)
+    has_exceeded: bool = False
+
+    def __post_init__(self) -> None:
+        self.loop = BudgetLoop(self.budget_bytes, num_skipped=1)
+
+    def exceeded(self, peak_bytes: int) -> None:
+        """A step of it, alone, took so much. It cannot be corrected: somebody is told, once."""
+        if self.has_exceeded:
+            return
+        self.has_exceeded = True
+        planned = max(self.budget_bytes - max(peak_bytes - self.peak_bytes, 0), 1)
+        warnings.warn(
+            f"expected steps within the activation_budget of {format_bytes(self.budget_bytes)}, found one that took "
+            f"{format_bytes(peak_bytes)}: its graph was compiled as plain Inductor does, since it was predicted to "
+            f"take {format_bytes(self.peak_bytes)}. activation_budget={peak_bytes} is met as it is; "
+            f"activation_budget={planned} has it planned to stay within {format_bytes(self.budget_bytes)}",
+            stacklevel=2,
+        )
 
     def together(self) -> None:
         """It runs in one step with others: it is planned with them, or somebody is told that it cannot be. Once."""

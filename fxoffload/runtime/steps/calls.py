@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,9 @@ from fxoffload.runtime import background
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.call_recorder import Recorder
+from fxoffload.runtime.clocks.gap_times import GapTimes
 from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.runtime.clocks.stream_events import EventSource
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.steps.alone import PlainCalls, PlannedAlone, plan_together
 from fxoffload.runtime.steps.chains import (
@@ -52,6 +54,7 @@ from fxoffload.runtime.steps.chains import (
     Sizes,
 )
 from fxoffload.runtime.steps.held import CallAt, Edges, Moment
+from fxoffload.runtime.steps.hold_to_budget import BudgetControl, HoldToBudget
 from fxoffload.runtime.steps.lent import OnOtherStreams
 from fxoffload.runtime.steps.running_step import CallOfStep, RunningStep
 from fxoffload.runtime.steps.step_memory import LiveBytes
@@ -77,14 +80,16 @@ class Site:
         may_keep: whether it computes what a plan says, but keeps everything.
         followed: what the forward that begins now is to do; None: what it does without a plan.
         written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
-        at_first: what a forward does until its chain is planned, in the first steps, and in those in which a size is
-            measured; None: what it does without a plan, and nothing is measured.
+        at_first: what a forward does until its chain is planned: with a budget in all steps, else in those in which
+            what is beside the graphs is read; None: what it does without a plan.
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
         reserved_bytes: of host memory, pinned for one call of it when it was compiled.
         may_record: whether the allocator may be asked to record its events in steps that begin here.
         may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
         alone: of a graph with a plan of its own.
+        control: of such a graph, where its plan can be corrected.
+        has_budget: whether its steps have one, as far as they are planned.
         gives_up: tells that no chain which begins here will be planned.
     """
 
@@ -104,12 +109,9 @@ class Site:
     may_record: bool = True
     may_trim: bool = True
     alone: PlannedAlone | None = None
+    control: BudgetControl | None = None
+    has_budget: bool = False
     gives_up: Callable[[], None] = lambda: None
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether its steps have one, as far as they are planned."""
-        return self.at_first is not None or self.alone is not None
 
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Of the call with these arguments; empty where they do not vary."""
@@ -166,6 +168,7 @@ class StepCalls:
         history: begins a record of the allocator's events; None, or none of it, where there is none.
         others: begins to watch what other streams have, from the arguments of a step's first call on; None likewise.
         trim: of the host's memory; None: it stays as it is.
+        events: of the compute stream; None: what eager code between the calls takes is not known.
     """
 
     def __init__(
@@ -177,7 +180,10 @@ class StepCalls:
         history: Callable[[], AllocatorHistory | None] | None = None,
         others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
         trim: HostTrim | None = None,
+        events: EventSource | None = None,
     ) -> None:
+        self._events = events
+        self._hold = None if memory is None else HoldToBudget(memory, history)
         self._in_flight = in_flight
         self._in_background = in_background
         self._memory = memory
@@ -197,10 +203,11 @@ class StepCalls:
             self._sites.add(site)
         return site
 
-    def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...]) -> None:
-        """The next step that begins at ``site`` makes other choices, if it still follows the plan of ``follower``."""
+    def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...], spare_bytes: int = 0) -> None:
+        """The next step that begins at ``site`` makes other choices, which leave so much of the budget, if it still
+        follows the plan of ``follower``."""
         with self._lock:
-            site.chains.follow_instead(follower, choices)
+            site.chains.follow_instead(follower, choices, spare_bytes)
 
     def end_step(self) -> bool:
         """The step that ran is over, if all its backwards are. What it gives reason to plan is planned when this
@@ -244,6 +251,8 @@ class StepCalls:
                 if step is not None:
                     step.spoil()
                 return
+            if self._hold is not None:
+                self._hold.drop_plain()
             if step is None or self._is_over(step, site):
                 overlaps = step is not None and not step.keeps and any(c.waits() for c in step.pending)
                 self._finish()
@@ -265,13 +274,15 @@ class StepCalls:
             if (step.records or step.measures) and not (site.part is not None and site.may_follow()):
                 step.spoil()
             step.calls.append(CallOfStep(weakref.ref(site), place, sizes))
+            if self._hold is not None and place:
+                self._hold.forward_begins(step)
             self._plan_together(step, site)
             if step.plan is not None:
                 site.followed = step.plan.choices[place]
                 if keeps:
                     site.followed = site.followed.kept()
                     step.keep()
-            elif step.awaits_plan and not keeps:
+            elif step.awaits_plan and not keeps and (site.has_budget or step.counts):
                 site.followed = site.at_first
             if step.recording is not None:
                 site.measure = partial(step.recording.begin, "forward", place)
@@ -294,6 +305,8 @@ class StepCalls:
             sites = self._waiting(step) if step is not None and step.phase == "forward" else []
             try:
                 plan_together(sites, [*self._plain.waiting(), graph])
+                if self._hold is not None and (step is None or not step.pending):
+                    self._hold.plain_begins(graph)
             except Exception as error:
                 self.give_up(error)
 
@@ -301,6 +314,12 @@ class StepCalls:
         """It has saved ``saved``, among other values."""
         with self._lock:
             self._plain.ran(graph, saved)
+
+    def plain_backward_ends(self, graph: PlannedAlone) -> None:
+        """It has returned."""
+        with self._lock:
+            if self._hold is not None:
+                self._hold.plain_ended(graph)
 
     def _plan_together(self, step: RunningStep, site: Site) -> None:
         """A forward of ``site`` has begun."""
@@ -374,7 +393,7 @@ class StepCalls:
         follower = None if chain.ready is None else chain.ready.follower
         if follower is not None and not site.may_keep():
             step.recording = follower.step_begins()
-        is_unknown = self._memory is not None and site.at_first is not None and chains.may_measure(chain)
+        is_unknown = self._memory is not None and site.has_budget and chains.may_measure(chain)
         if is_unknown and site.may_follow():
             step.measures = chains.begin_measuring(chain)
         elif not is_unknown and chains.may_plan(chain):
@@ -392,9 +411,12 @@ class StepCalls:
             step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
             step.began_recording = step.records
         # Of the steps that are recorded the second one counts: nothing is compiled in it.
-        counts = step.measures is not None or (step.records and chains.before is not None)
-        begin = self._history if counts and site.may_record and site.has_budget else None
-        step.live_bytes = LiveBytes(self._others, None if begin is None else begin())
+        counts = step.counts = step.measures is not None or (step.records and chains.before is not None)
+        begin = self._history if counts and site.may_record else None
+        times = GapTimes(self._events) if counts and self._events is not None else None
+        step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
+        if self._hold is not None:
+            self._hold.begin(site, chain, step, args)
         return step
 
     def _forward_ends(self, site: Site, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
@@ -422,6 +444,8 @@ class StepCalls:
                 self._look(step)
                 self._watch(step, "forward", call.place, site.edges.outputs, results)
             self._read_end(step)
+            if self._hold is not None:
+                self._hold.forward_ended(step)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -443,6 +467,8 @@ class StepCalls:
             if step.phase == "forward" and step.began_recording and (first := step.calls[0].site()) is not None:
                 first.chains.num_records += 1
                 step.has_several = len(self._waiting(step)) > 1
+            if self._hold is not None and step.phase == "forward":
+                self._hold.first_backward_begins(step)
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
@@ -475,6 +501,8 @@ class StepCalls:
                 step.plan = None  # it is not kept alive any longer
                 if step.regular:
                     step.live_bytes.end()
+                    if self._hold is not None:
+                        self._hold.end(step)
                 if step.records:
                     step.record = self._record(step)
 
@@ -488,9 +516,13 @@ class StepCalls:
         """What is on the device when a call begins, if anybody is to know."""
         if (memory := self._memory_of(step)) is not None:
             step.live_bytes.read(at, args, memory)
+        if (times := step.live_bytes.gap_times) is not None:
+            times.call_begins(at)
 
     def _read_end(self, step: RunningStep) -> None:
         """Likewise when it ends."""
+        if (times := step.live_bytes.gap_times) is not None:
+            times.call_ended()
         if (memory := self._memory_of(step)) is not None:
             step.live_bytes.call_ended(memory)
 
@@ -543,10 +575,11 @@ class StepCalls:
         assert known is not None
         sites = [site for ref in known.sites if (site := ref()) is not None]
         if len(sites) < len(known.sites):
-            first.chains.known = None  # it was compiled anew
+            first.chains.forget_known()  # it was compiled anew
             return
         first.chains.begin_planning(chain)
-        args = (sites, chain, known.seen_at(chain.sizes), known.sizes_at(chain.sizes))
+        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes)
+        args = (sites, chain, seen, known.sizes_at(chain.sizes))
         if self._in_background:
             self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-tape-plan")
         else:
@@ -574,6 +607,8 @@ class StepCalls:
         if step is not None:
             step.end_recording()
             step.live_bytes.drop()
+            if step.peak is None:
+                step.drop_peak()
         if step is None or not step.calls or step.phase == "forward":
             return
         first = step.calls[0].site()
@@ -585,11 +620,15 @@ class StepCalls:
             self._plan_if_seen_twice(first, step)
             if step.began_recording and step.has_several and first.chains.gives_up:
                 first.gives_up()
+            if self._hold is not None and chain is not None and step.regular:
+                self._hold.judge(first, chain, step)
         elif chain is None or (step.keeps and not step.regular):
             return  # forgotten meanwhile; or somebody looked at something, which says nothing of the steps to come
         elif step.regular and step.is_complete:
             chain.num_misses = 0
             self._plan_as_measured(first, chain, step)
+            if self._hold is not None:
+                self._hold.judge(first, chain, step)
         elif step.is_outgrown and known is not None and known.learns(*step.sites_and_sizes()):
             first.chains.outgrown(chain)
         elif step.missed and first.chains.missed(chain):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxoffload.runtime.clocks.chain_clock import StepRecording
+from fxoffload.runtime.clocks.gap_times import GapTimes
+from fxoffload.runtime.steps.budget_loop import BudgetLoop
 from fxoffload.runtime.steps.held import CallAt, Held, later
 from fxoffload.runtime.steps.step_memory import LiveBytes
 from fxoffload.runtime.windows import Choice
@@ -38,6 +40,10 @@ _MOST_PLANS_IN_ALL = 64
 # So many steps of one size are measured until one was what it was to be, and so many in all.
 _MOST_MEASURED = 3
 _MOST_MEASURED_IN_ALL = 2 * _MOST_PLANS_IN_ALL
+# So often in a row a plan that was exceeded is made again; what needs more does not settle.
+_MOST_CORRECTIONS = 6
+# After so many steps that allocate far less a plan is made again, and each time after so many times more of them.
+FALLEN_STEPS = 8
 
 
 class CallSizes(Protocol):
@@ -78,6 +84,12 @@ class Following:
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
         follower: measures steps that follow it; None: nothing does.
         sizes: per call, the largest that it serves; empty where no sizes vary.
+        budget_bytes: that its steps are to meet; None: there is none.
+        is_least: nothing was found that meets it, which was said: it is not made again because of that.
+        spare_bytes: that its prediction leaves of the budget.
+        least: choices of the least peak, followed while a plan that was exceeded is made again; empty: there are none.
+        costs_time: whether it moves or recomputes anything.
+        tunes: whether kernels are tuned in its first step: it runs variants that are new.
     """
 
     sites: tuple[weakref.ref[Site], ...]
@@ -88,6 +100,12 @@ class Following:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
     follower: Follower | None = None
     sizes: tuple[Sizes, ...] = ()
+    budget_bytes: int | None = None
+    is_least: bool = False
+    spare_bytes: int = 0
+    least: tuple[Choice, ...] = ()
+    costs_time: bool = False
+    tunes: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -114,8 +132,10 @@ class Seen:
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
+        gap_times: of the time between its calls; None: nobody knows.
         other: the same of steps of another size, where there were any.
         most_volume: that of the largest steps of this chain, as far as they are known.
+        margin_bytes: what steps exceeded earlier plans by, which nothing of this explains.
     """
 
     held: tuple[Held, ...]
@@ -123,8 +143,20 @@ class Seen:
     sizes: tuple[Sizes, ...] = ()
     others_bytes: int = 0
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
+    gap_times: GapTimes | None = None
     other: Seen | None = None
     most_volume: int = 0
+    margin_bytes: int = 0
+
+    def gap_ms(self) -> dict[CallAt, float]:
+        """Milliseconds between the call before and each call; empty where that is not known. May wait for the device:
+        not to be asked by a step."""
+        return {} if self.gap_times is None else self.gap_times.ms()
+
+    def grown_bytes(self, before: Seen) -> int:
+        """How much more was beside the graphs, at most, than ``before``."""
+        pairs = ((self.live_bytes, before.live_bytes), (self.gap_bytes, before.gap_bytes))
+        return max([0, *(n - old[at] for new, old in pairs for at, n in new.items() if at in old)])
 
     @property
     def volume(self) -> int:
@@ -134,7 +166,7 @@ class Seen:
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
         """With what was read in a step of these sizes."""
-        return Seen(held, live.above_start(), sizes, live.others_bytes, live.gap_bytes())
+        return Seen(held, live.above_start(), sizes, live.others_bytes, live.gap_bytes(), live.gap_times)
 
 
 # Plans calls of graphs, seen so, for so large sizes: per call, or none at all where no sizes vary.
@@ -241,6 +273,21 @@ class Known:
         return is_new
 
 
+@dataclass(frozen=True)
+class Correction:
+    """A plan is made again, since its steps exceeded their budget, or need far less than they did.
+
+    Attributes:
+        error_bytes: by how much they exceeded what was predicted, as far as it matters for the budget.
+        seen: what the plan was made from.
+        instead: followed until the new one is there; None: nothing is.
+    """
+
+    error_bytes: int
+    seen: Seen
+    instead: Following | None
+
+
 @dataclass(eq=False)
 class SizedChain:
     """The chain that begins with a call of some sizes.
@@ -250,12 +297,30 @@ class SizedChain:
         plan: that steps follow.
         num_plans: how many there were.
         num_misses: how many steps in a row were another chain than the one that was planned.
+        correction: why the plan is being made again; None: it is not.
+        margin_bytes: see ``Seen``.
+        num_corrections: how many there were in a row.
+        fallen_steps: the plan is made again after so many steps that allocate far less.
     """
 
     sizes: Sizes = ()
     plan: Following | None = None
     num_plans: int = 0
     num_misses: int = 0
+    correction: Correction | None = None
+    margin_bytes: int = 0
+    num_corrections: int = 0
+    fallen_steps: int = FALLEN_STEPS
+    _loop: tuple[weakref.ref[Following], BudgetLoop] | None = None
+
+    def loop_of(self, plan: Following) -> BudgetLoop | None:
+        """What judges the steps of ``plan``; None: they have no budget."""
+        if plan.budget_bytes is None:
+            return None
+        if self._loop is None or self._loop[0]() is not plan:
+            found = BudgetLoop(plan.budget_bytes, is_exceeded=plan.is_least, num_skipped=int(plan.tunes))
+            self._loop = (weakref.ref(plan), found)
+        return self._loop[1]
 
     @property
     def is_tired(self) -> bool:
@@ -264,7 +329,9 @@ class SizedChain:
 
     @property
     def ready(self) -> Following | None:
-        """The plan, if a step can follow it at once."""
+        """The plan, if a step can follow it at once; while it is made again, the least of the one before."""
+        if self.plan is None and self.correction is not None:
+            return self.correction.instead
         return None if self.plan is None or self.plan.prepare is not None else self.plan
 
 
@@ -333,7 +400,11 @@ class Chains:
 
     def may_measure(self, chain: SizedChain) -> bool:
         """Whether the step of ``chain`` that begins is to be measured before the chain is planned."""
-        if self.known is None or not chain.sizes or chain.plan is not None or chain.is_tired:
+        if self.known is None or chain.plan is not None or chain.is_tired:
+            return False
+        if chain.correction is not None:
+            return not self.is_planning and self.known.may_measure(chain.sizes)
+        if not chain.sizes:
             return False
         if self._num_plans >= _MOST_PLANS_IN_ALL or self._num_measured >= _MOST_MEASURED_IN_ALL:
             return False
@@ -355,6 +426,7 @@ class Chains:
     def begin_planning(self, chain: SizedChain) -> None:
         """A plan for ``chain`` is being made."""
         self.is_planning = True
+        self.corrected(chain)
         chain.num_plans += 1
         self._num_plans += 1
 
@@ -365,15 +437,47 @@ class Chains:
 
     def take(self, chain: SizedChain, plan: Following | None) -> None:
         """``plan`` is that of ``chain``; None: it could not be made, and what is known is of no use."""
-        chain.plan = plan
+        chain.plan, chain.correction = plan, None
         self.may_prepare = self.may_prepare or (plan is not None and plan.prepare is not None)
         if plan is None:
-            self.known = None
+            self.forget_known()
+
+    def forget_known(self) -> None:
+        """What is known is of no use: steps are recorded anew, and no plan can be made again from it."""
+        self.known = None
+        for chain in self.all:
+            chain.correction, chain.margin_bytes = None, 0
+
+    def correct(self, chain: SizedChain, plan: Following, excess_bytes: int) -> bool:
+        """``plan``, that of ``chain``, is made again: from what one more step shows, which is run as the first ones
+        were. Whether it is: what does not settle is left as it is."""
+        known = self.known
+        if known is None or self.is_planning or chain.num_corrections >= _MOST_CORRECTIONS:
+            return False
+        chain.num_corrections += 1
+        if not excess_bytes:
+            chain.margin_bytes = 0
+        instead = replace(plan, choices=plan.least, follower=None, budget_bytes=None) if plan.least else None
+        error = excess_bytes + plan.spare_bytes if excess_bytes else 0
+        chain.correction = Correction(error, known.seen_at(chain.sizes), instead)
+        chain.plan = None
+        chain.num_plans -= 1
+        known.seen_first.pop(chain.sizes, None)
+        known.num_measured.pop(chain.sizes, None)
+        return True
+
+    def corrected(self, chain: SizedChain) -> None:
+        """The step was run. What it does not explain of the excess is left free from now on."""
+        correction, known = chain.correction, self.known
+        if correction is not None and known is not None:
+            known.seen_first.setdefault(chain.sizes, correction.seen)  # no step could be measured
+            grown = known.seen_at(chain.sizes).grown_bytes(correction.seen)
+            chain.margin_bytes += max(correction.error_bytes - grown, 0)
 
     def outgrown(self, chain: SizedChain) -> None:
         """The plan of ``chain`` was made for smaller calls than there are, which is known by now."""
-        chain.plan = None
-        chain.num_plans -= 1
+        chain.num_plans -= chain.plan is not None
+        chain.plan = chain.correction = None
         if self.known is not None:
             self.known.seen_first.pop(chain.sizes, None)  # it was seen in smaller calls
 
@@ -385,15 +489,16 @@ class Chains:
         chain.num_misses += 1
         if chain.num_misses < _MOST_MISSES:
             return False
-        chain.plan, chain.num_misses = None, 0
-        self.before = self.known = None
+        chain.plan, chain.num_misses, chain.correction = None, 0, None
+        self.before = None
+        self.forget_known()
         return True
 
-    def follow_instead(self, follower: Follower, choices: tuple[Choice, ...]) -> None:
-        """Plans that are still followed by ``follower`` make other choices."""
+    def follow_instead(self, follower: Follower, choices: tuple[Choice, ...], spare_bytes: int) -> None:
+        """Plans that are still followed by ``follower`` make other choices, which leave so much of the budget."""
         for chain in self.all:
             if chain.plan is not None and chain.plan.follower is follower:
-                chain.plan = replace(chain.plan, choices=choices)
+                chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes, tunes=False)
 
 
 def _fits(sizes: Sizes, into: Sizes) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.clocks.chain_clock import StepRecording
 from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.runtime.clocks.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.steps.chains import Following, Known, Record, Sizes
 from fxoffload.runtime.steps.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
@@ -67,6 +68,7 @@ class RunningStep:
     awaits_plan: bool = False
     records: bool = False
     began_recording: bool = False
+    counts: bool = False  # what is beside the graphs is read in it
     measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
     regular: bool = True
     missed: bool = False
@@ -78,6 +80,8 @@ class RunningStep:
     record: Record | None = None  # of a step that is complete
     live_bytes: LiveBytes = field(default_factory=LiveBytes)
     edges: EdgeWatch = field(default_factory=EdgeWatch)
+    peak_watch: PeakWatch | None = None  # of a step that has to meet a budget
+    peak: StepPeak | None = None  # of one that is complete
 
     @property
     def expected(self) -> Following | Known | None:
@@ -96,11 +100,19 @@ class RunningStep:
         self.records = False
         self.edges.clear()
         self.live_bytes.drop()
+        self.drop_peak()
         self.end_recording()
+
+    def drop_peak(self) -> None:
+        """Nobody is to know its peak."""
+        watch, self.peak_watch, self.peak = self.peak_watch, None, None
+        if watch is not None:
+            watch.drop()
 
     def keep(self) -> None:
         """A call keeps what it would offload: what such a step takes says nothing of the plan."""
         self.keeps = True
+        self.drop_peak()
         self.end_recording()
 
     def end_recording(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, Memory
+from fxoffload.runtime.clocks.gap_times import GapTimes
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.steps.held import CallAt, Held, Moment
 from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
@@ -30,17 +31,21 @@ class LiveBytes:
     Args:
         others: watches what other streams have, from the arguments of the step's first call on; None: nobody knows.
         history: of the allocator's events, begun with the step; None: there is none.
+        gap_times: of the step's calls; None: nobody knows.
 
     Attributes:
-        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``); once it has
-            ended.
+        gap_times: those.
+        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``, and
+            ``AllocatorHistory.carried_bytes``); once it has ended.
     """
 
     def __init__(
         self,
         others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
         history: AllocatorHistory | None = None,
+        gap_times: GapTimes | None = None,
     ) -> None:
+        self.gap_times = gap_times
         self.others_bytes = 0
         self._read: dict[CallAt, int] = {}
         self._ended: Memory | None = None  # the call before
@@ -73,6 +78,8 @@ class LiveBytes:
 
     def end(self) -> None:
         """The step's last call has run."""
+        if self.gap_times is not None:
+            self.gap_times.end()
         others, self._others = self._others, None
         if self._history is not None:
             self._history.end()
@@ -80,12 +87,17 @@ class LiveBytes:
             self.others_bytes = 0 if others is None else others.gone_bytes()
         except RuntimeError as error:
             log.info("what other streams have is not known: %s", error)
+        turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
+        if self._history is not None and turn is not None:
+            self.others_bytes += self._history.carried_bytes(turn.first, turn.last)
 
     def drop(self) -> None:
         """The step is not what it was to be: nothing that was not ended is looked at any more."""
         self._others = None
         if self._history is not None:
             self._history.end(read=False)
+        if self.gap_times is not None and not self.gap_times.is_ended:
+            self.gap_times.drop()
 
     def _begin_to_watch(self, args: Sequence[Any]) -> OnOtherStreams | None:
         try:

@@ -1,0 +1,212 @@
+"""Holds a graph with a plan of its own to its budget: what its steps exceed it by is left free from then on.
+
+What exceeds a plan is eager code beside the graph (a loss, hooks), or a working set that was thought smaller. Where in
+the step it is, nobody knows: it counts in every segment. Keep, offload and windows are worked out once more; nothing is
+compiled. Until that is done, everything is offloaded, with nothing under way while a segment computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxoffload.compiler.explain import with_actions
+from fxoffload.compiler.schedule_by_size import ScheduleBySize
+from fxoffload.errors import in_brief
+from fxoffload.graphs import CompiledGraph
+from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.plan import Prediction
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.steps import SegmentStep, TrainingStep
+from fxoffload.planner.words import aim_of, gain_of
+from fxoffload.runtime import background
+from fxoffload.runtime.steps.budget_loop import BudgetLoop
+from fxoffload.runtime.windows import Choice
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+# So often in a row a plan is corrected; what needs more does not settle.
+_MOST_CORRECTIONS = 6
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """A graph and its plan.
+
+    Attributes:
+        graph: as compiled.
+        box: where the plan is shown.
+        goal: of the plan.
+        limit_bytes: what of the budget the schedule may take.
+        order: positions in the step's candidates of the graph's candidates.
+        least: the choice until a correction is there.
+        ignored: choices that are not judged: the one of the step in which kernels are tuned.
+        by_size: schedules calls of other sizes; None: sizes are fixed.
+        pin: has so many more bytes of host memory ready: whether they are.
+    """
+
+    graph: CompiledGraph
+    box: PlanBox
+    goal: PlanGoal
+    limit_bytes: int
+    order: Sequence[int]
+    least: Choice
+    ignored: Sequence[Choice | None] = ()
+    by_size: ScheduleBySize | None = None
+    pin: Callable[[int], bool] = lambda more: True
+
+
+class GraphBudget:
+    """See ``fxoffload.runtime.steps.hold_to_budget.BudgetControl``.
+
+    Args:
+        planned: the graph.
+        scheduler: of its step.
+        schedule: that it follows.
+        in_background: whether to plan on a thread of its own.
+
+    Attributes:
+        margin_bytes: that are left free by now.
+    """
+
+    def __init__(
+        self, planned: PlannedGraph, scheduler: Scheduler, schedule: Schedule, *, in_background: bool = True
+    ) -> None:
+        assert planned.goal.budget_bytes is not None
+        self.margin_bytes = 0
+        self._planned = planned
+        self._budget: int = planned.goal.budget_bytes
+        self._scheduler, self._schedule = scheduler, schedule
+        self._in_background = in_background
+        self._lock = threading.Lock()
+        self._open_bytes = 0  # of the margin, what the scheduler does not know of yet
+        self._num_corrections = 0
+        self._is_least = False
+        self._followed: Choice | None = None
+        self._loop = BudgetLoop(self._budget)
+
+    @property
+    def loop(self) -> BudgetLoop | None:
+        """See ``BudgetControl``."""
+        graph, planned = self._planned.graph, self._planned
+        now = graph.planned
+        if not graph.may_follow() or now is None or now is planned.least or any(now is c for c in planned.ignored):
+            return None
+        if now is not self._followed:
+            self._followed, self._loop = now, BudgetLoop(self._budget, is_exceeded=self._is_least)
+        return self._loop
+
+    def with_margin(self, step: TrainingStep) -> TrainingStep:
+        """``step``, which knows nothing of it, with what is left free."""
+        with self._lock:
+            return _raised(step, self.margin_bytes)
+
+    def baseline_with_margin(self, baseline: Prediction) -> Prediction:
+        """Likewise, for plain Inductor's step."""
+        return _with_outside(baseline, self.margin_bytes)
+
+    def calibrated(self, scheduler: Scheduler, schedule: Schedule) -> None:
+        """The graph follows another schedule. ``scheduler``: knows of the margin."""
+        with self._lock:
+            self._scheduler, self._schedule = scheduler, schedule
+            self._open_bytes = 0
+
+    def exceeded(self, excess_bytes: int) -> None:
+        """See ``BudgetControl``."""
+        if self._num_corrections >= _MOST_CORRECTIONS:
+            self._say_that_none_fits(self._loop.peak_bytes)
+            return
+        self._num_corrections += 1
+        with self._lock:
+            # What was predicted may have left some of the budget: all of that was taken as well.
+            error = excess_bytes + max(self._planned.limit_bytes - self._schedule.simulation.peak_bytes, 0)
+            self.margin_bytes += error
+            self._open_bytes += error
+        if self._planned.by_size is not None:
+            self._planned.by_size.leave(self.margin_bytes)
+        self._planned.graph.planned = self._planned.least
+        if self._in_background:
+            background.start_planning(self._correct, name="fxoffload-replan")
+        else:
+            self._correct()
+
+    def _correct(self) -> None:
+        before = self._schedule
+        try:
+            self._follow(self._corrected())
+        except Exception as error:
+            if background.is_ending():
+                return
+            background.warn(
+                "fxoffload could not plan again a step that exceeds its budget, and goes on with the least memory: "
+                f"{in_brief(error)}"
+            )
+            log.debug("what ran before took %.2f GiB", before.simulation.peak_bytes / 2**30)
+
+    def _corrected(self) -> Schedule:
+        with self._lock:
+            step = _raised(self._scheduler.step, self._open_bytes)
+            self._open_bytes = 0
+        scheduler = self._scheduler = self._scheduler.with_step(step, self._scheduler.host_bytes)
+        found = scheduler.least_time(self._planned.limit_bytes, refined=True)
+        self._is_least = found is None
+        if found is None:
+            found = scheduler.smallest()
+            self._say_that_none_fits(found.simulation.peak_bytes + self._budget - self._planned.limit_bytes)
+        return found
+
+    def _follow(self, found: Schedule) -> None:
+        planned, box, before = self._planned, self._planned.box, self._schedule
+        more = found.simulation.bytes_offloaded - before.simulation.bytes_offloaded
+        if more > 0:
+            planned.pin(more)  # where there is not so much, what has no room stays
+        self._schedule = found
+        planned.graph.planned = Choice(tuple(found.offload[i] for i in planned.order), found.windows)
+        plan = box.plan
+        baseline = _with_outside(plan.baseline, self.margin_bytes)
+        if plan.calibrated_baseline is not None:
+            outside = self.margin_bytes - plan.calibrated_baseline.outside_bytes
+            baseline = _with_outside(plan.calibrated_baseline, outside)
+        summary = f"{aim_of(planned.goal)}, corrected by {format_bytes(self.margin_bytes)} that steps took beyond it: "
+        offload = dict(zip((c.name for c in self._scheduler.step.candidates), found.offload, strict=True))
+        box.update(
+            calibrated=Prediction.of(found.simulation),
+            calibrated_baseline=baseline,
+            simulation=found.simulation,
+            decisions=with_actions(plan.decisions, offload, self._scheduler.step, found.simulation),
+            summary=summary + gain_of(found.simulation, baseline),
+        )
+
+    def _say_that_none_fits(self, least_bytes: int) -> None:
+        """Once."""
+        is_known, self._is_least = self._num_corrections > _MOST_CORRECTIONS, True
+        self._num_corrections = _MOST_CORRECTIONS + 1
+        self._followed = None  # judged no more
+        if not is_known:
+            background.warn(
+                f"expected steps within the activation_budget of {format_bytes(self._budget)}, found that the compiled "
+                f"graph and what runs beside it take at least {format_bytes(least_bytes)}; steps take the least that "
+                f"was found. activation_budget={least_bytes} can be met; or make the batch smaller"
+            )
+
+
+def _raised(step: TrainingStep, nbytes: int) -> TrainingStep:
+    def more(segments: Iterable[SegmentStep]) -> tuple[SegmentStep, ...]:
+        return tuple(
+            replace(s, temp_bytes=s.temp_bytes + nbytes, outside_bytes=s.outside_bytes + nbytes) for s in segments
+        )
+
+    return replace(step, forward=more(step.forward), backward=more(step.backward))
+
+
+def _with_outside(found: Prediction, nbytes: int) -> Prediction:
+    return replace(
+        found,
+        peak_bytes=found.peak_bytes + nbytes,
+        peak_without_gradients_bytes=found.peak_without_gradients_bytes + nbytes,
+        outside_bytes=found.outside_bytes + nbytes,
+    )

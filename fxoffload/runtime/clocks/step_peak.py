@@ -1,0 +1,132 @@
+"""The peak of one step, from a few reads of the allocator: exact, or between two bounds.
+
+[Note: The peak of a step] The allocator keeps one peak for the process, which is the user's and never reset here. Three
+things tell the peak of a step all the same, without a synchronisation:
+- The process's peak rose in the step, or equals what is allocated at a read: then it is the step's.
+- A record of the allocator's events (``allocator_history``): exact, but it takes milliseconds to be read.
+- The bytes of all allocations: at most so much was added to what was there at first. And a step that allocates no more
+  than one whose peak is known, and begins with no more, has no higher a peak; else it exceeds it by that at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
+from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, Memory
+from fxoffload.runtime.steps.lent import Lent
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """Most bytes of a step, above what was there when it began.
+
+    Attributes:
+        least: at least.
+        most: at most, with nothing that the step before left; None: nobody knows.
+        highest: most bytes at a read.
+        total: bytes of all its allocations.
+        others_bytes: of what was there when it began, so much was its all the same.
+        begun: what was there when it began.
+        is_exact: whether ``least`` is the peak: a record told, also of what the step before left.
+    """
+
+    least: int
+    most: int | None
+    highest: int
+    total: int
+    others_bytes: int = 0
+    begun: int = 0
+    is_exact: bool = False
+
+    def is_covered_by(self, known: StepPeak) -> bool:
+        """Whether another step had at least as much in all reads: then it has as high a peak, as far as they tell."""
+        return known.total >= self.total and known.highest >= self.highest and known.begun >= self.begun
+
+    def bounded_by(self, known: StepPeak) -> int:
+        """At most, by what is known of another step of the same plan, whose peak is exact."""
+        # What is there from the beginning on may be left by the step before (``AllocatorHistory.carried_bytes``).
+        left = max(self.begun - known.begun, 0)
+        bound = known.least + max(self.total - known.total, self.highest - known.highest, 0)
+        return max(bound if self.most is None else min(bound, self.most), self.least) + left
+
+
+class PeakWatch:
+    """Reads of the allocator in one step. Not thread-safe.
+
+    Args:
+        memory: when the first call begins.
+        args: of the first call. What of them is gone when the second call begins belongs to the step (see ``Lent``).
+        others_bytes: of what is there at first, so much belongs to the step as well.
+        history: of the allocator's events, begun with the step; None: there is none.
+        owns_history: whether it ends with this watch.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        args: Iterable[Any] = (),
+        *,
+        others_bytes: int = 0,
+        history: AllocatorHistory | None = None,
+        owns_history: bool = True,
+    ) -> None:
+        self._trace = AllocatorTrace.begin(memory)
+        self._lent: Lent | None = Lent(args)
+        self._lent_bytes = 0
+        self._others_bytes = others_bytes
+        self._history = history
+        self._owns_history = owns_history
+        self._turn: list[Memory] = []  # when the last forward has ended, when the first backward begins
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a record of the allocator's events."""
+        return self._history is not None
+
+    def second_call_begins(self) -> None:
+        """What the first call was given, and is gone by now, was there for the step alone."""
+        if self._lent is not None:
+            self._lent_bytes = self._lent.left_bytes()
+            self._lent = None
+
+    def forward_ended(self, memory: Memory) -> None:
+        """One of them. Only of a step that is recorded."""
+        self._turn = [memory]
+
+    def first_backward_begins(self, memory: Memory) -> None:
+        """All forwards have ended."""
+        self._trace.add(memory)
+        self._turn.append(memory)
+
+    def end(self, memory: Memory, is_open: Callable[[StepPeak], bool] = lambda peak: True) -> StepPeak:
+        """The step's last call has returned. ``is_open``: whether the record is to be read, where the reads say so."""
+        self._trace.add(memory)
+        found = self._peak(memory, None)
+        if self._history is None:
+            return found
+        reads = is_open(found)
+        if self._owns_history:
+            self._history.end(read=reads)
+        return self._peak(memory, self._history) if reads else found
+
+    def _peak(self, memory: Memory, history: AllocatorHistory | None) -> StepPeak:
+        trace, first, others = self._trace, self._trace.first, self._others_bytes
+        if history is not None and len(self._turn) == 2:
+            others = max(others, history.carried_bytes(*self._turn))
+        base = first.allocated - self._lent_bytes - others
+        exact, total = trace.exact_peak(history), memory.total - first.total
+        if exact is not None:
+            found = StepPeak(exact - base, exact - base, trace.highest - base, total, others, first.allocated)
+            return replace(found, is_exact=history is not None)
+        bounds = [first.allocated + total] if memory.total else []
+        bounds += [] if trace.was_reset else [memory.peak]
+        most = max(min(bounds), trace.highest) - base if bounds else None
+        return StepPeak(trace.highest - base, most, trace.highest - base, total, others, first.allocated)
+
+    def drop(self) -> None:
+        """The step is not to be judged."""
+        if self._history is not None and self._owns_history:
+            self._history.end(read=False)

@@ -1,0 +1,106 @@
+"""Whether the steps of one plan meet their budget, step by step.
+
+Each step's peak is read (``fxoffload.runtime.clocks.step_peak``). Where the reads leave it open whether a step met the
+budget, the following ones are recorded, until one that allocates as much has told. What becomes of a plan that is
+exceeded is up to who made it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from fxoffload.runtime.clocks.step_peak import StepPeak
+from fxoffload.sizes import format_bytes
+
+log = logging.getLogger(__name__)
+
+# What a step allocates has fallen where it is less by this part of the budget.
+_FALL = 0.05
+# After so many records that do not tell, no more are asked for until a peak is known again.
+_MOST_FAILED = 3
+# So many steps whose peaks are known are remembered.
+_MOST_KNOWN = 8
+# A step whose peak is open may come once in so many. A record that is not read costs next to nothing.
+_MOST_WAITED = 128
+
+
+class BudgetLoop:
+    """Judges the steps of one plan.
+
+    Args:
+        budget_bytes: that each of them is to meet.
+        is_exceeded: whether they are known to exceed it; then nothing is found, but what changes.
+        num_skipped: so many of the first steps are not to be judged: kernels are tuned in them.
+
+    Attributes:
+        num_skipped: how many steps are still not to be judged.
+        records_next: whether the next step has to be recorded. The first one has.
+        num_fallen: how many steps in a row have allocated far less than one whose peak is known.
+        peak_bytes: the highest peak that was found.
+        others_bytes: of what was there when the last recorded step began, so much was its all the same.
+    """
+
+    def __init__(self, budget_bytes: int, *, is_exceeded: bool = False, num_skipped: int = 0) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_skipped = num_skipped
+        self.records_next = True
+        self.num_fallen = 0
+        self.peak_bytes = self.others_bytes = 0
+        self._is_exceeded = is_exceeded
+        self._known: list[StepPeak] = []  # exact, or at most as high
+        self._open: StepPeak | None = None  # of one that nobody knows
+        self._num_waited = self._num_failed = 0
+
+    def is_open(self, peak: StepPeak) -> bool:
+        """Whether a step whose reads say this may have exceeded the budget, and may have met it."""
+        if peak.is_exact or (self._is_exceeded and self._known):
+            return False
+        most = min(map(peak.bounded_by, self._known), default=None)
+        return most is None or most > self.budget_bytes >= peak.least
+
+    def ended(self, peak: StepPeak, *, is_recorded: bool) -> int:
+        """A step has ended. Returns by how many bytes it exceeded the budget, as far as is known; 0: it did not, or
+        another one will tell."""
+        is_open, most = self.is_open(peak), max((known.total for known in self._known), default=0)
+        self.others_bytes = max(self.others_bytes, peak.others_bytes)
+        self.peak_bytes = max(self.peak_bytes, peak.least)
+        self.num_fallen = self.num_fallen + 1 if peak.total < most - _FALL * self.budget_bytes else 0
+        if peak.is_exact:
+            self._learn(peak)
+        self._wait(peak, is_open)
+        self._num_failed = 0 if peak.is_exact else self._num_failed + (is_open and is_recorded)
+        self.records_next = self._open is not None and self._num_failed < _MOST_FAILED
+        if self._num_failed == _MOST_FAILED and is_open and is_recorded:
+            self._say(peak)
+        return 0 if self._is_exceeded else max(peak.least - self.budget_bytes, 0)
+
+    def _learn(self, peak: StepPeak) -> None:
+        """An exact peak. Where a step with less in all reads had a higher one, that counts for those with more too."""
+        if any(map(peak.is_covered_by, self._known)):
+            self._known = [
+                replace(k, least=max(k.least, peak.least)) if peak.is_covered_by(k) else k for k in self._known
+            ]
+            return
+        least = max([peak.least, *(k.least for k in self._known if k.is_covered_by(peak))])
+        self._known = [*self._known, replace(peak, least=least)][-_MOST_KNOWN:]
+
+    def _wait(self, peak: StepPeak, is_open: bool) -> None:
+        """For a step that tells what is open."""
+        if is_open and (self._open is None or peak.total > self._open.total):
+            self._open, self._num_waited = peak, 0
+        elif self._open is not None:
+            self._num_waited += 1
+            tells = peak.is_exact and peak.total >= self._open.total
+            if tells or not self.is_open(self._open) or self._num_waited >= _MOST_WAITED:
+                self._open = None
+
+    def _say(self, peak: StepPeak) -> None:
+        log.info(
+            "expected a record of the allocator's events to tell a step's peak, found %d that do not; it lies between "
+            "%s and %s, the budget is %s",
+            self._num_failed,
+            format_bytes(peak.least),
+            "an unknown bound" if peak.most is None else format_bytes(peak.most),
+            format_bytes(self.budget_bytes),
+        )

@@ -1,0 +1,186 @@
+"""Holds steps to the budget that they were planned for: each is judged when it is over, and its plan corrected.
+
+A plan over several graphs that is exceeded is made again (``Chains.correct``): one step runs as the first ones did and
+is read, and what it does not explain of the excess is left free. Until the new plan is there, steps make the choices of
+the least peak. A graph with a plan of its own is corrected by its ``BudgetControl``; several of them in one step are
+planned together from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
+from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.clocks.step_peak import PeakWatch
+from fxoffload.runtime.steps.alone import PlannedAlone
+from fxoffload.runtime.steps.budget_loop import BudgetLoop
+from fxoffload.runtime.steps.chains import FALLEN_STEPS, Following, SizedChain
+from fxoffload.runtime.steps.running_step import RunningStep
+from fxoffload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from fxoffload.runtime.steps.calls import Site
+
+log = logging.getLogger(__name__)
+
+# By so many times more steps have to allocate far less, before their plan is made again because of that once more.
+_FALLEN_FACTOR = 8
+_NEVER = 1 << 62
+
+
+class BudgetControl(Protocol):
+    """Holds a graph with a plan of its own to its budget."""
+
+    @property
+    def loop(self) -> BudgetLoop | None:
+        """Judges its steps; None while they do not follow the plan."""
+        ...
+
+    def exceeded(self, excess_bytes: int) -> None:
+        """A step exceeded the budget by so much."""
+        ...
+
+
+class HoldToBudget:
+    """Watches the steps of one device. Not thread-safe: ``StepCalls`` has a lock.
+
+    Args:
+        memory: reads the allocator.
+        history: begins a record of the allocator's events; None, or none of it, where there is none.
+    """
+
+    def __init__(self, memory: Callable[[], Memory], history: Callable[[], AllocatorHistory | None] | None) -> None:
+        self._memory = memory
+        self._history = history
+        self._plain: tuple[PlannedAlone, PeakWatch] | None = None
+
+    def begin(self, first: Site, chain: SizedChain, step: RunningStep, args: Sequence[Any]) -> None:
+        """A step begins at ``first``; ``args``: of that call."""
+        loop = _loop_of(first, chain, step) if step.sizes == chain.sizes else None
+        if loop is None:
+            return
+        if loop.num_skipped:
+            loop.num_skipped -= 1
+            return
+        history = None if step.recording is None else step.recording.history
+        is_shared = history is not None
+        if history is None and loop.records_next and first.may_record and self._history is not None:
+            history = self._history()
+        known = first.chains.known
+        others = known.seen_at(chain.sizes).others_bytes if step.was_planned and known is not None else 0
+        others = max(others, loop.others_bytes)
+        step.peak_watch = PeakWatch(
+            self._memory(), args, others_bytes=others, history=history, owns_history=not is_shared
+        )
+
+    @staticmethod
+    def forward_begins(step: RunningStep) -> None:
+        """One after the first."""
+        if step.peak_watch is not None:
+            step.peak_watch.second_call_begins()
+
+    def forward_ended(self, step: RunningStep) -> None:
+        """One of them."""
+        if step.peak_watch is not None and step.peak_watch.is_recorded:
+            step.peak_watch.forward_ended(self._memory())
+
+    def first_backward_begins(self, step: RunningStep) -> None:
+        """All forwards have ended."""
+        if step.peak_watch is not None:
+            step.peak_watch.first_backward_begins(self._memory())
+
+    def end(self, step: RunningStep) -> None:
+        """The last call of a step that is what it was to be has returned."""
+        first = step.calls[0].site()
+        chain = None if first is None else first.chains.get(step.sizes)
+        if step.peak_watch is None or first is None or chain is None:
+            return
+        if (loop := _loop_of(first, chain, step)) is not None:
+            step.peak = step.peak_watch.end(self._memory(), loop.is_open)
+
+    def judge(self, first: Site, chain: SizedChain, step: RunningStep) -> None:
+        """That step is over."""
+        loop, peak, watch = _loop_of(first, chain, step), step.peak, step.peak_watch
+        if loop is None or peak is None or watch is None:
+            return
+        excess = loop.ended(peak, is_recorded=watch.is_recorded)
+        if excess:
+            log.info("a step took %s more than its budget", format_bytes(excess))
+            self._correct(first, chain, step, loop, excess)
+            return
+        if not loop.records_next:
+            chain.num_corrections = 0
+        # Where sizes vary, so does what steps allocate.
+        if loop.num_fallen < chain.fallen_steps or first.sizes is not None or chain.plan is None:
+            return
+        loop.num_fallen, chain.fallen_steps = 0, chain.fallen_steps * _FALLEN_FACTOR
+        if chain.plan.costs_time:
+            log.info("steps allocate far less than they did: their plan is made again")
+            first.chains.correct(chain, chain.plan, 0)
+
+    # -- graphs that are plain Inductor's ------------------------------------------------------------------------------
+
+    def plain_begins(self, graph: PlannedAlone) -> None:
+        """The forward of one, while no other step runs."""
+        self.drop_plain()
+        loop = graph.loop
+        if loop.num_skipped:
+            loop.num_skipped -= 1
+        elif not graph.has_exceeded:
+            history = self._history() if loop.records_next and self._history is not None else None
+            self._plain = graph, PeakWatch(self._memory(), history=history)
+
+    def plain_ended(self, graph: PlannedAlone) -> None:
+        """Its backward has returned."""
+        found, self._plain = self._plain, None
+        if found is None or found[0] is not graph:
+            return
+        peak = found[1].end(self._memory(), graph.loop.is_open)
+        if graph.loop.ended(peak, is_recorded=found[1].is_recorded):
+            graph.exceeded(peak.least)
+
+    def drop_plain(self) -> None:
+        """Something else runs before its backward has returned."""
+        found, self._plain = self._plain, None
+        if found is not None:
+            found[1].drop()
+
+    @staticmethod
+    def _correct(first: Site, chain: SizedChain, step: RunningStep, loop: BudgetLoop, excess: int) -> None:
+        plan = chain.plan
+        if chain.fallen_steps > FALLEN_STEPS:
+            chain.fallen_steps = _NEVER  # what went away comes back
+        if plan is None and len(step.calls) > 1:
+            for call in step.calls:
+                if (site := call.site()) is not None and site.alone is not None:
+                    site.alone.together()
+        elif plan is None:
+            assert first.control is not None
+            first.control.exceeded(excess)
+        elif not first.chains.correct(chain, plan, excess) and not first.chains.is_planning:
+            _give_up(chain, plan, loop)
+
+
+def _loop_of(first: Site, chain: SizedChain, step: RunningStep) -> BudgetLoop | None:
+    """What judges a step that begins, or began, at ``first``; None: nothing does."""
+    if step.was_planned:
+        plan = None if step.followed is None else step.followed()
+        return None if plan is None or chain.plan is not plan else chain.loop_of(plan)
+    return None if first.control is None else first.control.loop
+
+
+def _give_up(chain: SizedChain, plan: Following, loop: BudgetLoop) -> None:
+    """Warn, once: from here on it is not held to its budget."""
+    chain.plan = replace(plan, is_least=True)
+    warnings.warn(
+        f"expected steps of {len(plan.sites)} calls of compiled graphs within the activation_budget of "
+        f"{format_bytes(loop.budget_bytes)}, found one that took {format_bytes(loop.peak_bytes)}, after "
+        f"{chain.num_corrections} corrections of its plan. activation_budget={loop.peak_bytes} would be met as it is; "
+        "or make the batch smaller",
+        stacklevel=2,
+    )

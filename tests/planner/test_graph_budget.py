@@ -1,0 +1,173 @@
+"""A graph with a plan of its own is held to its budget: on the CPU, with an allocator that is made up."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxoffload
+from fxoffload.errors import BudgetError
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.steps.hold_to_budget import HoldToBudget
+from tests.allocator import Allocator
+from tests.planner.rehearsal import CPU
+from tests.support import Stack, assert_equal, batch
+
+DEPTH, LENGTH = 6, 48
+KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    gc.collect()
+    yield
+    torch.set_num_threads(threads)
+
+
+class Run:
+    """A model that is one graph, and steps of it. What they take above ``ALWAYS`` is what the plan says, and so much
+    more as ``extra`` of what is allocated and freed in eager code between forward and backward."""
+
+    def __init__(self, **changes: object) -> None:
+        before = {p.graph for p in fxoffload.plans()}
+        self.allocator = Allocator()
+        self.model = Stack(DEPTH)
+        options = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, "profile": "h200", **changes}
+        self.call = torch.compile(self.model, backend="fxoffload", options=options)
+        self.extra = 0
+        self.peaks: list[int] = []
+        self._before = before
+
+    @property
+    def plan(self) -> fxoffload.Plan:
+        (plan,) = [p for p in fxoffload.plans() if p.graph not in self._before]
+        return plan
+
+    def step(self) -> dict[str, Tensor]:
+        self.model.zero_grad()
+        offloaded = fxoffload.stats().bytes_offloaded
+        loss = self.call(batch(length=LENGTH)).square().mean()
+        moved = fxoffload.stats().bytes_offloaded - offloaded
+        newest = self.plan.calibrated or self.plan.predicted
+        # What is moved beyond the plan is not there; the plan's own outside bytes are these.
+        graphs = newest.peak_bytes - newest.outside_bytes - max(moved - newest.bytes_offloaded, 0)
+        self.allocator.pass_by(graphs // 512 * 512 + self.extra)
+        self.peaks.append(graphs + self.extra)
+        loss.backward()
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    hold = HoldToBudget(run.allocator.read, run.allocator.history)
+    with mock.patch.object(engine_for(CPU).calls, "_hold", hold):
+        yield
+
+
+@pytest.fixture(scope="module")
+def budget() -> int:
+    """Half way between the least and all."""
+    torch.compiler.reset()
+    run = Run(activation_budget="1GiB")
+    run.step()
+    most = run.plan.predicted.peak_bytes
+    torch.compiler.reset()
+    with pytest.raises(BudgetError) as found:
+        Run(activation_budget=1).step()
+    torch.compiler.reset()
+    return (found.value.smallest_bytes + most) // 2
+
+
+def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int) -> None:
+    """What it takes is left free from the next step on, and the plan says so. No bit of a gradient changes."""
+    run = Run(activation_budget=budget)
+    extra = 16 * KIB
+    with held(run):
+        plain = run.step()
+        for _ in range(3):
+            assert_equal(run.step(), plain)
+        assert max(run.peaks) <= budget and run.plan.calibrated is None
+        run.extra = extra
+        for _ in range(4):
+            assert_equal(run.step(), plain)
+    before, after = run.peaks[4], run.peaks[6:]
+    assert before > budget >= max(after)
+    plan = run.plan
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None
+    assert plan.calibrated.bytes_offloaded > plan.predicted.bytes_offloaded
+    assert plan.calibrated.outside_bytes == plan.calibrated_baseline.outside_bytes > 0
+    assert plan.calibrated.peak_bytes <= budget
+    assert "corrected by" in plan.summary and "outside compiled graphs" in str(plan)
+    offloaded = sum(d.total_bytes for d in plan.decisions if d.action == "offload")
+    assert offloaded == plan.calibrated.bytes_offloaded
+    assert fxoffload.Plan.from_json(plan.to_json()) == plan
+
+
+def test_where_nothing_can_meet_it_one_warning_says_what_would(budget: int) -> None:
+    run = Run(activation_budget=budget)
+    with held(run), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.step()
+        run.extra = budget
+        for _ in range(8):
+            run.step()
+    (told,) = [str(w.message) for w in caught if "activation_budget" in str(w.message)]
+    assert run.plan.calibrated is not None
+    assert f"activation_budget={run.plan.calibrated.peak_bytes} can be met" in told
+    assert run.peaks[-1] <= run.plan.calibrated.peak_bytes
+
+
+def test_while_the_policy_is_overridden_no_step_is_judged(budget: int) -> None:
+    run = Run(activation_budget=budget)
+    with held(run):
+        run.step()
+        with fxoffload.override_policy("keep_all"):
+            run.extra = budget
+            run.step()
+        run.extra = 0
+        run.step()
+    assert run.plan.calibrated is None
+
+
+def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int) -> None:
+    """It was predicted to fit. The budget that the message names has it planned, and is met."""
+    run = Run(activation_budget="1GiB")
+    with held(run):
+        run.step()
+    most = run.plan.predicted.peak_bytes
+    torch.compiler.reset()
+    run = Run(activation_budget=most)
+    with held(run), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.extra = 16 * KIB
+        for _ in range(5):
+            run.step()
+    (told,) = [str(w.message) for w in caught if "as plain Inductor does" in str(w.message)]
+    assert f"activation_budget={run.peaks[-1] // 512 * 512} is met as it is" in told
+    named = int(told.split("activation_budget=")[2].split()[0])
+    torch.compiler.reset()
+    run = Run(activation_budget=named)
+    with held(run), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.extra = 16 * KIB
+        for _ in range(5):
+            run.step()
+    assert max(run.peaks[2:]) <= most
+
+
+def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
+    run = Run(activation_budget="1GiB")
+    with held(run), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            run.step()
