@@ -26,6 +26,7 @@ import torch
 from torch._dynamo import convert_frame, eval_frame, symbolic_convert
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.variables import ConstantVariable, functions, misc
+from torch._guards import TracingContext
 
 from fxoffload._torch_dynamo import innermost
 
@@ -53,7 +54,7 @@ def _defer_calls() -> None:
 
     @functools.wraps(call_logger)
     def log(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        method = getattr(self.value, name, None)
+        method: Any = getattr(self.value, name, None)
         # ``exception`` reads the exception that is being handled.
         is_said = callable(method) and name.split("_")[0] in _LEVELS and not _OF_THE_PLACE & kwargs.keys()
         if is_said and not _is_ignored(method) and _call_later(tx, partial(partial, method), args, kwargs):
@@ -155,13 +156,14 @@ def graph_breaks() -> Iterator[list[GraphBreak]]:
     """
     kind = symbolic_convert.InstructionTranslatorBase
     tell, thread = kind.log_graph_break, threading.get_ident()
-    found: dict[GraphBreak, None] = {}
+    found: dict[tuple[str, int, str], GraphBreak] = {}
 
     @functools.wraps(tell)
     def listen(self: Any, code_options: Any, reason: str, exc: Any) -> None:
         if threading.get_ident() == thread:
-            stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
-            found[_break_at(stack, reason)] = None
+            stack = getattr(exc, "real_stack", None) or TracingContext.extract_stack()
+            one = _break_at(stack, reason)
+            found[one.file, one.line, one.function] = one
         tell(self, code_options, reason, exc)
 
     kind.log_graph_break = listen
@@ -170,7 +172,7 @@ def graph_breaks() -> Iterator[list[GraphBreak]]:
         yield said
     finally:
         kind.log_graph_break = tell
-        said.extend(found)
+        said.extend(found.values())
 
 
 def _break_at(stack: Any, reason: str) -> GraphBreak:
@@ -224,7 +226,7 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
             entries = eval_frame._debug_get_cache_entry_list(code)
             mine = [e for e in entries if innermost(e.backend) is backend]
             if len(mine) == len(entries) and (mine or id(code) not in before):
-                eval_frame.reset_code(code)
+                eval_frame.reset_code(code)  # pyright: ignore[reportPrivateImportUsage]
             else:
                 for entry in mine:
                     _invalidate(entry)

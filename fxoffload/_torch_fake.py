@@ -44,7 +44,7 @@ def step_fake_mode() -> FakeTensorMode:
             return known(_really(torch.tensor, True))
         if any(type(leaf) is Tensor for leaf in tree_leaves((args, kwargs))):
             args, kwargs = tree_map(known, (args, kwargs))
-        result = dispatch(func, types, args, kwargs)
+        result: Any = dispatch(func, types, args, kwargs)
         if getattr(func, "overloadpacket", None) in _MAKERS and _has_few_values(result):
             return known(_really(func, *args, **{**kwargs, "device": "cpu"}))
         return result

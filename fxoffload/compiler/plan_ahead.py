@@ -7,6 +7,7 @@ import contextvars
 import copy
 import inspect
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ _FIXED = {"device_types": ("cpu",), "on_error": "raise"}
 # Pieces without which there is no plan.
 _PLANNING = frozenset({"planner", "segments", "offload"})
 _MANY = 1 << 30
+# Plans are made one at a time: what Dynamo has learnt, and where it breaks graphs, is the process's.
+_TURN = threading.Lock()
 # Steps that are run, at most: in two, most models have compiled everything.
 _MOST_STEPS = 4
 
@@ -229,7 +232,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     step = request.step
     token = _request.set(request)
     try:
-        with _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
+        with _TURN, _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
             run = torch.compile(model, backend=_backend, dynamic=False)
             breaks = _run_steps(step, run, args, kwargs, mode)
     finally:

@@ -117,7 +117,7 @@ class _Planning(TapePlanning):
 
     def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
         """As ever, but for what stays."""
-        return partial(super().scheduler_for(rates, host_bytes), fixed=self._stays)
+        return partial(self.scheduling(rates, host_bytes), fixed=self._stays)
 
 
 def _plan_of_calls(step: FakeStep) -> Plan:

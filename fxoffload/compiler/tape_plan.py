@@ -192,7 +192,11 @@ class TapePlanning:
         return self.scheduler_for(self.rates, self.host_bytes)(step)
 
     def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
-        """Makes the scheduler of a step, at these rates and with so many bytes on the host."""
+        """Makes the scheduler of a step, at these rates and with at most these bytes on the host."""
+        return self.scheduling(rates, host_bytes)
+
+    def scheduling(self, rates: ProfileRates, host_bytes: int | None) -> partial[Scheduler]:
+        """A scheduler without its step."""
         return partial(
             Scheduler,
             rates=rates,

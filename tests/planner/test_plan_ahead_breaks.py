@@ -49,7 +49,8 @@ class Towers(nn.Module):
 
 def trained_plans(model: nn.Module, x: Tensor, **options: Any) -> list[Plan]:
     """What is planned in training, the plan of the step last."""
-    run = torch.compile(model, backend="fxoffload", options={**SMALL, **options, "device_types": ("cpu",)})
+    chosen: dict[str, Any] = {**SMALL, **options, "device_types": ("cpu",)}
+    run = torch.compile(model, backend="fxoffload", options=chosen)
     for _ in range(5):
         y = run(x)  # held until the step ends, as a plan ahead takes it to be
         y.backward(torch.ones_like(y))
