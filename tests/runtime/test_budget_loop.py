@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.steps.budget_loop import BudgetLoop
 from fxoffload.runtime.steps.calls import Site, StepCalls
-from fxoffload.runtime.steps.chains import Following, Seen, Sizes
+from fxoffload.runtime.steps.chains import Following, Meanwhile, Seen, Sizes
 from fxoffload.runtime.steps.held import Edges
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
@@ -79,7 +80,9 @@ class Model:
             site.edges = Edges((), (), (), (), saved=(0,))
             site.at_first = Choice((True,))
 
-    def plan(self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes]) -> Following:
+    def plan(
+        self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes], /, meanwhile: Meanwhile | None = None
+    ) -> Following:
         at = ("backward", len(sites) - 1)
         beside = max(seen.live_bytes.get(at, 0) + seen.gap_bytes.get(at, 0), 0) + seen.margin_bytes
         room = self.budget - beside // UNIT
@@ -325,6 +328,39 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
     model.steps(5, HEAD)
     found = model.steps(6, Step(held=16))
     assert max(found[2:]) <= 30
+
+
+# -- until the plan is there -------------------------------------------------------------------------------------------
+
+
+def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
+    """Made on the same thread as the plan. Until it is there, steps do what they did at first."""
+    world = World()
+    world.calls = StepCalls(lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin)
+    model = world.model(30)
+    quick, whole = threading.Event(), threading.Event()
+    given = threading.Event()
+
+    def planner(sites: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> Following:
+        assert meanwhile is not None
+        assert quick.wait(60)
+        found = model.plan(sites, seen, sizes)
+        meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
+        given.set()
+        assert whole.wait(60)
+        return found
+
+    for site in model.sites:
+        site.planner = planner
+    assert model.steps(4, HEAD) == [5] * 4
+    quick.set()
+    assert given.wait(60)
+    assert model.steps(3, HEAD) == [15] * 3
+    whole.set()
+    for thread in threading.enumerate():
+        if thread.name == "fxoffload-tape-plan":
+            thread.join()
+    assert model.steps(3, HEAD) == [25] * 3
 
 
 # -- the peak of a step ------------------------------------------------------------------------------------------------
