@@ -195,6 +195,18 @@ def test_eager_memory_that_grows_or_appears_late(world: World, first: int, more:
     assert model.records[-4:] == [False] * 4
 
 
+def test_outputs_that_are_not_held_any_more(world: World) -> None:
+    """Their room is used again, and none of it is taken for something else."""
+    model = world.model(30)
+    model.steps(8, Step(output=8))
+    assert model.plans[-1] == 10
+    found = model.steps(2, Step(output=1))
+    model._let_go()
+    found += model.steps(14, HEAD)
+    assert max(found) <= 30 and found[-1] == 25 and model.plans[-1] == 20
+    assert len(model.plans) <= 3
+
+
 @pytest.mark.parametrize("first", [2, 5])
 def test_outputs_that_the_caller_holds_until_there_are_others(world: World, first: int) -> None:
     """Logits of the step before: they are there when a step begins, and are not what is there for good."""
@@ -370,7 +382,7 @@ def test_bounds_of_a_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000), others_bytes=10)
     watch.first_backward_begins(Memory(130, 1000, 3, 1, 5040))
     found = watch.end(Memory(105, 1000, 4, 3, 5070))
-    assert found == StepPeak(40, 80, 40, 70, 10, 100)
+    assert found == StepPeak(40, 80, 40, 70, 0, 100)
     assert found.most == 80 and not found.is_exact
     # One that allocated as much has no higher a peak, one that allocated less exceeds it by that.
     assert found.bounded_by(StepPeak(45, 45, 40, 70, 10, 100)) == 45

@@ -131,6 +131,7 @@ class Seen:
             known.
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
+        carried_bytes: the part of these that outputs of the step before are.
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
         gap_times: of the time between its calls; None: nobody knows.
         other: the same of steps of another size, where there were any.
@@ -144,6 +145,7 @@ class Seen:
     others_bytes: int = 0
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     gap_times: GapTimes | None = None
+    carried_bytes: int = 0
     other: Seen | None = None
     most_volume: int = 0
     margin_bytes: int = 0
@@ -166,7 +168,8 @@ class Seen:
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
         """With what was read in a step of these sizes."""
-        return Seen(held, live.above_start(), sizes, live.others_bytes, live.gap_bytes(), live.gap_times)
+        others, carried = live.others_bytes, live.carried_bytes
+        return Seen(held, live.above_start(), sizes, others, live.gap_bytes(), live.gap_times, carried)
 
 
 class Planner(Protocol):
