@@ -42,7 +42,7 @@ from fxoffload.runtime import background
 from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.steps.chains import Follower, Following, Seen, volume_of
+from fxoffload.runtime.steps.chains import Follower, Following, Meanwhile, Seen, volume_of
 from fxoffload.runtime.steps.held import Held
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
@@ -72,7 +72,9 @@ def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
     return max(budget_bytes - (AROUND_BYTES if device.type == "cuda" else 0), 1)
 
 
-def plan_tape(sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes] = ()) -> Following | None:
+def plan_tape(
+    sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
+) -> Following | None:
     """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
     with other options.
 
@@ -80,17 +82,23 @@ def plan_tape(sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes] = ()) ->
         sites: of the calls, in the order of their forwards.
         seen: what was seen of their memory.
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: nobody
+            would follow it.
     """
     parts = [s.part for s in sites if isinstance(s.part, Part)]
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
         return None
     began = time.perf_counter()
     planning = TapePlanning(parts_at(parts, sizes), seen, [frozenset(s.written) for s in sites], sizes)
+    refs = tuple(weakref.ref(s) for s in sites)
+    if meanwhile is not None and (quick := planning.quick()) is not None:
+        log.info("planned %d calls as they are compiled in %.1f s", len(parts), time.perf_counter() - began)
+        meanwhile(Following(refs, planning.choices(quick), sizes=planning.sizes))
     schedule = planning.run()
     background.check()
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
-    return planning.following(tuple(weakref.ref(s) for s in sites), schedule, box)
+    return planning.following(refs, schedule, box)
 
 
 class TapePlanning:
@@ -248,6 +256,12 @@ class TapePlanning:
         step = with_turn(chain.step)
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
         return beside_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
+
+    def quick(self) -> Schedule | None:
+        """What to do with the graphs as they are compiled, not searched for long. None: they do not fit into the
+        budget, or there is none; then the first steps, which offload everything, wait for no copy until the plan is
+        there, and are as good."""
+        return None if self.limit_bytes is None else self.compiled.scheduler.least_time(self.limit_bytes)
 
     def run(self) -> Schedule:
         """What to do."""

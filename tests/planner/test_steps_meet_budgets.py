@@ -4,6 +4,7 @@ allocator that is made up."""
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 import fxoffload
+from fxoffload.compiler.tape_plan import TapePlanning
+from fxoffload.planner.schedule import Schedule
 from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.stream_events import host_events
 from fxoffload.runtime.engine import engine_for
@@ -154,3 +157,32 @@ def test_the_time_of_a_head_hides_copies(peaks: tuple[int, int]) -> None:
             run.steps(3)
         moved.append(new_plans()[-1].predicted.bytes_offloaded)
     assert moved[0] < moved[1]
+
+
+def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks: tuple[int, int]) -> None:
+    """A schedule for them is found at once. No bit of a gradient changes."""
+    budget = sum(peaks) // 2
+    plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
+    run_on, begun, may_go = TapePlanning.run, threading.Event(), threading.Event()
+
+    def slow(self: TapePlanning) -> Schedule:
+        begun.set()
+        assert may_go.wait(60)
+        return run_on(self)
+
+    background = mock.patch.object(engine_for(CPU).calls, "_in_background", True)
+    with background, mock.patch.object(TapePlanning, "run", slow):
+        run = recorded(lambda: Stack(LAYERS), activation_budget=budget)
+        everything = chains.moved_by(run)
+        assert begun.wait(60)
+        moved = chains.moved_by(run)
+        assert_equal(run.step(), plain)
+        assert not new_plans()
+        may_go.set()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-tape-plan":
+                thread.join()
+        assert_equal(run.step(), plain)
+    assert 0 < moved < everything
+    (plan,) = new_plans()
+    assert plan.predicted.peak_bytes <= budget

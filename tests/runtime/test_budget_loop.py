@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fxoffload.runtime.clocks.allocator_trace import Memory
 from fxoffload.runtime.clocks.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.steps.budget_loop import BudgetLoop
 from fxoffload.runtime.steps.calls import Site, StepCalls
-from fxoffload.runtime.steps.chains import Following, Seen, Sizes
+from fxoffload.runtime.steps.chains import Following, Meanwhile, Seen, Sizes
 from fxoffload.runtime.steps.held import Edges
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.windows import Choice
@@ -79,7 +80,9 @@ class Model:
             site.edges = Edges((), (), (), (), saved=(0,))
             site.at_first = Choice((True,))
 
-    def plan(self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes]) -> Following:
+    def plan(
+        self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes], /, meanwhile: Meanwhile | None = None
+    ) -> Following:
         at = ("backward", len(sites) - 1)
         beside = max(seen.live_bytes.get(at, 0) + seen.gap_bytes.get(at, 0), 0) + seen.margin_bytes
         room = self.budget - beside // UNIT
@@ -190,6 +193,18 @@ def test_eager_memory_that_grows_or_appears_late(world: World, first: int, more:
     assert max(found[2:]) <= 30
     assert found[-1] == 26 and model.plans[-1] == 10
     assert model.records[-4:] == [False] * 4
+
+
+def test_outputs_that_are_not_held_any_more(world: World) -> None:
+    """Their room is used again, and none of it is taken for something else."""
+    model = world.model(30)
+    model.steps(8, Step(output=8))
+    assert model.plans[-1] == 10
+    found = model.steps(2, Step(output=1))
+    model._let_go()
+    found += model.steps(14, HEAD)
+    assert max(found) <= 30 and found[-1] == 25 and model.plans[-1] == 20
+    assert len(model.plans) <= 3
 
 
 @pytest.mark.parametrize("first", [2, 5])
@@ -327,6 +342,39 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
     assert max(found[2:]) <= 30
 
 
+# -- until the plan is there -------------------------------------------------------------------------------------------
+
+
+def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
+    """Made on the same thread as the plan. Until it is there, steps do what they did at first."""
+    world = World()
+    world.calls = StepCalls(lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin)
+    model = world.model(30)
+    quick, whole = threading.Event(), threading.Event()
+    given = threading.Event()
+
+    def planner(sites: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> Following:
+        assert meanwhile is not None
+        assert quick.wait(60)
+        found = model.plan(sites, seen, sizes)
+        meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
+        given.set()
+        assert whole.wait(60)
+        return found
+
+    for site in model.sites:
+        site.planner = planner
+    assert model.steps(4, HEAD) == [5] * 4
+    quick.set()
+    assert given.wait(60)
+    assert model.steps(3, HEAD) == [15] * 3
+    whole.set()
+    for thread in threading.enumerate():
+        if thread.name == "fxoffload-tape-plan":
+            thread.join()
+    assert model.steps(3, HEAD) == [25] * 3
+
+
 # -- the peak of a step ------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +382,7 @@ def test_bounds_of_a_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000), others_bytes=10)
     watch.first_backward_begins(Memory(130, 1000, 3, 1, 5040))
     found = watch.end(Memory(105, 1000, 4, 3, 5070))
-    assert found == StepPeak(40, 80, 40, 70, 10, 100)
+    assert found == StepPeak(40, 80, 40, 70, 0, 100)
     assert found.most == 80 and not found.is_exact
     # One that allocated as much has no higher a peak, one that allocated less exceeds it by that.
     assert found.bounded_by(StepPeak(45, 45, 40, 70, 10, 100)) == 45

@@ -28,7 +28,7 @@ class StepPeak:
         most: at most, with nothing that the step before left; None: nobody knows.
         highest: most bytes at a read.
         total: bytes of all its allocations.
-        others_bytes: of what was there when it began, so much was its all the same.
+        carried_bytes: of what was there when it began, so much were outputs of the step before.
         begun: what was there when it began.
         is_exact: whether ``least`` is the peak: a record told, also of what the step before left.
     """
@@ -37,7 +37,7 @@ class StepPeak:
     most: int | None
     highest: int
     total: int
-    others_bytes: int = 0
+    carried_bytes: int = 0
     begun: int = 0
     is_exact: bool = False
 
@@ -60,6 +60,7 @@ class PeakWatch:
         memory: when the first call begins.
         args: of the first call. What of them is gone when the second call begins belongs to the step (see ``Lent``).
         others_bytes: of what is there at first, so much belongs to the step as well.
+        carried_bytes: likewise, as outputs of the step before, where no record tells.
         history: of the allocator's events, begun with the step; None: there is none.
         owns_history: whether it ends with this watch.
     """
@@ -70,13 +71,14 @@ class PeakWatch:
         args: Iterable[Any] = (),
         *,
         others_bytes: int = 0,
+        carried_bytes: int = 0,
         history: AllocatorHistory | None = None,
         owns_history: bool = True,
     ) -> None:
         self._trace = AllocatorTrace.begin(memory)
         self._lent: Lent | None = Lent(args)
         self._lent_bytes = 0
-        self._others_bytes = others_bytes
+        self._others_bytes, self._carried_bytes = others_bytes, carried_bytes
         self._history = history
         self._owns_history = owns_history
         self._turn: list[Memory] = []  # when the last forward has ended, when the first backward begins
@@ -113,18 +115,18 @@ class PeakWatch:
         return self._peak(memory, self._history) if reads else found
 
     def _peak(self, memory: Memory, history: AllocatorHistory | None) -> StepPeak:
-        trace, first, others = self._trace, self._trace.first, self._others_bytes
+        trace, first, carried = self._trace, self._trace.first, self._carried_bytes
         if history is not None and len(self._turn) == 2:
-            others = max(others, history.carried_bytes(*self._turn))
-        base = first.allocated - self._lent_bytes - others
+            carried = history.carried_bytes(*self._turn)
+        base = first.allocated - self._lent_bytes - self._others_bytes - carried
         exact, total = trace.exact_peak(history), memory.total - first.total
         if exact is not None:
-            found = StepPeak(exact - base, exact - base, trace.highest - base, total, others, first.allocated)
+            found = StepPeak(exact - base, exact - base, trace.highest - base, total, carried, first.allocated)
             return replace(found, is_exact=history is not None)
         bounds = [first.allocated + total] if memory.total else []
         bounds += [] if trace.was_reset else [memory.peak]
         most = max(min(bounds), trace.highest) - base if bounds else None
-        return StepPeak(trace.highest - base, most, trace.highest - base, total, others, first.allocated)
+        return StepPeak(trace.highest - base, most, trace.highest - base, total, carried, first.allocated)
 
     def drop(self) -> None:
         """The step is not to be judged."""

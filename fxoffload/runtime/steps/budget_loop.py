@@ -38,7 +38,6 @@ class BudgetLoop:
         records_next: whether the next step has to be recorded. The first one has.
         num_fallen: how many steps in a row have allocated far less than one whose peak is known.
         peak_bytes: the highest peak that was found.
-        others_bytes: of what was there when the last recorded step began, so much was its all the same.
     """
 
     def __init__(self, budget_bytes: int, *, is_exceeded: bool = False, num_skipped: int = 0) -> None:
@@ -46,16 +45,25 @@ class BudgetLoop:
         self.num_skipped = num_skipped
         self.records_next = True
         self.num_fallen = 0
-        self.peak_bytes = self.others_bytes = 0
+        self.peak_bytes = 0
         self._is_exceeded = is_exceeded
         self._known: list[StepPeak] = []  # exact, or at most as high
+        self._newest: StepPeak | None = None  # of those
         self._open: StepPeak | None = None  # of one that nobody knows
         self._num_waited = self._num_failed = 0
+
+    def carried_bytes(self, begun: int) -> int:
+        """What of so many bytes, with which a step begins, the step before has left, as far as is known."""
+        newest = self._newest
+        is_there = newest is not None and begun > newest.begun - newest.carried_bytes // 2
+        return newest.carried_bytes if newest is not None and is_there else 0
 
     def is_open(self, peak: StepPeak) -> bool:
         """Whether a step whose reads say this may have exceeded the budget, and may have met it."""
         if peak.is_exact or (self._is_exceeded and self._known):
             return False
+        if self._newest is not None and self.carried_bytes(peak.begun) != self._newest.carried_bytes:
+            return True
         most = min(map(peak.bounded_by, self._known), default=None)
         return most is None or most > self.budget_bytes >= peak.least
 
@@ -63,10 +71,10 @@ class BudgetLoop:
         """A step has ended. Returns by how many bytes it exceeded the budget, as far as is known; 0: it did not, or
         another one will tell."""
         is_open, most = self.is_open(peak), max((known.total for known in self._known), default=0)
-        self.others_bytes = max(self.others_bytes, peak.others_bytes)
         self.peak_bytes = max(self.peak_bytes, peak.least)
         self.num_fallen = self.num_fallen + 1 if peak.total < most - _FALL * self.budget_bytes else 0
         if peak.is_exact:
+            self._newest = peak
             self._learn(peak)
         self._wait(peak, is_open)
         self._num_failed = 0 if peak.is_exact else self._num_failed + (is_open and is_recorded)

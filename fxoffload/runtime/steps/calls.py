@@ -585,12 +585,15 @@ class StepCalls:
         else:
             self._make_plan(*args)
 
-    @staticmethod
-    def _make_plan(sites: Sequence[Site], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]) -> None:
+    def _make_plan(self, sites: Sequence[Site], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]) -> None:
         first, plan = sites[0], None
         assert first.planner is not None
+
+        def meanwhile(plan: Following) -> None:
+            chain.meanwhile = chain.meanwhile or plan
+
         try:
-            plan = first.planner(sites, seen, sizes)
+            plan = first.planner(sites, seen, sizes, meanwhile if self._in_background else None)
         except Exception as error:
             if background.is_ending():
                 return

@@ -131,6 +131,7 @@ class Seen:
             known.
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
+        carried_bytes: the part of these that outputs of the step before are.
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
         gap_times: of the time between its calls; None: nobody knows.
         other: the same of steps of another size, where there were any.
@@ -144,6 +145,7 @@ class Seen:
     others_bytes: int = 0
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     gap_times: GapTimes | None = None
+    carried_bytes: int = 0
     other: Seen | None = None
     most_volume: int = 0
     margin_bytes: int = 0
@@ -166,11 +168,28 @@ class Seen:
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
         """With what was read in a step of these sizes."""
-        return Seen(held, live.above_start(), sizes, live.others_bytes, live.gap_bytes(), live.gap_times)
+        others, carried = live.others_bytes, live.carried_bytes
+        return Seen(held, live.above_start(), sizes, others, live.gap_bytes(), live.gap_times, carried)
 
 
-# Plans calls of graphs, seen so, for so large sizes: per call, or none at all where no sizes vary.
-Planner = Callable[[Sequence["Site"], Seen, Sequence[Sizes]], "Following | None"]
+class Planner(Protocol):
+    """Plans calls of graphs."""
+
+    def __call__(
+        self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes], /, meanwhile: Meanwhile | None = None
+    ) -> Following | None:
+        """The plan; None: there is none.
+
+        Args:
+            sites: of the calls.
+            seen: of them.
+            sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
+            meanwhile: is given what to follow until the plan is there; None: no step runs until then.
+        """
+        ...
+
+
+Meanwhile = Callable[["Following"], None]
 
 
 @dataclass(frozen=True)
@@ -280,12 +299,10 @@ class Correction:
     Attributes:
         error_bytes: by how much they exceeded what was predicted, as far as it matters for the budget.
         seen: what the plan was made from.
-        instead: followed until the new one is there; None: nothing is.
     """
 
     error_bytes: int
     seen: Seen
-    instead: Following | None
 
 
 @dataclass(eq=False)
@@ -298,6 +315,7 @@ class SizedChain:
         num_plans: how many there were.
         num_misses: how many steps in a row were another chain than the one that was planned.
         correction: why the plan is being made again; None: it is not.
+        meanwhile: followed while a plan is being made; None: nothing is.
         margin_bytes: see ``Seen``.
         num_corrections: how many there were in a row.
         fallen_steps: the plan is made again after so many steps that allocate far less.
@@ -308,6 +326,7 @@ class SizedChain:
     num_plans: int = 0
     num_misses: int = 0
     correction: Correction | None = None
+    meanwhile: Following | None = None
     margin_bytes: int = 0
     num_corrections: int = 0
     fallen_steps: int = FALLEN_STEPS
@@ -329,10 +348,10 @@ class SizedChain:
 
     @property
     def ready(self) -> Following | None:
-        """The plan, if a step can follow it at once; while it is made again, the least of the one before."""
-        if self.plan is None and self.correction is not None:
-            return self.correction.instead
-        return None if self.plan is None or self.plan.prepare is not None else self.plan
+        """The plan, if a step can follow it at once; while it is made, what takes its place."""
+        if self.plan is None:
+            return self.meanwhile
+        return self.plan if self.plan.prepare is None else self.meanwhile
 
 
 class Chains:
@@ -438,6 +457,8 @@ class Chains:
     def take(self, chain: SizedChain, plan: Following | None) -> None:
         """``plan`` is that of ``chain``; None: it could not be made, and what is known is of no use."""
         chain.plan, chain.correction = plan, None
+        if plan is None or plan.prepare is None:
+            chain.meanwhile = None
         self.may_prepare = self.may_prepare or (plan is not None and plan.prepare is not None)
         if plan is None:
             self.forget_known()
@@ -446,7 +467,7 @@ class Chains:
         """What is known is of no use: steps are recorded anew, and no plan can be made again from it."""
         self.known = None
         for chain in self.all:
-            chain.correction, chain.margin_bytes = None, 0
+            chain.correction, chain.meanwhile, chain.margin_bytes = None, None, 0
 
     def correct(self, chain: SizedChain, plan: Following, excess_bytes: int) -> bool:
         """``plan``, that of ``chain``, is made again: from what one more step shows, which is run as the first ones
@@ -457,9 +478,10 @@ class Chains:
         chain.num_corrections += 1
         if not excess_bytes:
             chain.margin_bytes = 0
-        instead = replace(plan, choices=plan.least, follower=None, budget_bytes=None) if plan.least else None
+        if plan.least:
+            chain.meanwhile = replace(plan, choices=plan.least, follower=None, budget_bytes=None)
         error = excess_bytes + plan.spare_bytes if excess_bytes else 0
-        chain.correction = Correction(error, known.seen_at(chain.sizes), instead)
+        chain.correction = Correction(error, known.seen_at(chain.sizes))
         chain.plan = None
         chain.num_plans -= 1
         known.seen_first.pop(chain.sizes, None)
@@ -477,7 +499,7 @@ class Chains:
     def outgrown(self, chain: SizedChain) -> None:
         """The plan of ``chain`` was made for smaller calls than there are, which is known by now."""
         chain.num_plans -= chain.plan is not None
-        chain.plan = chain.correction = None
+        chain.plan = chain.correction = chain.meanwhile = None
         if self.known is not None:
             self.known.seen_first.pop(chain.sizes, None)  # it was seen in smaller calls
 
@@ -489,7 +511,8 @@ class Chains:
         chain.num_misses += 1
         if chain.num_misses < _MOST_MISSES:
             return False
-        chain.plan, chain.num_misses, chain.correction = None, 0, None
+        chain.plan = chain.correction = chain.meanwhile = None
+        chain.num_misses = 0
         self.before = None
         self.forget_known()
         return True

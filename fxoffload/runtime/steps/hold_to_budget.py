@@ -71,11 +71,17 @@ class HoldToBudget:
         is_shared = history is not None
         if history is None and loop.records_next and first.may_record and self._history is not None:
             history = self._history()
-        known = first.chains.known
-        others = known.seen_at(chain.sizes).others_bytes if step.was_planned and known is not None else 0
-        others = max(others, loop.others_bytes)
+        others, memory = 0, self._memory()
+        if step.was_planned and (known := first.chains.known) is not None:
+            seen = known.seen_at(chain.sizes)
+            others = seen.others_bytes - seen.carried_bytes
         step.peak_watch = PeakWatch(
-            self._memory(), args, others_bytes=others, history=history, owns_history=not is_shared
+            memory,
+            args,
+            others_bytes=others,
+            carried_bytes=loop.carried_bytes(memory.allocated),
+            history=history,
+            owns_history=not is_shared,
         )
 
     @staticmethod

@@ -37,6 +37,7 @@ class LiveBytes:
         gap_times: those.
         others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``, and
             ``AllocatorHistory.carried_bytes``); once it has ended.
+        carried_bytes: the part of it that outputs of the step before are.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LiveBytes:
         gap_times: GapTimes | None = None,
     ) -> None:
         self.gap_times = gap_times
-        self.others_bytes = 0
+        self.others_bytes = self.carried_bytes = 0
         self._read: dict[CallAt, int] = {}
         self._ended: Memory | None = None  # the call before
         self._gaps: dict[CallAt, AllocatorTrace] = {}
@@ -89,7 +90,8 @@ class LiveBytes:
             log.info("what other streams have is not known: %s", error)
         turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
         if self._history is not None and turn is not None:
-            self.others_bytes += self._history.carried_bytes(turn.first, turn.last)
+            self.carried_bytes = self._history.carried_bytes(turn.first, turn.last)
+            self.others_bytes += self.carried_bytes
 
     def drop(self) -> None:
         """The step is not what it was to be: nothing that was not ended is looked at any more."""
