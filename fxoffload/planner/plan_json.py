@@ -22,7 +22,7 @@ from fxoffload.files import replace_file as replace_file
 T = TypeVar("T")
 
 # Of the JSON form of a plan. Every change of a field is another version: text of another one is refused.
-SCHEMA = 1
+SCHEMA = 2
 
 
 def dumps(value: Any, *, skip: Collection[str] = ()) -> str:

@@ -96,6 +96,9 @@ def _draw_frontier(axes: Axes, plan: Plan) -> None:
         )
     chosen, base = plan.calibrated or plan.predicted, plan.calibrated_baseline or plan.baseline
     axes.plot(base.step_ms, base.peak_bytes / _GIB, "s", color="tab:gray", label="plain Inductor")
+    if plan.checkpointing is not None:
+        ms, peak = plan.checkpointing.step_ms, plan.checkpointing.peak_bytes / _GIB
+        axes.plot(ms, peak, "D", color="tab:olive", label="activation checkpointing")
     axes.plot(chosen.step_ms, chosen.peak_bytes / _GIB, "*", color="tab:red", markersize=12, label="this plan")
     if plan.measured_step_ms is not None and plan.measured_peak_bytes is not None:
         axes.plot(plan.measured_step_ms, plan.measured_peak_bytes / _GIB, "x", color="black", label="measured")
