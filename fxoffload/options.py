@@ -18,6 +18,7 @@ from fxoffload.sizes import parse_bytes
 
 Policy = Literal["auto", "offload_all", "keep_all"]
 Recompute = Literal["auto", "default", "cheap"]
+Checkpoints = Literal["plan", "obey"]
 OnError = Literal["raise", "fallback"]
 Inner = Literal["inductor", "aot_eager"]
 
@@ -41,6 +42,12 @@ class Options:
     recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``); ``"default"`` saves what
         AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is no contraction, random number,
         collective or sort: fewer bytes to keep or offload, for little time.
+    checkpoints: what activation checkpointing in compiled code (``gradient_checkpointing=True``,
+        ``torch.utils.checkpoint.checkpoint``) means to a plan. ``"plan"``: a wish for less memory. The plan chooses
+        what to keep, to offload and to recompute of what it covers; without a budget and a slowdown it is the fastest
+        one that takes no more than checkpointing's own predicted peak. ``"obey"``: all of it is recomputed. Policies
+        of selective checkpointing (``context_fn``) are obeyed in any case, and so is all checkpointing where nothing
+        is planned: another ``policy`` or ``recompute`` than ``"auto"``, a step of one layer, a nested compile region.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
@@ -66,6 +73,7 @@ class Options:
     max_slowdown: float | None
     profile: str | None
     recompute: Recompute
+    checkpoints: Checkpoints
     on_error: OnError
     min_bytes: int
     host_budget: int | None
@@ -85,6 +93,7 @@ class Options:
         max_slowdown: float | None = None,
         profile: str | None = None,
         recompute: Recompute = "auto",
+        checkpoints: Checkpoints = "plan",
         on_error: OnError = "raise",
         min_bytes: int | str = "1MiB",
         host_budget: int | str | None = None,
@@ -101,6 +110,7 @@ class Options:
             "max_slowdown": _check_slowdown(max_slowdown),
             "profile": _check_profile(profile),
             "recompute": _one_of("recompute", recompute, get_args(Recompute)),
+            "checkpoints": _one_of("checkpoints", checkpoints, get_args(Checkpoints)),
             "on_error": _one_of("on_error", on_error, get_args(OnError)),
             "min_bytes": parse_bytes(min_bytes, "min_bytes", allow_zero=True),
             "host_budget": _bytes_or_none(host_budget, "host_budget"),

@@ -54,12 +54,13 @@ def checkpointing_around() -> None:
 
 
 def checkpointing_inside(num_ops: int, costs: str) -> None:
-    """It is part of a compiled graph. ``costs``: what it takes, in words, or ""."""
+    """It is part of a compiled graph, and obeyed. ``costs``: what it takes, in words, or ""."""
     warn_once(
         "checkpointing",
-        f"activation checkpointing is on in compiled code: {num_ops} operations are computed again in the backward, "
-        f"whatever a plan would choose, and their results cannot be offloaded. {costs}Switch it off, and fxoffload "
-        f"chooses what to keep, to offload and to recompute: {without_checkpointing()}",
+        f"activation checkpointing is on in compiled code: {num_ops} operations are recomputed in the backward, "
+        f"whatever a plan would choose, and their results cannot be offloaded. {costs}Use it plain (no context_fn, "
+        "options={'checkpoints': 'plan'}), or switch it off, and fxoffload chooses what to keep, to offload and to "
+        f"recompute. Switch it off by: {without_checkpointing()}",
     )
 
 

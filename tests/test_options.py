@@ -21,6 +21,7 @@ def test_defaults_are_normalised() -> None:
     assert options.max_slowdown is None
     assert options.profile is None
     assert options.recompute == "auto"
+    assert options.checkpoints == "plan"
     assert options.on_error == "raise"
     assert options.min_bytes == 2**20
     assert options.host_budget is None
@@ -171,6 +172,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_slowdown": 0.1,
     "profile": "h200",
     "recompute": "cheap",
+    "checkpoints": "obey",
     "on_error": "fallback",
     "min_bytes": 0,
     "host_budget": "1GiB",

@@ -120,7 +120,7 @@ class PlanAgain(ABC):
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
         budget, limit = self._goal.budget_bytes, self._limit
-        if budget is None or limit is None or now.simulation.peak_bytes <= limit:
+        if budget is None or limit is None or now.simulation.peak_bytes <= limit or self._goal.is_checkpointing:
             return
         if self._schedule.simulation.peak_bytes > limit:
             return  # that was known, and said, when it was planned

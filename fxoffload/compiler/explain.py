@@ -137,9 +137,9 @@ def recomputed_rows(
     label_of: Callable[[Sequence[fx.Node]], str],
     reason: str = "computed again in the backward from what is saved",
 ) -> Iterable[Row]:
-    """What plain Inductor would save (``base``) and is not among the names of what is saved."""
+    """What plain Inductor would save (``base``) and is not among the names of what is saved. Inputs are there."""
     for candidate in base:
-        if not any(n.name in saved for n in candidate.nodes):
+        if not candidate.is_input and not any(n.name in saved for n in candidate.nodes):
             yield Row(
                 label_of(candidate.nodes),
                 candidate.name,

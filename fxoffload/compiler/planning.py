@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -20,7 +20,7 @@ from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.passes.values import Storages
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import FrontierPoint, Plan
+from fxoffload.planner.plan import FrontierPoint, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
@@ -52,7 +52,10 @@ class Planned:
         base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
-        checkpointing: what the user's activation checkpointing takes, in words; "" where there is none.
+        goal: that the plan was made for.
+        checkpointed: the draft under the model's own activation checkpointing, which the plan replaces; None: there is
+            none, or it is obeyed.
+        checkpointing: what activation checkpointing that is obeyed takes, in words; "" where there is none.
     """
 
     draft: Draft
@@ -61,6 +64,8 @@ class Planned:
     plan: Plan
     first: Schedule | None = None
     base: Draft | None = None
+    goal: PlanGoal = field(default_factory=PlanGoal)
+    checkpointed: Draft | None = None
     checkpointing: str = ""
 
 
@@ -68,7 +73,7 @@ class Planning:
     """Finds the plan of one joint graph.
 
     Args:
-        joint: labelled, not tagged; it is left as it is.
+        joint: labelled; of tags, those that are to be obeyed. It is left as it is.
         partition: what partitions (a copy of) it.
         settings: of the drafts.
         rates: of the machine.
@@ -76,6 +81,11 @@ class Planning:
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
         num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
+        checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
+
+    Attributes:
+        asked: what is asked for.
+        goal: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
     """
 
     def __init__(
@@ -89,32 +99,65 @@ class Planning:
         recompute: str = "auto",
         scheduling: Mapping[str, Any] | None = None,
         num_points: int = FEW_POINTS,
+        checkpointed: fx.GraphModule | None = None,
     ) -> None:
         self.joint = joint
         self.partition = partition
         self.settings = settings
         self.rates = rates
-        self.goal = goal
+        self.asked = self.goal = goal
         self.recompute = recompute
         self.scheduling = dict(scheduling or {})
         self.num_points = num_points
         self.library_bytes = LIBRARY_BYTES if settings.device.type == "cuda" else 0
-        budget = goal.budget_bytes
-        self.limit_bytes = None if budget is None else max(budget - self.library_bytes, 1)
+        self.checkpointed = checkpointed
+        self._obeyed: tuple[Draft, Scheduler] | None = None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What of the budget the graph may take; None: there is none."""
+        budget = self.goal.budget_bytes
+        return None if budget is None else max(budget - self.library_bytes, 1)
 
     def run(self) -> Planned | None:
-        """The plan; None where the forward saves nothing that may move.
+        """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
 
         Raises:
             BudgetError: no choice fits into the budget.
         """
-        planned = self._run()
-        if planned is None or not num_checkpointed(self.joint):
-            return planned
-        return self._with_checkpointing(planned)
+        if self.checkpointed is None:
+            planned = self._run()
+        else:
+            planned = self._in_place_of(self.checkpointed)
+        if planned is None:
+            return None
+        planned = replace(planned, goal=self.goal)
+        return self._with_obeyed(planned) if num_checkpointed(self.joint) else planned
 
-    def _with_checkpointing(self, planned: Planned) -> Planned:
-        """The plan says what the user's activation checkpointing does to it."""
+    def _in_place_of(self, checkpointed: fx.GraphModule) -> Planned | None:
+        """The plan, which replaces activation checkpointing: its own draft is one more choice, and if nothing is asked
+        for, its peak is the budget."""
+        draft = make_draft(checkpointed, "default", self.partition, self.settings)
+        if draft.step is None:
+            return None
+        scheduler = self._scheduler(draft)
+        found = scheduler.keep_all()
+        self.goal = self.asked.at_checkpointing(found.peak_bytes + self.library_bytes)
+        self._obeyed = draft, scheduler
+        planned = self._run()
+        if planned is None:
+            return None
+        instead = "with the recomputation of" if planned.draft is draft else "in place of"
+        costs = f"{format_bytes(found.peak_bytes + self.library_bytes)} in {found.step_ms:.3g} ms"
+        plan = replace(
+            planned.plan,
+            checkpointing=Prediction.of(found),
+            summary=f"{planned.plan.summary}; {instead} activation checkpointing ({costs})",
+        )
+        return replace(planned, plan=plan, checkpointed=draft)
+
+    def _with_obeyed(self, planned: Planned) -> Planned:
+        """The plan says what activation checkpointing that is obeyed does to it."""
         joint, plan = copy_graph(self.joint), planned.plan
         clear_checkpointing(joint)
         plain = make_draft(joint, "default", self.partition, self.settings)
@@ -138,12 +181,20 @@ class Planning:
         first = self._scheduler(base)
         baseline = first.keep_all()
         if self.limit_bytes is not None and baseline.peak_bytes <= self.limit_bytes and not first.fixed:
+            within = "activation checkpointing's peak" if self.goal.is_checkpointing else "the budget"
             summary = (
-                f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within the budget of "
+                f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
                 f"{format_bytes(self.limit_bytes + self.library_bytes)}: nothing is done"
             )
             return self._nothing(base, baseline, summary)
-        search = RecomputeSearch(self._draft, self._scheduler, (base, first), self._level, lambda: self._choices(base))
+        search = RecomputeSearch(
+            self._draft,
+            self._scheduler,
+            (base, first),
+            self._level,
+            lambda: self._choices(base),
+            checkpointed=self._obeyed,
+        )
         if self.limit_bytes is not None:
             best = fastest(search.within(self.limit_bytes))
         else:

@@ -48,10 +48,13 @@ class Source:
     Attributes:
         joint: labelled, not tagged; nobody changes it.
         partition: partitions (and changes) a copy of it.
+        num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
+            so; ``joint`` is without those tags, so that variants may recompute less.
     """
 
     joint: fx.GraphModule
     partition: Partition
+    num_checkpointed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +138,11 @@ class Recipe:
         self._lost: set[int] = set()
         self._compiling = threading.Lock()
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether the graph that was compiled first obeys activation checkpointing, and variants need not."""
+        return self._source.num_checkpointed > 0
+
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def points(self) -> tuple[Points, ...]:
@@ -189,23 +197,7 @@ class Recipe:
         layout = fit(self._signature, other)
         if layout is None:
             raise _Unfit("its values do not fit into the slots of what is saved")
-        assert down.outer is not None and up.outer is not None
-        edges = edges_of(
-            down.outer,
-            up.outer,
-            draft.movables,
-            num_user_outputs=settings.num_user_outputs,
-            min_bytes=max(settings.min_bytes, 1),
-            device=settings.device,
-        )
-        inputs = dict(zip(other.inputs, with_all_inputs(edges, down).inputs, strict=True))
-        tangents = dict(zip(other.given, edges.tangents, strict=True))
-        edges = replace(
-            edges,
-            inputs=tuple(inputs.get(name) for name in self._signature.inputs),
-            tangents=tuple(tangents.get(name) for name in self._signature.given),
-            saved=(layout.carrier,),
-        )
+        edges = replace(edges_at(self._signature, draft, settings), saved=(layout.carrier,))
         return VariantDraft(draft, draft.step, edges, down.saved, layout)
 
     def step_at(self, draft: VariantDraft, sizes: Mapping[Any, int]) -> TrainingStep:
@@ -291,6 +283,28 @@ class Recipe:
         )
         shown = CompiledVariant(number, down.outer, up.outer, down.saved)
         return Variant(forward.program, backward, forward.order, found.layout), shown
+
+
+def edges_at(first: Signature, draft: Draft, settings: DraftSettings) -> Edges:
+    """The edges of a draft that has a step, by the positions of another partition of its joint graph."""
+    down, up = draft.forward_state, draft.backward_state
+    assert up is not None and down.outer is not None and up.outer is not None
+    edges = edges_of(
+        down.outer,
+        up.outer,
+        draft.movables,
+        num_user_outputs=settings.num_user_outputs,
+        min_bytes=max(settings.min_bytes, 1),
+        device=settings.device,
+    )
+    other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+    inputs = dict(zip(other.inputs, with_all_inputs(edges, down).inputs, strict=True))
+    tangents = dict(zip(other.given, edges.tangents, strict=True))
+    return replace(
+        edges,
+        inputs=tuple(inputs.get(name) for name in first.inputs),
+        tangents=tuple(tangents.get(name) for name in first.given),
+    )
 
 
 def with_all_inputs(edges: Edges, forward: ForwardState) -> Edges:

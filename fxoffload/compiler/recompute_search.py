@@ -29,6 +29,8 @@ _SOLVER_S = 3.0
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 
+_CHECKPOINTED = "checkpointed"
+
 Recompute = Mapping[str, Any] | str
 
 
@@ -58,6 +60,7 @@ class RecomputeSearch:
         base: plain Inductor's draft, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
         choices: what it chooses from; not asked for under a level.
+        checkpointed: the draft under the model's own activation checkpointing, one more choice.
     """
 
     def __init__(
@@ -67,12 +70,16 @@ class RecomputeSearch:
         base: tuple[Draft, Scheduler],
         level: str | None,
         choices: Callable[[], Choices],
+        *,
+        checkpointed: tuple[Draft, Scheduler] | None = None,
     ) -> None:
         self._draft_of = draft
         self._scheduler_of = scheduler
         self._level = level
         self._choices = choices() if level is None else None
         self._drafted: dict[Hashable, tuple[Draft, Scheduler] | None] = {"default": base}
+        if checkpointed is not None:
+            self._drafted[_CHECKPOINTED] = checkpointed
 
     @property
     def num_drafts(self) -> int:
@@ -91,6 +98,7 @@ class RecomputeSearch:
         tries = list(self._at_level(aim))
         if self._choices is not None:
             tries.extend(self._solved_within(self._choices, limit_bytes, aim))
+            tries.extend(self._as_checkpointed(fastest(tries), aim))
             if all(t.schedule is None for t in tries) and (least := self._least(self._choices, aim)) is not None:
                 tries.append(least)
         return tries
@@ -115,6 +123,15 @@ class RecomputeSearch:
             # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
             short = found.schedule.simulation.exposed_ms * choices.problem.d2h_bytes_per_ms
             budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
+
+    def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
+        """What checkpointing recomputes, where that may be faster than the best so far."""
+        known = self._drafted.get(_CHECKPOINTED)
+        if known is None:
+            return
+        _, scheduler = known
+        if best is None or best.schedule is None or best.schedule.simulation.step_ms > scheduler.keep_all().step_ms:
+            yield Try(*known, schedule=aim(scheduler))
 
     def smallest(self) -> Try:
         """The choice and schedule of the least peak that ``within`` finds again when it is asked for."""

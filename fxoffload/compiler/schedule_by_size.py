@@ -46,7 +46,7 @@ class SizedPlan:
         planned: for the sizes that were compiled for.
         settings: of its drafts.
         goal: of the plan.
-        limit_bytes: the budget as the scheduler has it; None without one.
+        limit_bytes: the budget as the scheduler has it, at the planned sizes; None without one.
     """
 
     sizes: BatchSizes
@@ -59,11 +59,18 @@ class SizedPlan:
         """The best schedule for a call of these sizes; None where it does not fit into the budget. ``spare_bytes``: of
         the budget, left alone."""
         scheduler = self._scheduler(sizes)
-        if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes - spare_bytes)
+        if (limit := self.limit_at(sizes)) is not None:
+            return scheduler.least_time(limit - spare_bytes)
         assert self.goal.max_slowdown is not None
         found = scheduler.least_peak(self.goal.most_ms(self._plain(sizes).compute_ms))
         return found or scheduler.least_time(_UNLIMITED)
+
+    def limit_at(self, sizes: Sizes) -> int | None:
+        """The budget for calls of these sizes, likewise: activation checkpointing's peak depends on them."""
+        checkpointed = self.planned.checkpointed
+        if checkpointed is None or not self.goal.is_checkpointing:
+            return self.limit_bytes
+        return _peak_bytes(checkpointed.step_at(self.sizes.named(sizes), self.settings))
 
     def smallest(self, sizes: Sizes) -> Schedule:
         """The schedule with the least peak."""
@@ -84,8 +91,8 @@ class SizedPlan:
     def _serves_plain(self, sizes: Sizes) -> bool:
         """Nothing is done: up to the budget; without one, as long as what is left undone is no larger by an order."""
         step, planned = self._plain(sizes), self._plain(self.sizes.hints)
-        peak = _peak_bytes(step)
-        return peak <= (_PLAIN_RANGE * _peak_bytes(planned) if self.limit_bytes is None else self.limit_bytes)
+        limit = self.limit_at(sizes)
+        return _peak_bytes(step) <= (_PLAIN_RANGE * _peak_bytes(planned) if limit is None else limit)
 
     def _plain(self, sizes: Sizes) -> TrainingStep:
         """A step of plain Inductor."""
@@ -177,6 +184,8 @@ class ScheduleBySize:
         limit = self._plan.goal.budget_bytes
         if self._warned or limit is None:
             return
+        if self._plan.goal.is_checkpointing:
+            return log.info("a call of sizes %s takes more than activation checkpointing would", sizes)
         self._warned = True
         peak = schedule.simulation.peak_bytes + self._spare_bytes
         warnings.warn(

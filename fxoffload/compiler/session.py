@@ -44,18 +44,19 @@ from fxoffload.compiler.planning import FEW_POINTS, Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Replan, replan_for
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.tape_parts import TapeGoal, describe_part, is_dynamic
+from fxoffload.compiler.tape_parts import Checkpointed, TapeGoal, describe_part, is_dynamic
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
 from fxoffload.errors import BudgetError, PassError, in_brief
 from fxoffload.graphs import CompiledGraph, register
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
-from fxoffload.passes.checkpointed import num_checkpointed
+from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
 from fxoffload.passes.find_candidates import SMALL
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import Step, run_steps
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
+from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import rates_for
 from fxoffload.planner.schedule import Schedule
@@ -162,6 +163,8 @@ class CompileSession:
         self._limit_bytes: int | None = None  # of the budget, for what is planned
         self._plan_box: PlanBox | None = None
         self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
+        self._own_budget: int | None = None  # of a plan for this graph alone
+        self._checkpointed: Checkpointed | None = None  # what that plan replaces
         self._goal = PlanGoal.of(
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -203,22 +206,24 @@ class CompileSession:
             put_opaque_values_last(forward, backward, kwargs["num_fwd_outputs"])
             return forward, backward
 
-        num_checkpointed_ops = num_checkpointed(gm) if self.options.policy == "auto" else 0
         try:
             run_steps(_JOINT[:2], state, "joint")
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
-            if self._plans(gm):
-                self._planned = self._plan(gm, split)
-            if num_checkpointed_ops:
-                tell.checkpointing_inside(num_checkpointed_ops, self._planned.checkpointing if self._planned else "")
+            plans = self._plans(gm)
+            free = self._without_plain_checkpointing(gm) if plans or self._may_vary() else gm
+            if plans:
+                self._planned = self._plan(free, split, gm)
+            elif free is not gm and tell.is_new("checkpointing of one layer"):
+                log.info("activation checkpointing of a graph of one layer is obeyed until its step is planned")
+            self._tell_checkpointing(gm if plans and self._planned is None else free)
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
                 counters.add("num_plain_graphs", int(self._plain))
                 return self._planned.draft.forward, self._planned.draft.backward
             if self._may_vary():
-                self._source = Source(copy_graph(gm), split)
+                self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))
             run_steps(_JOINT[2:], state, "joint")
         except BudgetError:
             raise
@@ -226,7 +231,36 @@ class CompileSession:
             self._give_up(error)
         if state.tags.num_recomputed:
             log.debug("%d ops to save, %d to recompute", state.tags.num_saved, state.tags.num_recomputed)
-        return split(gm)
+        forward, backward = split(gm)
+        if self._source is not None and self._source.num_checkpointed:
+            self._unwrap_random(gm, forward, backward)
+        return forward, backward
+
+    def _without_plain_checkpointing(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The joint graph without the tags that a plan replaces; ``gm`` itself where all are obeyed. Where sizes depend
+        on data, nobody knows checkpointing's peak."""
+        if self.options.checkpoints != "plan" or self.options.recompute != "auto" or depends_on_data(gm):
+            return gm
+        free = copy_graph(gm)
+        return free if clear_plain_checkpointing(free) else gm
+
+    def _tell_checkpointing(self, obeyed: fx.GraphModule) -> None:
+        """``obeyed``: the joint graph with the tags that stay."""
+        count = num_checkpointed(obeyed) if self.options.policy == "auto" else 0
+        if count:
+            tell.checkpointing_inside(count, self._planned.checkpointing if self._planned else "")
+
+    def _unwrap_random(self, joint: fx.GraphModule, *graphs: fx.GraphModule) -> None:
+        """Checkpointing recomputes attention with the random state that it had, even if it draws nothing: without those
+        states, variants can take the place of the graph."""
+        unwrap = UnwrapRandom(joint)
+        try:
+            is_drawing = not all(unwrap(copy_graph(gm)) for gm in graphs)
+        except Exception as error:
+            log.warning("a graph keeps its random states, and has no variants: %s", in_brief(error))
+            return
+        for gm in () if is_drawing else graphs:
+            unwrap(gm)
 
     @property
     def layers(self) -> LayerReport:
@@ -274,7 +308,8 @@ class CompileSession:
             donates=self._builder.donates,
         )
 
-    def _plan(self, gm: fx.GraphModule, partition: Partition) -> Planned | None:
+    def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> Planned | None:
+        """``tagged``: the same graph with all tags."""
         options = self.options
         rates = rates_for(options.profile, self.device)
         scheduling = {
@@ -291,12 +326,16 @@ class CompileSession:
             recompute=options.recompute,
             scheduling=scheduling,
             num_points=self._num_points,
+            checkpointed=None if tagged is gm else tagged,
         )
         found = plan_for_sizes(planning)
         if found is None:
             return None
         self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
         self._plan_box = PlanBox(found.planned.plan)
+        self._own_budget = found.planned.goal.budget_bytes
+        if (draft := found.planned.checkpointed) is not None:
+            self._checkpointed = Checkpointed(draft, self.draft_settings())
         log.info("%s", found.planned.plan.summary)
         return found.planned
 
@@ -338,27 +377,33 @@ class CompileSession:
     def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
         """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
         when it is seen in one step with others."""
-        forward, site = self._forward, self._site
+        forward, site, source = self._forward, self._site, self._source
         own = self._plan_box
-        if forward is None or site is None or (own is not None and self._goal.budget_bytes is None):
+        if forward is None or site is None or (own is not None and self._own_budget is None):
             return
-        site.has_budget = self._goal.budget_bytes is not None
+        is_promised = site.has_budget = self._goal.budget_bytes is not None
         reason = self.why_no_tape()
         if own is not None and self._sized is not None:
             reason = reason or "its sizes vary from call to call"
         if reason and own is not None:
-            site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, reason)
+            if is_promised:
+                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, reason)
             return
         if reason:
             self._warn_of_the_budget(reason)
             return
         recipe = self.recipe_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
+        if source is not None and source.num_checkpointed and (recipe is None or not recipe.is_checkpointed):
+            tell.checkpointing_inside(source.num_checkpointed, "")
         try:
             found = describe_part(forward.graph, forward.state, backward, forward.movables, self.tape_goal(), recipe)
+            if found is not None and self._checkpointed is not None:
+                part = replace(found[0], checkpointed=self._checkpointed.part(forward.state, backward))
+                found = part, found[1]
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
-            if own is not None:
-                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, str(error))
+            if own is not None and is_promised:
+                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
             else:
                 self._warn_of_the_budget(str(error))
             return
@@ -366,6 +411,7 @@ class CompileSession:
             site.sizes = None if found[0].sized is None else found[0].sized.sizes
 
             budget = self._goal.budget_bytes
+            is_checkpointed = found[0].is_checkpointed
 
             def join() -> None:
                 site.part, site.edges, site.control = found[0], found[1], None
@@ -373,10 +419,12 @@ class CompileSession:
                 site.may_follow, site.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
                     site.gives_up = functools.partial(_warn_of_irregular_steps, budget)
+                elif is_checkpointed:
+                    site.gives_up = _say_that_checkpointing_stays
 
             if own is not None:
                 site.edges = found[1]
-                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._goal.budget_bytes or 0, join)
+                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, join)
                 return
             join()
             # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
@@ -400,7 +448,7 @@ class CompileSession:
             return self._inner_compile(gm, example_inputs, kwargs)
         self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         found = self._inner_compile(gm, example_inputs, kwargs)
-        self._source = None  # likewise
+        self._source = self._checkpointed = None  # likewise
         if self._range is not None:
             self._range.guard()
         return found
@@ -520,7 +568,9 @@ class CompileSession:
                 site.reserved_bytes += more * is_there
                 return is_there
 
-            self._replan = replan_for(graph, self._planned, self._plan_box, self._goal, self._alike, self.device, pin)
+            self._replan = replan_for(
+                graph, self._planned, self._plan_box, self._planned.goal, self._alike, self.device, pin
+            )
         if planned is not None and self._goal.budget_bytes is not None:
             site.control = self._control(graph, state, by_size)
             if self._replan is not None:
@@ -698,6 +748,10 @@ def _say_that_the_plan_wins(ignored: str) -> None:
         f"{ignored}. fxoffload's choice holds, and they have no effect. For less memory set "
         "options={'activation_budget': ...}; to leave the choice to torch use policy='keep_all' or 'offload_all'",
     )
+
+
+def _say_that_checkpointing_stays() -> None:
+    log.info("no two steps were alike: activation checkpointing of graphs of one layer goes on being obeyed")
 
 
 def _warn_of_irregular_steps(budget_bytes: int) -> None:

@@ -165,7 +165,7 @@ def _each_by_itself(calls: Sequence[FakeGraph]) -> str:
 def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) -> None:
     """``is_least``: whether nothing less than ``found`` was found, where that exceeds the budget."""
     budget, limit = planning.goal.budget_bytes, planning.limit_bytes
-    if budget is None or limit is None or found.simulation.peak_bytes <= limit:
+    if planning.goal.is_checkpointing or budget is None or limit is None or found.simulation.peak_bytes <= limit:
         return
     least = found.simulation.peak_bytes + budget - limit
     where = f"{found.simulation.peak_segment} in the {found.simulation.peak_phase}"

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 from fxoffload._torch_compat import is_rng_state
 from fxoffload._torch_sizes import hints_at, symbols_of
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
-from fxoffload.compiler.draft import step_of
+from fxoffload.compiler.draft import Draft, DraftSettings, step_of
+from fxoffload.compiler.fit import Signature
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.recipe import Recipe, VariantDraft, with_all_inputs
+from fxoffload.compiler.recipe import Recipe, VariantDraft, edges_at, with_all_inputs
 from fxoffload.errors import UnsupportedError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
@@ -84,6 +85,8 @@ class Part:
         sized: the graph, where its sizes vary; None: they do not.
         sizes: that ``step`` is of; empty: those that the graph was compiled for.
         warned: what plans that begin here have warned of.
+        checkpointed: of a graph with a plan of its own, which replaces activation checkpointing: one forward and
+            backward under that, and its edges.
     """
 
     graph: CompiledGraph
@@ -95,6 +98,17 @@ class Part:
     sized: SizedGraph | None = None
     sizes: Sizes = ()
     warned: set[str] = field(default_factory=set, compare=False)
+    checkpointed: tuple[TrainingStep, Edges] | None = None
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether a plan replaces activation checkpointing in it."""
+        return self.may_save_more or self.checkpointed is not None
+
+    @property
+    def may_save_more(self) -> bool:
+        """Whether the graph as compiled obeys activation checkpointing, and variants of it need not."""
+        return self.recipe is not None and self.recipe.is_checkpointed
 
     def at(self, sizes: Sizes) -> Part:
         """The same for calls of these sizes; as it is where none vary."""
@@ -107,6 +121,20 @@ class Part:
         if self.recipe is None or self.sized is None or not self.sizes:
             return variant.step
         return self.recipe.step_at(variant, self.sized.sizes.named(self.sizes))
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A graph as activation checkpointing would have it, where its own plan replaces that."""
+
+    draft: Draft
+    settings: DraftSettings
+
+    def part(self, forward: ForwardState, backward: BackwardState) -> tuple[TrainingStep, Edges]:
+        """One forward and backward of it, and its edges by the positions of the graph that is compiled."""
+        assert self.draft.step is not None
+        first = Signature.of(forward.gm, backward.gm, self.settings.num_user_outputs)
+        return self.draft.step, edges_at(first, self.draft, self.settings)
 
 
 def describe_part(

@@ -4,6 +4,8 @@ A graph of one layer has nothing to choose from; a step of many such graphs has 
 FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.steps.calls``), it is planned like one graph:
 what each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a
 graph gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time.
+Graphs that obey activation checkpointing as compiled get variants that recompute less; unless something is asked for,
+the plan then takes no more than checkpointing's own peak.
 Nothing is exchanged between ranks.
 
 Where sizes vary from call to call, a chain is planned for some sizes: graphs, and their variants, are described as they
@@ -67,9 +69,14 @@ AROUND_BYTES = 64 << 20
 _SPARE = 1 / 16
 
 
+def around_bytes(device: torch.device) -> int:
+    """What of a step's budget its graphs leave to others."""
+    return AROUND_BYTES if device.type == "cuda" else 0
+
+
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
     """What of a step's budget its graphs may take."""
-    return max(budget_bytes - (AROUND_BYTES if device.type == "cuda" else 0), 1)
+    return max(budget_bytes - around_bytes(device), 1)
 
 
 def plan_tape(
@@ -96,6 +103,9 @@ def plan_tape(
         meanwhile(Following(refs, planning.choices(quick), sizes=planning.sizes))
     schedule = planning.run()
     background.check()
+    if planning.checkpointing is not None:
+        # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.
+        engine_for(planning.device).pin(schedule.simulation.bytes_offloaded, planning.budgets)
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(parts), time.perf_counter() - began, box.plan.summary)
     return planning.following(refs, schedule, box)
@@ -112,6 +122,10 @@ class TapePlanning:
 
     Attributes:
         option: what is taken: at first, every graph as it was compiled.
+        plain: the graphs as compiled; where those obey activation checkpointing, as plain Inductor has them.
+        baseline: its step.
+        checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
+            none.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes, margin_bytes: as of ``Seen``.
         beside: what is known to be on the device beside the graphs, with the margin: from the steps before the plan,
@@ -144,13 +158,20 @@ class TapePlanning:
         self.ways = self._ways(parts, seen.held, written)
         self.option = self.compiled = self.ways.as_compiled()
         self.beside = BESIDE_NOTHING
+        is_checkpointed = any(c.is_checkpointed for c in self.ways.calls)
         if seen.live_bytes:
             self.beside = self._beside(seen, written)
         self.ways.beside = self.beside = self.with_margin(self.beside)
         self.ways.gap_ms = self._gap_ms(seen)
         self.option = self.compiled = self.ways.as_compiled()
         self.others: list[TapeOption] = []
-        self.baseline: Simulation = self.compiled.scheduler.keep_all()
+        self.plain = self.compiled
+        self.checkpointing: Simulation | None = None
+        if is_checkpointed:
+            self.plain = self.ways.plain()
+            self.checkpointing = self.ways.checkpointing()
+            self.goal = self.goal.at_checkpointing(self.checkpointing.peak_bytes + around_bytes(self.device))
+        self.baseline: Simulation = self.plain.scheduler.keep_all()
         self.numbers = [0] * len(parts)
         self.summary = ""
         self._least: dict[int, tuple[TapeOption, Schedule]] = {}  # by the option's id, which it keeps alive
@@ -177,6 +198,11 @@ class TapePlanning:
         first = next((s for s in self.sizes if s), ())
         return f", sizes {', '.join(map(str, first))}" if first else ""
 
+    def _warn_of_the_budget(self, kind: str, text: str) -> None:
+        """Unless it is activation checkpointing's peak, which nobody was promised: the plan's summary says it."""
+        if not self.goal.is_checkpointing:
+            self.warn(kind, text)
+
     def warn(self, kind: str, text: str) -> None:
         """Once, whatever the sizes are, and however often the chain is planned."""
         warned = self.parts[0].warned
@@ -192,7 +218,8 @@ class TapePlanning:
     def _ways(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> TapeRecompute:
         reserves = bool(self.sizes)
         calls = [
-            CallPart(p.step, p.edges, p.recipe, w, p.step_of, reserves) for p, w in zip(parts, written, strict=True)
+            CallPart(p.step, p.edges, p.recipe, w, p.step_of, reserves, p.may_save_more, p.checkpointed)
+            for p, w in zip(parts, written, strict=True)
         ]
         return TapeRecompute(calls, held, self._scheduler, self.rates, self.host_bytes)
 
@@ -271,7 +298,7 @@ class TapePlanning:
         aim = TapeAim(max_ms=self.goal.most_ms(self.baseline.step_ms))
         found = self._take(aim)
         if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
-            self.option = self.compiled
+            self.option = self.plain
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
             return self._keep_all()
         self.summary = f"{aim_of(self.goal)}: {self.gain(found)}"
@@ -279,7 +306,8 @@ class TapePlanning:
 
     def _within(self, budget: int) -> Schedule:
         limit = bytes_for_graphs(budget, self.device)
-        spare = 0 if self._is_largest or self.baseline.peak_bytes <= limit else int(_SPARE * limit)
+        is_promised = not self._is_largest and not self.goal.is_checkpointing
+        spare = int(_SPARE * limit) if is_promised and self.baseline.peak_bytes > limit else 0
         found = self._take(TapeAim(limit_bytes=limit - spare))
         if found is None and spare:
             spare = 0
@@ -287,7 +315,7 @@ class TapePlanning:
         if found is None:
             found = self._smallest(self.option)
             least = found.simulation.peak_bytes + budget - limit
-            self.warn(
+            self._warn_of_the_budget(
                 "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
                 f"{len(self.parts)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the step "
@@ -351,12 +379,13 @@ class TapePlanning:
 
     def _keep_all(self) -> Schedule:
         """It moves nothing, so no window binds."""
-        found = self.compiled.scheduler.least_time(self.baseline.peak_bytes)
+        found = self.plain.scheduler.least_time(self.baseline.peak_bytes)
         assert found is not None
         return found
 
     def gain(self, found: Schedule, baseline: Prediction | None = None, variants: Variants | None = None) -> str:
-        again = sum(v is not None for v in variants or self.option.variants)
+        pairs = zip(variants or self.option.variants, self.plain.variants, strict=True)
+        again = sum(mine is not plain for mine, plain in pairs)
         how = f", {again} of {len(self.parts)} calls computing more again" if again else ""
         return gain_of(found.simulation, baseline or self.baseline) + how
 
@@ -394,8 +423,8 @@ class TapePlanning:
         *,
         follower: Follower | None = None,
     ) -> Following:
-        """With what holds it to its budget."""
-        budget, limit = self.goal.budget_bytes, self.limit_bytes
+        """With what holds it to its budget, where one was promised."""
+        budget, limit = (None, None) if self.goal.is_checkpointing else (self.goal.budget_bytes, self.limit_bytes)
         least = () if budget is None else self.choices(self._smallest(self.option))
         return Following(
             sites,
@@ -434,7 +463,15 @@ class TapePlanning:
     @property
     def shown_summary(self) -> str:
         """What the plan says of itself."""
-        return f"{self._over}, {self.summary}"
+        found = self.checkpointing
+        if found is None:
+            return f"{self._over}, {self.summary}"
+        ran = zip(self.ways.calls, self.option.variants, strict=True)
+        is_obeyed = all(variant is None for call, variant in ran if call.is_checkpointed)
+        is_obeyed = is_obeyed and not any(call.checkpointed for call in self.ways.calls)
+        instead = "with the recomputation of" if is_obeyed else "in place of"
+        costs = f"{format_bytes(found.peak_bytes + around_bytes(self.device))} in {found.step_ms:.3g} ms"
+        return f"{self._over}, {self.summary}; {instead} activation checkpointing ({costs})"
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
         """What each call does under a schedule for what is taken."""
@@ -476,6 +513,7 @@ class TapePlanning:
             summary=self.shown_summary,
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
+            checkpointing=None if self.checkpointing is None else Prediction.of(self.checkpointing),
             smallest_budget_bytes=min(smallest.values()),
             decisions=self.decisions(schedule),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
@@ -504,9 +542,9 @@ class TapePlanning:
             if not item.reason.startswith("parameter"):
                 yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)
         yield from mask_rows(self.parts[call].graph.masks, label)
-        if self.option.variants[call] is not None:
+        if self.option.variants[call] is not self.plain.variants[call]:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
-            yield from recomputed_rows(self.parts[call].graph.saved.candidates, stays, lambda _: label)
+            yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label)
 
 
 def _by_name(option: TapeOption, call: int, schedule: Schedule) -> dict[str, bool]:

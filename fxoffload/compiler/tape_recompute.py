@@ -8,6 +8,7 @@ is laid out from their drafts and scheduled like any other, so what is compared 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.clocks.chain_clock import TURN
 from fxoffload.runtime.clocks.segment_readings import PHASES
@@ -56,6 +58,8 @@ class CallPart:
         step_of: of a variant, for the sizes of this call.
         reserves: whether one of the variants that a graph may have is to be the one that saves least. Where sizes vary,
             larger calls may come than are planned for now.
+        may_save_more: whether variants may save more than the graph as compiled, which obeys activation checkpointing.
+        checkpointed: one forward and backward under activation checkpointing, and its edges; None: ``step``, ``edges``.
     """
 
     step: TrainingStep
@@ -64,6 +68,13 @@ class CallPart:
     written: frozenset[str] = frozenset()
     step_of: Callable[[VariantDraft], TrainingStep] = lambda variant: variant.step
     reserves: bool = False
+    may_save_more: bool = False
+    checkpointed: tuple[TrainingStep, Edges] | None = None
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether a plan replaces activation checkpointing in it."""
+        return self.may_save_more or self.checkpointed is not None
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,18 @@ class TapeRecompute:
         """Every graph as it was compiled; scheduled where there is an aim."""
         return self.with_variants((None,) * len(self.calls), aim)
 
+    def plain(self) -> TapeOption:
+        """Every call as plain Inductor has it: as compiled, or the variant that recomputes least where that obeys
+        activation checkpointing."""
+        kinds = zip(self._kinds, self.calls, strict=True)
+        calls = {kind: call for kind, call in kinds if call.may_save_more}
+        found = {kind: self._plain(kind, call) for kind, call in calls.items()}
+        return self.with_variants(tuple(found.get(kind) for kind in self._kinds))
+
+    def checkpointing(self) -> Simulation:
+        """The step in which all activation checkpointing is obeyed, and nothing moves."""
+        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
+
     def with_variants(self, variants: Variants, aim: TapeAim | None = None) -> TapeOption:
         """Every call with its variant; likewise."""
         chain = self._layout(variants)
@@ -176,7 +199,7 @@ class TapeRecompute:
         return TapeOption(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
     def search(self, aim: TapeAim) -> list[TapeOption]:
-        """Options that compute more again; none where no graph can."""
+        """Options that recompute something else than the graphs as compiled; none where no graph can."""
         if not any(self._drafts.values()):
             return []
         # Whatever the solver thinks of it.
@@ -223,7 +246,8 @@ class TapeRecompute:
 
     @cached_property
     def _drafts(self) -> dict[int, list[VariantDraft]]:
-        """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation."""
+        """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation; where that
+        obeys activation checkpointing, those that save more too."""
         began = time.perf_counter()
         found: dict[int, list[VariantDraft]] = {}
         for kind, call in zip(self._kinds, self.calls, strict=True):
@@ -233,10 +257,21 @@ class TapeRecompute:
         log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
 
+    def _plain(self, kind: int, call: CallPart) -> VariantDraft | None:
+        assert call.recipe is not None
+        if call.recipe.room():
+            return next(iter(self._drafts[kind]), None)
+        points = call.recipe.points()  # it may not be among those that the graph has
+        return call.recipe.draft(points[0]) if points else None
+
     def _find_drafts(self, call: CallPart) -> list[VariantDraft]:
         if call.recipe is None:
             return []
-        return _drafts_of(call.recipe, call.step, lambda variant: self._estimate(call, variant))
+
+        def step_of(variant: VariantDraft) -> TrainingStep:
+            return self._estimate(call, variant)
+
+        return _drafts_of(call.recipe, call.step, step_of, may_save_more=call.may_save_more)
 
     def _narrowed(
         self, limit: int | None, max_ms: float | None
@@ -295,12 +330,17 @@ class TapeRecompute:
 
     def _layout(self, variants: Sequence[VariantDraft | None]) -> Chain:
         """The chain whose calls run these."""
-        steps = self._steps(variants)
+        pairs = zip(self.calls, variants, strict=True)
+        return self._chain([None if v is None else (self._of_variant(c, v), v.edges) for c, v in pairs])
+
+    def _chain(self, others: Sequence[tuple[TrainingStep, Edges] | None]) -> Chain:
+        """The chain whose calls do these; None: what the graph does as compiled."""
+        steps = [call.step if other is None else other[0] for call, other in zip(self.calls, others, strict=True)]
         known = [{s.name for s in step.storages} for step in steps]
         names: dict[int, dict[str, str]] = {}
-        for k, (call, variant) in enumerate(zip(self.calls, variants, strict=True)):
-            if variant is not None:
-                names[k] = _renamed(call.edges, variant.edges)
+        for k, (call, other) in enumerate(zip(self.calls, others, strict=True)):
+            if other is not None:
+                names[k] = _renamed(call.edges, other[1])
         held = []
         for item in self.held:
             members = [(k, names[k].get(n, "") if k in names else n) for k, n in item.members]
@@ -324,14 +364,21 @@ def no_faster_forward(variant: TrainingStep, compiled: TrainingStep) -> Training
 
 
 def _drafts_of(
-    recipe: Recipe, compiled: TrainingStep, step_of: Callable[[VariantDraft], TrainingStep] = lambda v: v.step
+    recipe: Recipe,
+    compiled: TrainingStep,
+    step_of: Callable[[VariantDraft], TrainingStep] = lambda v: v.step,
+    *,
+    may_save_more: bool = False,
 ) -> list[VariantDraft]:
-    """Those of earlier plans, which may be compiled already, and new ones where the graph may have more."""
+    """Those of earlier plans, which may be compiled already, and new ones where the graph may have more.
+
+    ``may_save_more``: than the graph as compiled.
+    """
     there = recipe.drafts()
     points = recipe.points() if recipe.room() else ()
     drafts = [*there, *(d for d in _drafted(recipe, points) if d is not None)]
     found: list[VariantDraft] = []
-    least = saved_bytes(compiled)
+    least = math.inf if may_save_more else saved_bytes(compiled)
     nbytes = {draft: saved_bytes(step_of(draft)) for draft in drafts}
     for draft in sorted(nbytes, key=lambda d: -nbytes[d]):
         if draft in there or nbytes[draft] < least:

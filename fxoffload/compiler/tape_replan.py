@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled
-from fxoffload.compiler.replan import Replan, measured_step, shared
+from fxoffload.compiler.replan import Replan, measured_step, scale, shared
 from fxoffload.compiler.tape_again import Again, choose_again
 from fxoffload.compiler.tape_recompute import TapeAim, Variants
 from fxoffload.planner.beside import beside_segments
@@ -172,7 +172,11 @@ class TapeCalibration(PlanAgain):
         self._found = MeasuredChain(ms, sizes, beside)
         self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
-        return ran.with_beside(beside).step, Prediction.of(keep)
+        baseline = Prediction.of(keep)
+        if (checkpointing := self._planning.checkpointing) is not None:
+            # Of plain Inductor's step nothing was measured; it is as much slower than estimated as checkpointing's.
+            baseline = scale(self._box.plan.baseline, keep.step_ms / max(checkpointing.step_ms, 1e-9))
+        return ran.with_beside(beside).step, baseline
 
     def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
         """See ``PlanAgain``."""

@@ -182,7 +182,7 @@ def _with_range(planning: Planning, sized: SizedPlan) -> tuple[SizedPlan, Range 
     is_plain = sized.planned.schedule is None
     if frame is None or graph_bytes is None or not (is_plain or planning.recompute == "auto"):
         return sized, None
-    key = (frame, _fingerprint(planning.joint), planning.goal, planning.recompute)
+    key = (frame, _fingerprint(planning.joint), planning.asked, planning.recompute)
     sizes, end = sized.sizes, None
     # What does nothing must not serve what exceeds the budget, even if other code has used up the variants.
     if VARIANTS.may_end(key) or (is_plain and planning.limit_bytes is not None):
@@ -203,7 +203,7 @@ def _fingerprint(joint: fx.GraphModule) -> Hashable:
 
 def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:
     """The plan of the last variant, behind which none follows: for about the largest calls that fit at all."""
-    if planning.limit_bytes is None or sized.planned.schedule is None:
+    if planning.limit_bytes is None or planning.goal.is_checkpointing or sized.planned.schedule is None:
         return sized
     index = max(range(len(sized.sizes.hints)), key=lambda i: sized.sizes.hints[i])
     larger = sized.sizes.scaled(_SPARING * planning.limit_bytes / sized.planned.plan.smallest_budget_bytes, index)

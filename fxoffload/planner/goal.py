@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_MAX_SLOWDOWN = 0.02
+# ``PlanGoal.source`` where nobody asked for anything, and where activation checkpointing is on besides.
+DEFAULT, CHECKPOINTING = "default", "checkpointing"
 # What copies cost a step beyond what is simulated where several GPUs of one host train together, which is left free of
 # the slowdown that may be: each waits for the slowest. 0.6 % on two H200s (2026-11-22), and nothing to be seen on one.
 SHARED_RESERVE = 0.006
@@ -17,7 +19,7 @@ class PlanGoal:
     Attributes:
         budget_bytes: most bytes above what was allocated when the step began; None: the slowdown decides.
         max_slowdown: over plain Inductor, 0.02 is 2 %; with a budget, beyond it there is a warning.
-        source: who asked.
+        source: who asked: "options", ``DEFAULT`` or ``CHECKPOINTING``.
         reserve: part of a step that is left free of the slowdown.
     """
 
@@ -31,8 +33,25 @@ class PlanGoal:
         """The goal for two options. ``num_processes``: that train together on this machine."""
         reserve = SHARED_RESERVE if num_processes > 1 else 0.0
         if budget_bytes is None and max_slowdown is None:
-            return PlanGoal(None, DEFAULT_MAX_SLOWDOWN, "default", reserve)
+            return PlanGoal(None, DEFAULT_MAX_SLOWDOWN, DEFAULT, reserve)
         return PlanGoal(budget_bytes, max_slowdown, reserve=reserve)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the options name neither a budget nor a slowdown."""
+        return self.source == DEFAULT
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether the budget is the predicted peak of activation checkpointing, which nobody was promised."""
+        return self.source == CHECKPOINTING
+
+    def at_checkpointing(self, peak_bytes: int) -> PlanGoal:
+        """The same for a step under activation checkpointing, which takes ``peak_bytes``: what the options ask for, or
+        no more than that."""
+        if not self.is_default:
+            return self
+        return replace(self, budget_bytes=peak_bytes, max_slowdown=None, source=CHECKPOINTING)
 
     def most_ms(self, plain_ms: float) -> float:
         """The time that a plan may take where plain Inductor takes ``plain_ms``."""

@@ -130,11 +130,14 @@ class Plan:
         shape: what the step was planned for, for example "1 x 16384 tokens", or "".
         activation_budget: most bytes that were asked for, or None.
         max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
-        source: where the budget or the slowdown comes from: "options", "default", ...
+        source: where the budget or the slowdown comes from: "options", "default", or "checkpointing", where the budget
+            is the predicted peak of the model's own activation checkpointing.
         predicted: the plan's step, before anything ran.
         calibrated: the same with measured segment times; None before.
         baseline: the step of plain Inductor, which keeps everything, before anything ran.
         calibrated_baseline: the same with measured segment times; None before.
+        checkpointing: the step with the model's own activation checkpointing, which the plan replaces, before anything
+            ran; None where there is none, or the plan obeys it.
         smallest_budget_bytes: the smallest ``activation_budget`` that was planned for and met. Where nothing is done:
             what plain Inductor takes.
         decisions: what happens to what the forward saves.
@@ -164,6 +167,7 @@ class Plan:
     calibrated: Prediction | None = None
     baseline: Prediction
     calibrated_baseline: Prediction | None = None
+    checkpointing: Prediction | None = None
     smallest_budget_bytes: int
     measured_peak_bytes: int | None = None
     measured_step_ms: float | None = None

@@ -96,15 +96,16 @@ def _draw_frontier(axes: Axes, plan: Plan) -> None:
             [p.step_ms for p in points], [p.peak_bytes / _GIB for p in points], ".-", color="tab:blue", label="frontier"
         )
     base = plan.baseline
-    # As predicted, both lie on the curve.
+    # As predicted, plain Inductor and the plan lie on the curve.
     for found, marker, size, fill, label in (
         (base, "s", 6, "full", "plain Inductor"),
         (plan.predicted, "*", 12, "full", "this plan"),
+        (plan.checkpointing, "D", 6, "full", "activation checkpointing"),
         (plan.calibrated_baseline, "s", 6, "none", "plain Inductor, calibrated"),
         (plan.calibrated, "*", 12, "none", "this plan, calibrated"),
     ):
         if found is not None:
-            color = "tab:red" if marker == "*" else "tab:gray"
+            color = {"*": "tab:red", "s": "tab:gray", "D": "tab:olive"}[marker]
             at = found.step_ms, found.peak_bytes / _GIB
             axes.plot(*at, marker, color=color, markersize=size, fillstyle=fill, label=label)
     if plan.measured_step_ms is not None and plan.measured_peak_bytes is not None:

@@ -139,6 +139,8 @@ def _costs(plan: Plan) -> str:
         ("plain Inductor", _cost(unit, plan.baseline, None)),
         ("predicted", _cost(unit, plan.predicted, plan.baseline)),
     ]
+    if plan.checkpointing is not None:
+        columns.insert(1, ("checkpointed", _cost(unit, plan.checkpointing, plan.baseline)))
     if plan.calibrated_baseline is not None:
         columns.append(("plain, calibrated", _cost(unit, plan.calibrated_baseline, None)))
     if plan.calibrated is not None:

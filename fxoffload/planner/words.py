@@ -10,6 +10,8 @@ from fxoffload.sizes import format_bytes
 
 def aim_of(goal: PlanGoal) -> str:
     """What is looked for."""
+    if goal.is_checkpointing:
+        return f"the fastest plan found within activation checkpointing's peak, {format_bytes(goal.budget_bytes or 0)}"
     if goal.budget_bytes is not None:
         return f"the fastest plan found within {format_bytes(goal.budget_bytes)}"
     return f"the least peak found within a slowdown of {100 * (goal.max_slowdown or 0):.3g} %"

@@ -85,6 +85,7 @@ def plan() -> Plan:
         calibrated=prediction(9.5, 752.0, 14.0, 5.625),
         baseline=prediction(34.95, 720.0),
         calibrated_baseline=prediction(34.95, 723.5),
+        checkpointing=prediction(9.0, 914.5),
         smallest_budget_bytes=8 * GIB,
         measured_peak_bytes=int(9.75 * GIB),
         measured_step_ms=750.26,
@@ -166,17 +167,17 @@ asked for: activation_budget 9.50 GiB, max_slowdown 2.0 % (options)
 the measured peak exceeds the budget by 0.25 GiB
 offload and recompute meet the budget; the slowdown exceeds max_slowdown
 
-                              plain Inductor    predicted    plain, calibrated    calibrated    measured
---------------------------  ----------------  -----------  -------------------  ------------  ----------
-peak GiB                               34.95         9.25                34.95          9.50        9.75
-of plain Inductor's                        -       26.5 %                    -        27.2 %      27.9 %
-peak without gradients GiB             32.95         7.25                32.95          7.50           -
-step ms                                720.0        742.5                723.5         752.0       750.3
-slowdown                                   -       +3.1 %                    -        +3.9 %      +3.7 %
-forward ms                             180.0        185.6                180.9         188.0           -
-backward ms                            540.0        556.9                542.6         564.0           -
-exposed copy ms                          0.0         12.3                  0.0          14.0        13.0
-offloaded GiB                           0.00         5.62                 0.00          5.62           -
+                              plain Inductor    checkpointed    predicted    plain, calibrated    calibrated    measured
+--------------------------  ----------------  --------------  -----------  -------------------  ------------  ----------
+peak GiB                               34.95            9.00         9.25                34.95          9.50        9.75
+of plain Inductor's                        -          25.8 %       26.5 %                    -        27.2 %      27.9 %
+peak without gradients GiB             32.95            7.00         7.25                32.95          7.50           -
+step ms                                720.0           914.5        742.5                723.5         752.0       750.3
+slowdown                                   -         +27.0 %       +3.1 %                    -        +3.9 %      +3.7 %
+forward ms                             180.0           228.6        185.6                180.9         188.0           -
+backward ms                            540.0           685.9        556.9                542.6         564.0           -
+exposed copy ms                          0.0             0.0         12.3                  0.0          14.0        13.0
+offloaded GiB                           0.00            0.00         5.62                 0.00          5.62           -
 
 the peak is in backward segment layers_3
 the smallest budget is about 8.00 GiB

@@ -81,15 +81,20 @@ class Selective(Checkpointed):
     )
 
 
-def test_checkpointing_in_a_graph_is_told_with_what_it_costs(told: Told) -> None:
+def test_checkpointing_in_a_graph_that_is_obeyed_is_told_with_what_it_costs(told: Told) -> None:
     with told():
-        train(planned(Stack(2, block=Checkpointed)))
+        train(planned(Stack(2, block=Checkpointed), checkpoints="obey"))
         train(planned(Stack(2, block=Selective)))
     plans = fxoffload.plans()
     assert all("activation checkpointing is on" in p.summary for p in plans)
     assert "activation checkpointing is on" in str(plans[0])
     # Its budget is that of the step that runs now.
-    told.one("activation checkpointing is on", " ms and ", f"activation_budget={plans[0].baseline.peak_bytes} ")
+    told.one(
+        "activation checkpointing is on",
+        "'checkpoints': 'plan'",
+        " ms and ",
+        f"activation_budget={plans[0].baseline.peak_bytes} ",
+    )
     again = [[d for d in p.decisions if d.reason == "activation checkpointing is on"] for p in plans]
     assert all(d.action == "recompute" and d.nbytes > 0 for found in again for d in found)
     full, selective = (sum(d.total_bytes for d in found) for found in again)
@@ -98,7 +103,7 @@ def test_checkpointing_in_a_graph_is_told_with_what_it_costs(told: Told) -> None
 
 def test_what_checkpointing_costs_is_what_the_plan_without_it_says(told: Told) -> None:
     with told():
-        train(planned(Stack(2, block=Checkpointed)))
+        train(planned(Stack(2, block=Checkpointed), checkpoints="obey"))
         train(planned(Stack(2)))
     with_it, without = fxoffload.plans()
     assert f"{with_it.baseline.step_ms:.3g} ms" in told.one()
@@ -113,16 +118,18 @@ class InARegion(Checkpointed):
         return super().forward(x)
 
 
-def test_checkpointing_in_a_nested_region(told: Told) -> None:
+def test_checkpointing_in_a_nested_region_is_obeyed(told: Told) -> None:
+    """It is partitioned before there is a plan. Some versions of torch inline such a region: then it is planned."""
     with told():
         train(planned(Stack(2, block=InARegion)))
-    told.one("activation checkpointing is on in compiled code")
+    if fxoffload.plans()[-1].checkpointing is None:
+        told.one("activation checkpointing is on in compiled code")
 
 
 def test_checkpointing_in_layers_compiled_on_their_own(told: Told) -> None:
     model = Stack(2, block=Checkpointed)
     for layer in model.layers:
-        layer.compile(backend="fxoffload", options=rehearsal(policy="auto"))
+        layer.compile(backend="fxoffload", options=rehearsal(policy="auto", checkpoints="obey"))
     with told():
         train(model, 2)
     told.one("activation checkpointing is on in compiled code")
