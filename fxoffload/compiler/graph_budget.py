@@ -23,14 +23,11 @@ from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
-from fxoffload.runtime.steps.budget_loop import BudgetLoop
+from fxoffload.runtime.steps.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
-
-# So often in a row a plan is corrected; what needs more does not settle.
-_MOST_CORRECTIONS = 6
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class GraphBudget:
         self._in_background = in_background
         self._lock = threading.Lock()
         self._open_bytes = 0  # of the margin, what the scheduler does not know of yet
-        self._num_corrections = 0
+        self._has_said = False
         self._is_least = False
         self._followed: Choice | None = None
         self._loop = BudgetLoop(self._budget)
@@ -115,12 +112,11 @@ class GraphBudget:
             self._scheduler, self._schedule = scheduler, schedule
             self._open_bytes = 0
 
-    def exceeded(self, excess_bytes: int) -> None:
+    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
-        if self._num_corrections >= _MOST_CORRECTIONS:
+        if num_corrections > MOST_CORRECTIONS:
             self._say_that_none_fits(self._loop.peak_bytes)
             return
-        self._num_corrections += 1
         with self._lock:
             # What was predicted may have left some of the budget: all of that was taken as well.
             error = excess_bytes + max(self._planned.limit_bytes - self._schedule.simulation.peak_bytes, 0)
@@ -129,6 +125,18 @@ class GraphBudget:
         if self._planned.by_size is not None:
             self._planned.by_size.leave(self.margin_bytes)
         self._planned.graph.planned = self._planned.least
+        self._start()
+
+    def fallen(self) -> None:
+        """See ``BudgetControl``. Where sizes vary, so does what steps allocate: that says nothing."""
+        if self._planned.by_size is not None or not self.margin_bytes:
+            return
+        with self._lock:
+            self._open_bytes -= self.margin_bytes
+            self.margin_bytes = 0
+        self._start()
+
+    def _start(self) -> None:
         if self._in_background:
             background.start_planning(self._correct, name="fxoffload-replan")
         else:
@@ -167,11 +175,10 @@ class GraphBudget:
         self._schedule = found
         planned.graph.planned = Choice(tuple(found.offload[i] for i in planned.order), found.windows)
         plan = box.plan
-        baseline = _with_outside(plan.baseline, self.margin_bytes)
-        if plan.calibrated_baseline is not None:
-            outside = self.margin_bytes - plan.calibrated_baseline.outside_bytes
-            baseline = _with_outside(plan.calibrated_baseline, outside)
-        summary = f"{aim_of(planned.goal)}, corrected by {format_bytes(self.margin_bytes)} that steps took beyond it: "
+        baseline = plan.calibrated_baseline or plan.baseline
+        baseline = _with_outside(baseline, self.margin_bytes - baseline.outside_bytes)
+        corrected = f", corrected by {format_bytes(self.margin_bytes)} that steps took beyond it"
+        summary = f"{aim_of(planned.goal)}{corrected if self.margin_bytes else ''}: "
         offload = dict(zip((c.name for c in self._scheduler.step.candidates), found.offload, strict=True))
         box.update(
             calibrated=Prediction.of(found.simulation),
@@ -182,11 +189,10 @@ class GraphBudget:
         )
 
     def _say_that_none_fits(self, least_bytes: int) -> None:
-        """Once."""
-        is_known, self._is_least = self._num_corrections > _MOST_CORRECTIONS, True
-        self._num_corrections = _MOST_CORRECTIONS + 1
-        self._followed = None  # judged no more
-        if not is_known:
+        """Once. From here on no step is found to exceed the budget."""
+        has_said, self._has_said = self._has_said, True
+        self._is_least, self._followed = True, None
+        if not has_said:
             background.warn(
                 f"expected steps within the activation_budget of {format_bytes(self._budget)}, found that the compiled "
                 f"graph and what runs beside it take at least {format_bytes(least_bytes)}; steps take the least that "

@@ -111,6 +111,13 @@ def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int) -> None:
     offloaded = sum(d.total_bytes for d in plan.decisions if d.action == "offload")
     assert offloaded == plan.calibrated.bytes_offloaded
     assert fxoffload.Plan.from_json(plan.to_json()) == plan
+    with held(run):
+        run.extra = 0
+        for _ in range(12):
+            assert_equal(run.step(), plain)
+    assert max(run.peaks[-12:]) <= budget
+    assert run.plan.calibrated is not None and run.plan.calibrated.outside_bytes == 0, "it is used again"
+    assert run.plan.calibrated.bytes_offloaded == plan.predicted.bytes_offloaded
 
 
 def test_where_nothing_can_meet_it_one_warning_says_what_would(budget: int) -> None:

@@ -15,6 +15,8 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
+# So often in a row a plan that is exceeded is corrected; what needs more does not settle.
+MOST_CORRECTIONS = 6
 # What a step allocates has fallen where it is less by this part of the budget.
 _FALL = 0.05
 # After so many records that do not tell, no more are asked for until a peak is known again.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fxoffload.runtime.clocks.chain_clock import StepRecording
 from fxoffload.runtime.clocks.gap_times import GapTimes
-from fxoffload.runtime.steps.budget_loop import BudgetLoop
+from fxoffload.runtime.steps.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.steps.held import CallAt, Held, later
 from fxoffload.runtime.steps.step_memory import LiveBytes
 from fxoffload.runtime.windows import Choice
@@ -40,9 +40,7 @@ _MOST_PLANS_IN_ALL = 64
 # So many steps of one size are measured until one was what it was to be, and so many in all.
 _MOST_MEASURED = 3
 _MOST_MEASURED_IN_ALL = 2 * _MOST_PLANS_IN_ALL
-# So often in a row a plan that was exceeded is made again; what needs more does not settle.
-_MOST_CORRECTIONS = 6
-# After so many steps that allocate far less a plan is made again, and each time after so many times more of them.
+# After so many steps that allocate far less a plan is made again.
 FALLEN_STEPS = 8
 
 
@@ -473,7 +471,7 @@ class Chains:
         """``plan``, that of ``chain``, is made again: from what one more step shows, which is run as the first ones
         were. Whether it is: what does not settle is left as it is."""
         known = self.known
-        if known is None or self.is_planning or chain.num_corrections >= _MOST_CORRECTIONS:
+        if known is None or self.is_planning or chain.num_corrections >= MOST_CORRECTIONS:
             return False
         chain.num_corrections += 1
         if not excess_bytes:

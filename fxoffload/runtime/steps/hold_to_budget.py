@@ -41,8 +41,12 @@ class BudgetControl(Protocol):
         """Judges its steps; None while they do not follow the plan."""
         ...
 
-    def exceeded(self, excess_bytes: int) -> None:
-        """A step exceeded the budget by so much."""
+    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
+        """A step exceeded the budget by so much. ``num_corrections``: in a row, with this one."""
+        ...
+
+    def fallen(self) -> None:
+        """Steps allocate far less than they did."""
         ...
 
 
@@ -122,10 +126,13 @@ class HoldToBudget:
         if not loop.records_next:
             chain.num_corrections = 0
         # Where sizes vary, so does what steps allocate.
-        if loop.num_fallen < chain.fallen_steps or first.sizes is not None or chain.plan is None:
+        if loop.num_fallen < chain.fallen_steps or first.sizes is not None:
             return
         loop.num_fallen, chain.fallen_steps = 0, chain.fallen_steps * _FALLEN_FACTOR
-        if chain.plan.costs_time:
+        if chain.plan is None:
+            if first.control is not None and len(step.calls) == 1:
+                first.control.fallen()
+        elif chain.plan.costs_time:
             log.info("steps allocate far less than they did: their plan is made again")
             first.chains.correct(chain, chain.plan, 0)
 
@@ -167,7 +174,8 @@ class HoldToBudget:
                     site.alone.together()
         elif plan is None:
             assert first.control is not None
-            first.control.exceeded(excess)
+            chain.num_corrections += 1
+            first.control.exceeded(excess, chain.num_corrections)
         elif not first.chains.correct(chain, plan, excess) and not first.chains.is_planning:
             _give_up(chain, plan, loop)
 
