@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.stock.models import SHARDED_CASES, WHOLE_CASES
+
 
 @dataclass(frozen=True)
 class Run:
@@ -119,6 +121,9 @@ SUITE = (
         "inductor,checkpoint,auto,eager",
         seconds=350,
     ),
+    # One case in a run, so that each fits in ten minutes. Not run yet: the seconds are a limit.
+    *(Run(f"stock-{case}", "stock", f"case={case}", seconds=570) for case in WHOLE_CASES),
+    *(Run(f"stock-{case}", "stock-fsdp", f"case={case}", gpus=2, seconds=570) for case in SHARDED_CASES),
     Run("budget-sweep", "budget-sweep", seconds=650),
     Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),

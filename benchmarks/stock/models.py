@@ -143,10 +143,10 @@ STOCK_MODELS = {
         ),
         # The language model of Gemma-3-12B: windows of 1,024 tokens in five of six layers.
         StockModel("Gemma3TextConfig", _case("gemma-3", 12, 8192, 3840, 15_360, "16/8 of 256", 262_208), _gemma3),
-        # Its eager attention (sinks) has 64 x S x S scores: 2 GiB a tensor at 4,096 tokens.
+        # Its eager attention (sinks) has 64 x S x S scores, several times over in each layer: 0.5 GiB a tensor here.
         StockModel(
             "GptOssConfig",
-            _case("gpt-oss", 4, 4096, 2880, 2880, "64/8 of 64", 201_088, experts=32, experts_per_token=4),
+            _case("gpt-oss", 4, 2048, 2880, 2880, "64/8 of 64", 201_088, experts=32, experts_per_token=4),
             _gpt_oss,
         ),
         # A window of 4,096 tokens, as MistralConfig has it.

@@ -122,7 +122,8 @@ def test_what_a_run_is_called_with_is_understood(run: Run, tmp_path: Path) -> No
     scenario = find_scenario(run.scenario)
     assert parse_cases(values, scenario.case_defaults)
     protocol = parse_protocol(values, scenario.protocol_defaults)
-    has_one_each = run.scenario in ("fsdp", "fsdp-lengths", "phases", "collectives") and not protocol.process_group
+    sharded = run.scenario in ("fsdp", "fsdp-lengths", "stock-fsdp", "phases", "collectives")
+    has_one_each = sharded and not protocol.process_group
     assert run.gpus == (protocol.ranks if has_one_each else 1)
     of_phases = run.scenario in PHASE_SCENARIOS
     variants = run.variants or scenario.variants
