@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 
+from fxoffload.compiler.explain import floors_of
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.plan import Basis, Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
@@ -87,8 +88,47 @@ class PlanAgain(ABC):
         """What plans again when the steps from here on have been measured; None: nothing does."""
         return None
 
+    @property
+    def step(self) -> TrainingStep:
+        """That is scheduled, with what is known of its segments."""
+        return self._scheduler.step
+
+    def plan_first(self, readings: Readings, basis: Basis, limit_bytes: int | None) -> Scheduler:
+        """As ``plan_again``, before any step ran, with segments that ran on made-up inputs. The plan predicts from
+        them, and what is planned again later is compared with that.
+
+        Args:
+            readings: of the segments.
+            basis: of the plan's predictions.
+            limit_bytes: what of the goal's budget the schedule may take now.
+
+        Returns:
+            What schedules the step with these readings.
+        """
+        whole, self._limit = self._limit, limit_bytes
+        try:
+            now, baseline, self._scheduler = self._plan(readings, before_first_step=True)
+        finally:
+            self._limit = whole
+        self._schedule = now
+        self._box.update(
+            predicted=Prediction.of(now.simulation),
+            baseline=baseline,
+            floors=tuple(floors_of(self.step, now.simulation)),
+            simulation=now.simulation,
+            basis=basis,
+        )
+        return self._scheduler
+
     def plan_again(self, readings: Readings) -> None:
         """From the next forward on the new schedule is followed, where that is better."""
+        now, baseline, _ = self._plan(readings)
+        self._box.update(
+            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
+        )
+
+    def _plan(self, readings: Readings, *, before_first_step: bool = False) -> tuple[Schedule, Prediction, Scheduler]:
+        """What is followed from here on, what plain Inductor would take, and what schedules with these numbers."""
         step, baseline = self.measured(readings)
         rates, limit = self.rates(step, readings), self._limit
         offload, windows = self._schedule.offload, self._schedule.windows
@@ -96,7 +136,7 @@ class PlanAgain(ABC):
         # No more than is pinned for it already; but the budget comes first, and what is far from what was thought.
         self.exceeded = limit is not None and now.simulation.peak_bytes > limit
         self.far_longer = baseline.step_ms > _FAR_LONGER * self._box.plan.baseline.step_ms
-        anew = self.exceeded or self.far_longer
+        anew = self.exceeded or self.far_longer or before_first_step
         host_bytes = self._scheduler.host_bytes if anew else now.simulation.bytes_offloaded
         scheduler = self._scheduler.with_step(step, host_bytes, rates)
         found = self._aim(scheduler, baseline)
@@ -112,9 +152,7 @@ class PlanAgain(ABC):
         decisions = self.decisions(now)
         if decisions is not None:
             self._box.update(decisions=decisions)
-        self._box.update(
-            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
-        )
+        return now, baseline, scheduler
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
         budget, limit = self._goal.budget_bytes, self._limit

@@ -291,7 +291,9 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
 
     request = _request.get()
     options = request.options
-    session = CompileSession(options, frozenset(options.disable) | disabled_pieces(), torch.device("cpu"))
+    # What is traced has no tensors, and its device is not here.
+    disabled = frozenset(options.disable) | disabled_pieces() | {"measured_costs"}
+    session = CompileSession(options, disabled, torch.device("cpu"))
 
     def stop(*args: Any, is_inference: bool = False, **kwargs: Any) -> Any:
         request.has_backward = not is_inference

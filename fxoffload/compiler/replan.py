@@ -22,7 +22,7 @@ from fxoffload.errors import in_brief
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
-from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.planner.words import aim_of, gain_of
@@ -75,6 +75,11 @@ class Replan(Generic[_C]):
         self._is_calibrating = False
         self._is_stopped = False
         self.clock: _C | None = make_clock()
+
+    @property
+    def calibration(self) -> PlanAgain | None:
+        """What plans again; None once it has."""
+        return self._calibration
 
     @property
     def is_settled(self) -> bool:
@@ -193,6 +198,10 @@ class Calibration(PlanAgain):
         """See ``PlanAgain``."""
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
+        base, draft = self._planned.base, self._planned.draft
+        if base is not None and base.step is not None and draft.step is not None:
+            plain = Scheduler(as_measured(base.step, draft.step, step), self._scheduler.rates)
+            return step, Prediction.of(plain.keep_all())
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         return step, scale(self._box.plan.baseline, ratio)
 
@@ -242,6 +251,34 @@ def measured_step(
     return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))
 
 
+def as_measured(other: TrainingStep, estimated: TrainingStep, measured: TrainingStep) -> TrainingStep:
+    """``other``, another partition of the same graph: estimated, with what one partition turned out to take.
+
+    Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimate
+    as the whole step does.
+    """
+    ratio = measured.compute_ms / max(estimated.compute_ms, 1e-9)
+
+    def known(
+        segments: tuple[SegmentStep, ...], before: tuple[SegmentStep, ...], after: tuple[SegmentStep, ...]
+    ) -> tuple[SegmentStep, ...]:
+        pairs = {b.name: (b, a) for b, a in zip(before, after, strict=True)}
+        found = []
+        for segment in segments:
+            pair = pairs.get(segment.name)
+            if pair is not None and (pair[0].ms, pair[0].temp_bytes) == (segment.ms, segment.temp_bytes):
+                found.append(replace(segment, ms=pair[1].ms, temp_bytes=pair[1].temp_bytes))
+            else:
+                found.append(replace(segment, ms=segment.ms * ratio))
+        return tuple(found)
+
+    return replace(
+        other,
+        forward=known(other.forward, estimated.forward, measured.forward),
+        backward=known(other.backward, estimated.backward, measured.backward),
+    )
+
+
 def shared(
     sizes: Mapping[Phase, Mapping[str, int | None]], alike: Mapping[Phase, Mapping[str, object]]
 ) -> dict[Phase, dict[str, int | None]]:
@@ -277,9 +314,21 @@ def replan_for(
     pin: Callable[[int], bool],
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
-    if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
+    calibration = calibration_of(graph, planned, box, goal, alike, pin) if device.type == "cuda" else None
+    return None if calibration is None else Replan(calibration, box, make_clock=lambda: clock_for(device))
+
+
+def calibration_of(
+    graph: CompiledGraph,
+    planned: Planned,
+    box: PlanBox,
+    goal: PlanGoal,
+    alike: Mapping[Phase, Mapping[str, object]],
+    pin: Callable[[int], bool],
+) -> Calibration | None:
+    """What plans a graph again; None where nothing in it moves. Arguments as of ``Calibration``."""
+    if planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    calibration = Calibration(graph, planned, box, goal, order, alike, pin)
-    return Replan(calibration, box, make_clock=lambda: clock_for(device))
+    return Calibration(graph, planned, box, goal, order, alike, pin)

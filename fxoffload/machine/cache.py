@@ -79,9 +79,11 @@ def write(path: Path, profile: MachineProfile) -> None:
 
 
 @contextlib.contextmanager
-def locked(identity: Identity) -> Iterator[None]:
-    """One process, and one thread of it, at a time; no lock where the folder allows none."""
+def locked(identity: Identity) -> Iterator[bool]:
+    """One process, and one thread of it, at a time; no lock where the folder allows none. Gives whether it
+    is locked."""
     with contextlib.ExitStack() as stack:
+        is_locked = True
         try:
             path = path_of(identity)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,4 +92,5 @@ def locked(identity: Identity) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except (OSError, RuntimeError) as error:
             log.debug("measuring without a lock: %s", error)
-        yield
+            is_locked = False
+        yield is_locked

@@ -40,6 +40,10 @@ class Clock(Protocol):
         rates]."""
         ...
 
+    def once_ms(self, work: Callable[[], object]) -> float:
+        """Device milliseconds of this one call of ``work``, without a warm-up."""
+        ...
+
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         """Milliseconds after which one call of ``work`` returns, from rounds of ``calls`` calls."""
         ...
@@ -58,6 +62,9 @@ class CpuClock:
         once = min(_wall_ms(work, 1) for _ in range(3))
         calls = _clamp(self._round_ms / max(once, 1e-6), 1, 1000)
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
+
+    def once_ms(self, work: Callable[[], object]) -> float:
+        return _wall_ms(work, 1)
 
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         _wall_ms(work, calls)
@@ -95,6 +102,14 @@ class CudaClock:
                 work()
         calls = _clamp(self._round_ms / max(once, 1e-6), 1, _MAX_QUEUED)
         return statistics.median(self._queued_ms(work, calls) / calls for _ in range(ROUNDS))
+
+    def once_ms(self, work: Callable[[], object]) -> float:
+        return self._queued_ms(work, 1)
+
+    def sustain(self) -> None:
+        """Keep the device busy for SUSTAIN_MS; see [Note: Sustained rates]."""
+        for _ in range(math.ceil(SUSTAIN_MS / HOLD_MS)):
+            self.hold()
 
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         rounds = []
