@@ -51,6 +51,8 @@ def _value_text(value: Any) -> str:
             raise _NoTextError
         layout = f"{'x'.join(map(str, shape)) or 'scalar'}:{','.join(map(str, strides))}"
         return f"{str(value.dtype).removeprefix('torch.')} {layout} {value.device.type}"
+    if value is None:  # a result that an operator does not have
+        return "None"
     if isinstance(value, (int, torch.SymInt)) and (size := hint(value)) is not None:
         return str(size)
     raise _NoTextError

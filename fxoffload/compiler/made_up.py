@@ -85,6 +85,22 @@ class _View:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _RandomState:
+    """One input that is the state of a device's random generator: as it is now. ``as_generator``: in a generator of its
+    own, else in a tensor."""
+
+    device: torch.device
+    as_generator: bool
+
+    def make(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        if self.as_generator:
+            index = self.device.index or 0
+            return (torch.cuda.default_generators[index] if on_gpu else torch.default_generator).clone_state()
+        return torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
+
+
 class MadeUp:
     """Makes inputs.
 
@@ -132,8 +148,8 @@ class MadeUp:
         memory = {place: self._allocate(place, of) for place, of in members.items()}
         made: list[Any] = []
         for i, view in zip(wanted, views, strict=True):
-            if isinstance(view, int):
-                made.append(view)
+            if not isinstance(view, _View):
+                made.append(view.make() if isinstance(view, _RandomState) else view)
                 continue
             tensor = memory[view.memory].view(view.dtype).as_strided(view.shape, view.strides, view.offset)
             if (fill := self._fills[i]) is not None and tensor.numel():
@@ -149,8 +165,14 @@ class MadeUp:
             _fill_randomly(found.view(members[0].dtype))
         return found
 
-    def _view(self, node: fx.Node, places: dict[int, int], device: torch.device) -> _View | int:
+    def _view(self, node: fx.Node, places: dict[int, int], device: torch.device) -> _View | _RandomState | int | None:
         value = node.meta.get("val")
+        if value is None:  # a result that an operator does not have
+            return None
+        if isinstance(value, torch.Generator):
+            return _RandomState(device if value.device.type == device.type else value.device, True)
+        if (drawn := next((r for r in node.users if r in self._inside and _state_of(r) is node), None)) is not None:
+            return _RandomState(device if any(t.is_cuda for t in tensors_of(drawn)) else torch.device("cpu"), False)
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             if (size := hint(value)) is None:
                 raise NotMadeUpError("a size without a hint")
@@ -216,6 +238,12 @@ def _even(count: int, total: int, is_from_zero: bool) -> torch.Tensor:
 
 
 # -- what readers do with integers -------------------------------------------------------------------------------------
+
+
+def _state_of(node: fx.Node) -> object:
+    """The random state that ``node`` runs another operator with."""
+    return node.args[0] if node.target is torch.ops.higher_order.run_with_rng_state else None
+
 
 # What a reader does: takes an integer as an index below so many, as an end of groups over so many elements (with the
 # beginning, "starts", or without), or compares it (any value will do).

@@ -49,7 +49,7 @@ def measure_ops(joint: fx.GraphModule, identity: Identity, rates: Rates, meter: 
         note_estimated("operators", reason)
 
     def measure(missing: list[str]) -> Outcomes:
-        if reason := meter.why_not():
+        if reason := meter.why_not() or (allowance.left_s <= meter.warm_up_s and NO_TIME):
             return dict.fromkeys(missing, reason)
         found: dict[str, float | str] = {}
         with allowance.spending(), meter.undisturbed():

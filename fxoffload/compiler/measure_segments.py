@@ -83,7 +83,7 @@ def measure_segments(
         allowance: is spent.
     """
     wanted = _distinct(forward, backward, step)
-    if reason := meter.why_not():
+    if reason := meter.why_not() or (allowance.left_s <= meter.warm_up_s and NO_TIME):
         note_estimated("segments", reason, len(wanted))
         return None
     ms: dict[Phase, dict[str, float]] = {"forward": {}, "backward": {}}

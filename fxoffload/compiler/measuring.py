@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fxoffload import tell
+from fxoffload.errors import in_brief
 from fxoffload.runtime.engine import engines
 from fxoffload.stats import counters
 
@@ -69,7 +70,7 @@ def allowance_of_step() -> Allowance:
 
 def reason_of(error: Exception) -> str:
     """Why something was not measured that raised."""
-    log.debug("not measured: %s: %s", type(error).__name__, error)
+    log.debug("not measured: %s", in_brief(error))  # text: its frames hold memory of the device
     return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
 
 

@@ -55,10 +55,12 @@ class Meter(Protocol):
     Attributes:
         device: that it runs on.
         least_ms: operators that take less by estimate are not worth a measurement.
+        warm_up_s: what ``undisturbed`` takes itself.
     """
 
     device: torch.device
     least_ms: float
+    warm_up_s: float
 
     def why_not(self) -> str:
         """Why nothing can be measured now; "" where it can."""
@@ -88,7 +90,7 @@ class Meter(Protocol):
 class HostMeter:
     """The CPU: wall time, no peaks."""
 
-    least_ms = 0.0
+    least_ms = warm_up_s = 0.0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -129,6 +131,7 @@ class CudaMeter:
     """A GPU: CUDA events behind a queue that is held, and the caching allocator."""
 
     least_ms = 0.01  # kernels this short take as long as a launch
+    warm_up_s = 0.6
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -146,11 +149,16 @@ class CudaMeter:
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         with torch.cuda.device(self.device), real_tensors():
-            _allocate_workspaces(self.device)
             before = _bytes(self.device)
-            self._room = _room(self.device, before)
             pool = torch.cuda.MemPool()
             try:
+                with torch.cuda.use_mem_pool(pool, self.device):
+                    factor, product = (
+                        torch.zeros((16, 16), dtype=torch.bfloat16, device=self.device) for _ in range(2)
+                    )
+                before = _with_workspaces(before, factor, product)
+                self._room = _room(self.device, before)
+                del factor, product
                 with torch.cuda.use_mem_pool(pool, self.device):
                     self._clock = CudaClock(self.device, _ROUND_MS)
                     self._clock.sustain()
@@ -206,12 +214,21 @@ def _bytes(device: torch.device) -> _Bytes:
     return _Bytes(allocated["current"], allocated["peak"], reserved["current"], reserved["peak"])
 
 
-def _allocate_workspaces(device: torch.device) -> None:
-    """cuBLAS keeps a workspace for each thread and stream from its first product on: never in a pool that is given
-    back."""
-    factor = torch.zeros((16, 16), dtype=torch.bfloat16, device=device)
-    torch.mm(factor, factor)
-    torch.addmm(factor[0], factor, factor)  # cublasLt
+def _with_workspaces(before: _Bytes, factor: torch.Tensor, product: torch.Tensor) -> _Bytes:
+    """``before``, with what cuBLAS keeps for each thread and stream from its first product on: never in a pool that is
+    given back."""
+    device = factor.device
+    then = _bytes(device)
+    torch.mm(factor, factor, out=product)
+    torch.addmm(factor[0], factor, factor, out=product)  # cublasLt
+    now = _bytes(device)
+    allocated, reserved = now.allocated - then.allocated, now.reserved - then.reserved
+    return _Bytes(
+        before.allocated + allocated,
+        max(before.most_allocated, before.allocated + allocated),
+        before.reserved + reserved,
+        max(before.most_reserved, before.reserved + reserved),
+    )
 
 
 def _room(device: torch.device, now: _Bytes) -> int:

@@ -129,6 +129,19 @@ def test_new_integers_for_each_run() -> None:
     assert second[2] is not first[2]
 
 
+def test_random_states_are_the_present_ones() -> None:
+    """Of what is computed again with the random numbers of the forward."""
+    run = torch.ops.higher_order.run_with_rng_state
+    gm = traced(lambda x, state: run(state, aten.bernoulli.p, x, 0.5), torch.zeros(3), torch.get_rng_state())
+    assert why_not(nodes_of(gm)) == ""
+    _, state = made_up(gm)
+    assert torch.equal(state, torch.get_rng_state())
+    runs(gm)
+    gm.graph.find_nodes(op="placeholder")[1].meta["val"] = torch.Generator()
+    _, generator = made_up(gm)
+    assert isinstance(generator, torch.Generator) and generator is not torch.default_generator
+
+
 def test_what_has_no_made_up_inputs() -> None:
     gm = traced(lambda a: a.to_dense(), torch.zeros(3, 3).to_sparse())
     with pytest.raises(NotMadeUpError, match="no strided tensor"):
