@@ -22,8 +22,9 @@ from fxoffload.errors import in_brief
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
-from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
@@ -200,8 +201,9 @@ class Calibration(PlanAgain):
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         base, draft = self._planned.base, self._planned.draft
         if base is not None and base.step is not None and draft.step is not None:
-            plain = Scheduler(as_measured(base.step, draft.step, step), self._scheduler.rates)
-            return step, Prediction.of(plain.keep_all())
+            plain = as_measured(base.step, draft.step, step)
+            keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
+            return step, Prediction.of(keep)
         ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
         return step, scale(self._box.plan.baseline, ratio)
 

@@ -623,13 +623,12 @@ class CompileSession:
 
     def _run_segments(self, backward: BackwardState, step: TrainingStep) -> RanSegments | None:
         """What the compiled segments take, run once on made-up inputs; None where that is not known. Never raises."""
-        if self._meter is None or self._ran is not None or self._forward is None:
-            return self._ran
-        try:
-            self._ran = measure_segments(self._forward.state, backward, step, self._meter, self._allowance)
-        except Exception as error:
-            note_estimated("graphs", reason_of(error))
-            self._meter = None
+        meter, self._meter = self._meter, None
+        if meter is not None and self._forward is not None:
+            try:
+                self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
+            except Exception as error:
+                note_estimated("graphs", reason_of(error))
         return self._ran
 
     def _plan_first(self, backward: BackwardState) -> None:

@@ -14,6 +14,7 @@ slower in its first 150 ms). So such work is repeated for ``SUSTAIN_MS`` before 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -40,10 +41,6 @@ class Clock(Protocol):
         rates]."""
         ...
 
-    def once_ms(self, work: Callable[[], object]) -> float:
-        """Device milliseconds of this one call of ``work``, without a warm-up."""
-        ...
-
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         """Milliseconds after which one call of ``work`` returns, from rounds of ``calls`` calls."""
         ...
@@ -64,6 +61,7 @@ class CpuClock:
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
 
     def once_ms(self, work: Callable[[], object]) -> float:
+        """Milliseconds of this one call of ``work``, without a warm-up."""
         return _wall_ms(work, 1)
 
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
@@ -74,12 +72,14 @@ class CpuClock:
 class CudaClock:
     """CUDA events on the current stream of ``device``, which must be the current device; medians of a few rounds.
 
-    ``round_ms``: how long a round should last.
+    ``round_ms``: how long a round should last. ``wait``: returns when the work has ended; by default that of all
+    streams of the device.
     """
 
-    def __init__(self, device: torch.device, round_ms: float = 10.0) -> None:
+    def __init__(self, device: torch.device, round_ms: float = 10.0, wait: Callable[[], object] | None = None) -> None:
         self._device = device
         self._round_ms = round_ms
+        self._wait = wait or functools.partial(torch.cuda.synchronize, device)
         generator = torch.Generator(device).manual_seed(0)
         shape = (_HOLD_SIZE, _HOLD_SIZE)
         self._factors = [torch.randn(shape, dtype=torch.float16, device=device, generator=generator) for _ in range(2)]
@@ -104,6 +104,7 @@ class CudaClock:
         return statistics.median(self._queued_ms(work, calls) / calls for _ in range(ROUNDS))
 
     def once_ms(self, work: Callable[[], object]) -> float:
+        """Device milliseconds of this one call of ``work``, without a warm-up."""
         return self._queued_ms(work, 1)
 
     def sustain(self) -> None:
@@ -121,14 +122,14 @@ class CudaClock:
 
     def _queued_ms(self, work: Callable[[], object], calls: int, *, held: bool = True) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
+        self._wait()
         if held:
             self.hold()
         start.record()
         for _ in range(calls):
             work()
         end.record()
-        torch.cuda.synchronize(self._device)
+        self._wait()
         return start.elapsed_time(end)
 
 

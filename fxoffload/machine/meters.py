@@ -160,7 +160,9 @@ class CudaMeter:
                 self._room = _room(self.device, before)
                 del factor, product
                 with torch.cuda.use_mem_pool(pool, self.device):
-                    self._clock = CudaClock(self.device, _ROUND_MS)
+                    # Other streams may wait for other ranks.
+                    wait = torch.cuda.current_stream(self.device).synchronize
+                    self._clock = CudaClock(self.device, _ROUND_MS, wait)
                     self._clock.sustain()
                     try:
                         yield

@@ -4,7 +4,7 @@
 be the same on every rank. A time that each rank measured for itself would differ by some percent. So the ranks of a
 machine share the file: one measures under a lock what is missing, and the others find it. Where there are several
 processes, what could not be measured is kept too, for an hour, or the next rank would try again and might know more.
-Ranks on several machines share no file, so they use estimates.
+Ranks on several machines share no file, so they use estimates. So does a rank that has to wait for too long.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _SCHEMA = 1
 _FAILURES_HOLD_S = 3600.0
+# For the rank that measures. It may wait for its device, which may wait for a rank that waits here.
+_PATIENCE_S = 60.0
+_NOT_SHARED = "the ranks cannot share times"
 # The oldest are dropped; an entry has some 300 characters.
 _MOST_ENTRIES = 20_000
 
@@ -95,16 +98,16 @@ def _shared(identity: Identity, keys: list[str], measure: Callable[[list[str]], 
     is_one_of_several = num_processes() > 1
     if num_processes() > processes_on_this_machine():
         return dict.fromkeys(keys, "ranks on several machines share no times")
-    with cache.locked(identity) as is_locked:
+    with cache.locked(identity, _PATIENCE_S) as is_locked:
         if is_one_of_several and not is_locked:
-            return dict.fromkeys(keys, "the ranks have no folder to share times in")
+            return dict.fromkeys(keys, _NOT_SHARED)
         kept = _load(identity)
         found = {k: outcome for k in keys if (outcome := _outcome(kept.get(k))) is not None}
         missing = [k for k in keys if k not in found]
         measured = dict(measure(missing)) if missing else {}
         new = {k: v for k, v in measured.items() if is_one_of_several or isinstance(v, float)}
         if new and not _store(identity, kept, new) and is_one_of_several:
-            return dict.fromkeys(keys, "the ranks have no folder to share times in")
+            return dict.fromkeys(keys, _NOT_SHARED)
         return {**found, **measured}
 
 

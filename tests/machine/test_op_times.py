@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxoffload.machine import op_times
+from fxoffload.machine import cache, op_times
 from fxoffload.machine.devices import Identity
 from fxoffload.machine.op_times import Outcomes, forget, path_of, times_of
 
@@ -110,7 +110,7 @@ def test_no_folder_to_write_to(folder: Path) -> None:
         another_process()
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         found = times_of(GPU, ["a"], refuses)
-        assert (found.ms, found.reasons) == ({}, {"the ranks have no folder to share times in": 1})
+        assert (found.ms, found.reasons) == ({}, {"the ranks cannot share times": 1})
 
 
 class TestRanks:
@@ -140,6 +140,15 @@ class TestRanks:
         monkeypatch.setenv("WORLD_SIZE", "4")
         found = times_of(GPU, ["a"], refuses)
         assert (found.ms, found.reasons) == ({}, {"ranks on several machines share no times": 1})
+
+
+def test_a_rank_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(op_times, "_PATIENCE_S", 0.1)
+    with cache.locked(GPU) as is_locked:
+        assert is_locked
+        found = times_of(GPU, ["a"], refuses)
+    assert (found.ms, found.reasons) == ({}, {"the ranks cannot share times": 1})
 
 
 RANK = """

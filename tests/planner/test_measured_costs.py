@@ -333,11 +333,11 @@ def test_random_numbers_autograd_and_modes_are_as_before(measure_with: Callable[
     assert fxoffload.stats().num_ops_measured > 0
 
 
-def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_not_measured_unless_asked_for(
+    measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     meter = Told()
-    monkeypatch.setattr(session, "meter_for", lambda device: meter)
-    assert step(tower(), disable=("measured_costs",)).basis == "estimated"
-    torch.compiler.reset()
+    measure_with(meter)
     monkeypatch.delenv("FXOFFLOAD_MEASURED_DEVICE_TYPES")
     assert step(tower()).basis == "estimated"
     assert meter.runs == []
