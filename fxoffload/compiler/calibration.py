@@ -90,12 +90,11 @@ class PlanAgain(ABC):
 
     @property
     def step(self) -> TrainingStep:
-        """That is scheduled, with what is known of its segments."""
+        """The step that is scheduled, with the latest times and working sets."""
         return self._scheduler.step
 
     def plan_first(self, readings: Readings, basis: Basis, limit_bytes: int | None) -> Scheduler:
-        """As ``plan_again``, before any step ran, with segments that ran on made-up inputs. The plan predicts from
-        them, and what is planned again later is compared with that.
+        """``plan_again`` before any step ran, with segments that ran on made-up inputs: the plan's predictions change.
 
         Args:
             readings: of the segments.
@@ -103,7 +102,7 @@ class PlanAgain(ABC):
             limit_bytes: what of the goal's budget the schedule may take now.
 
         Returns:
-            What schedules the step with these readings.
+            The scheduler of the step with these readings.
         """
         whole, self._limit = self._limit, limit_bytes
         try:
@@ -128,7 +127,7 @@ class PlanAgain(ABC):
         )
 
     def _plan(self, readings: Readings, *, before_first_step: bool = False) -> tuple[Schedule, Prediction, Scheduler]:
-        """What is followed from here on, what plain Inductor would take, and what schedules with these numbers."""
+        """The schedule to follow, plain Inductor's step, and the scheduler, all with these readings."""
         step, baseline = self.measured(readings)
         rates, limit = self.rates(step, readings), self._limit
         offload, windows = self._schedule.offload, self._schedule.windows

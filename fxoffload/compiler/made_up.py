@@ -1,9 +1,9 @@
-"""Made-up inputs for operators and segments that are run to see what they take.
+"""Made-up inputs for operators and segments that are measured.
 
-Floating-point values are random. Integers are zero, which is a valid index, unless it is known what every reader does
-with them: an index is spread over what it indexes, ends of groups (of a grouped product, of packed sequences) are
-spread evenly. With zeros, a scatter would write one row again and again, and all groups would be empty: neither takes
-the time of a step. Memory is new, and shared as the inputs of the graph share theirs.
+Floating-point values are random. Integers are zero, which is a valid index. Where every reader is known, indices are
+spread over the rows instead, and ends of groups (grouped products, packed sequences) are even: with zeros, a scatter
+would write one row many times, and all groups would be empty. Memory is new, and shared as the graph's inputs share
+theirs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,14 @@ import torch.fx as fx
 from torch._ops import HigherOrderOperator
 
 from fxoffload._torch_sizes import hint
+from fxoffload.compiler.made_up_indices import ENDS, HANDS_ON, INDEX_ALONG, INDEX_LISTS, may_index_wrongly
 from fxoffload.passes.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
 from fxoffload.passes.values import tensor_of
 
 # Operators of other libraries may read any address by an integer that they are given.
 _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")
 _ASSERTIONS = aten_names("_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size")
-# What hands values on as they are, or some of them; of ``where``, zeros among them do not harm.
-_HANDS_ON = aten_names(
-    """view reshape _unsafe_view unsqueeze squeeze expand permute transpose t slice select alias detach clone contiguous
-    _to_copy where split split_with_sizes as_strided"""
-) | {"prims.convert_element_type"}
 _COMPARES = aten_names("eq ne lt le gt ge")
-_INDEX_LISTS = aten_names("index _unsafe_index index_put index_put_ _unsafe_index_put")
-_INDEX_ALONG = aten_names("gather scatter scatter_add scatter_reduce index_select index_add")
-_ENDS = ("offs", "cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k")
 _ALIGNED = 16  # elements, of the groups of a grouped product
 
 
@@ -40,9 +33,10 @@ class NotMadeUpError(Exception):
     """Something has no made-up inputs; says why."""
 
 
-def why_not(nodes: Collection[fx.Node]) -> str:
-    """Why ``nodes`` must not run on made-up inputs; "" where they may."""
-    return next((reason for n in nodes if (reason := _why_not(n))), "")
+def why_not(nodes: Sequence[fx.Node]) -> str:
+    """Why ``nodes`` (in graph order) must not run on made-up inputs; "" where they may."""
+    reason = next((reason for n in nodes if (reason := _why_not(n))), "")
+    return reason or ("an index that is computed from made-up values" if may_index_wrongly(nodes) else "")
 
 
 def _why_not(node: fx.Node) -> str:
@@ -131,8 +125,8 @@ class MadeUp:
         return self._make(range(len(self._views)))
 
     def make_integers(self, inputs: list[Any]) -> list[Any]:
-        """``inputs``, with new tensors for the integers: a run may have written over them, and what it wrote may be no
-        valid index."""
+        """``inputs`` with new tensors for the integers: a run may have reused their memory, and left no valid indices
+        there."""
         found = list(inputs)
         stale = [i for i, v in enumerate(self._views) if isinstance(v, _View) and not _is_float(v.dtype)]
         for i, tensor in zip(stale, self._make(stale), strict=True):
@@ -245,18 +239,18 @@ def _state_of(node: fx.Node) -> object:
     return node.args[0] if node.target is torch.ops.higher_order.run_with_rng_state else None
 
 
-# What a reader does: takes an integer as an index below so many, as an end of groups over so many elements (with the
-# beginning, "starts", or without), or compares it (any value will do).
+# How a reader uses an integer: ("index", number of rows), ("ends", elements over which groups lie), or the same with
+# the beginning of the first group in front, ("starts", elements).
 _Use = tuple[str, int]
 
 
 def _uses(value: fx.Node, inside: Collection[fx.Node]) -> Iterator[_Use | None]:
-    """What is done with ``value`` and with views and copies of it; None for anything that is not known."""
+    """How ``value``, its views and copies are used; None for a reader that is not known."""
     for reader in value.users:
         if reader not in inside:
             continue
         name = op_name(reader.target)
-        if name in _HANDS_ON or reader.target is operator.getitem:
+        if name in HANDS_ON or reader.target is operator.getitem:
             yield from _uses(reader, inside)
         elif name not in _COMPARES:
             yield _use(value, reader, name)
@@ -272,7 +266,7 @@ def _use(value: fx.Node, reader: fx.Node, name: str) -> _Use | None:
     if len(names) != 1:
         return None
     (argument,) = names
-    if argument in _ENDS:
+    if argument in ENDS:
         return _ends(argument, reader, given)
     size = _indexed(value, name, argument, given)
     return None if size is None else ("index", size)
@@ -280,12 +274,12 @@ def _use(value: fx.Node, reader: fx.Node, name: str) -> _Use | None:
 
 def _indexed(value: fx.Node, name: str, argument: str, given: dict[str, Any]) -> int | None:
     """How many there are of what ``value`` is an index into."""
-    if name in _INDEX_LISTS and argument == "indices":
+    if name in INDEX_LISTS and argument == "indices":
         shape = _shape(given["self"])
         places = [i for i, v in enumerate(given["indices"]) if v is value]
         is_plain = all(v is None or not _is_mask(v) for v in given["indices"])
         return min(shape[i] for i in places) if shape is not None and is_plain else None
-    if name in _INDEX_ALONG and argument == "index":
+    if name in INDEX_ALONG and argument == "index":
         shape = _shape(given["self"])
         return shape[given["dim"]] if shape else None
     if name == "aten.embedding" and argument == "indices":
@@ -301,7 +295,7 @@ def _ends(argument: str, reader: fx.Node, given: dict[str, Any]) -> _Use | None:
         a, b = _shape(given.get("self")), _shape(given.get("mat2"))
         if a is None or b is None:
             return None
-        # The dimension of which the groups are parts: rows, or what is summed over, or columns.
+        # Groups are parts of the rows, of the dimension that is summed over, or of the columns.
         return "ends", a[0] if len(b) == 3 else a[1] if len(a) == 2 else b[1]
     shape = _shape(given.get("query" if argument.endswith("_q") else "key"))
     return None if shape is None or len(shape) < 3 else ("starts", shape[-3] * (shape[0] if len(shape) == 4 else 1))

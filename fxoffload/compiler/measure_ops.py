@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _HEAVY = ("matmul", "attention", "convolution", "opaque")
 # Calls of one operator, warm-up included.
 _CALLS = 10
-# What an operator may allocate that is not known, as a part of what is.
+# Room for workspaces that are not known, as a factor.
 _MARGIN = 1.25
 
 

@@ -1,8 +1,8 @@
 """Runs the compiled segments of a step on made-up inputs, before the first step: times, and the allocator's peaks.
 
-Each distinct segment is run a few times: a first time, which tunes its kernels, then to be timed, then once as in a
-step, where what it is the last to read dies in it, for its peak. What comes of it has the form of what is measured in
-real steps (``Readings``), and goes the same way (``replan.Calibration``).
+Each distinct segment runs five times: once to tune its kernels, three times to be timed, and once for its peak, where
+inputs die in it as they do in a step. The results are ``Readings``, as of real steps, and go the same way
+(``replan.Calibration``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # Runs that are timed, and all runs of a segment.
 _TIMED = 3
 _RUNS = _TIMED + 2
-# What a segment may allocate beyond its inputs and what it is estimated to.
+# Room for more than the estimate, as a factor.
 _MARGIN = 1.25
 
 
@@ -39,9 +39,7 @@ class _Distinct:
     """Calls of one code.
 
     Attributes:
-        segment: the first one.
-        call: likewise.
-        estimate: likewise.
+        segment, call, estimate: of the first one.
         dying: positions of inputs that die in all of them.
         names: of all of them, by phase.
     """
@@ -59,7 +57,7 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class RanSegments:
-    """What came of it.
+    """Results of ``measure_segments``.
 
     Attributes:
         readings: of the segments that ran, as of one step.

@@ -1,4 +1,4 @@
-"""What measuring before the first step may take, and what is said of it."""
+"""Limits of measuring before the first step: seconds, and reasons for which an estimate is used instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Allowance:
 
     @property
     def left_s(self) -> float:
-        """How many are left."""
+        """Seconds that are left."""
         return self._left - (0.0 if self._began is None else self._now() - self._began)
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ def reason_of(error: Exception) -> str:
 
 
 def note_estimated(what: str, reason: str, count: int = 1) -> None:
-    """So many operators or segments (``what``) have an estimate only: counted, and said once for each reason."""
+    """Count operators, segments or graphs (``what``) that have an estimate only; say each reason once."""
     counters.add_reason("costs_estimated", reason, count)
     if tell.is_new(("costs_estimated", reason)):
         log.info("the estimate is used for %d %s: %s", count, what, reason)

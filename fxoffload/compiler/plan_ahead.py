@@ -291,7 +291,7 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
 
     request = _request.get()
     options = request.options
-    # What is traced has no tensors, and its device is not here.
+    # There are no tensors here, and no such device.
     disabled = frozenset(options.disable) | disabled_pieces() | {"measured_costs"}
     session = CompileSession(options, disabled, torch.device("cpu"))
 

@@ -310,7 +310,7 @@ class CompileSession:
                 return
             self._meter, self._allowance = meter_for(self.device), allowance_of_step()
             self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
-        except Exception as error:  # what is wrong with the profile, planning will say
+        except Exception as error:  # a bad profile is for planning to report
             note_estimated("graphs", reason_of(error))
 
     def _why_no_tape(self) -> str:
@@ -526,7 +526,7 @@ class CompileSession:
             budgets = self._runtime.budgets
 
             def pin(more: int) -> bool:
-                # Before the first step, what was reserved may still be on its way.
+                # Before the first step, reserved memory may not be pinned yet.
                 is_there = engine.pin(max(engine.arena.reserved_bytes, site.reserved_bytes) + more, budgets)
                 site.reserved_bytes += more * is_there
                 return is_there

@@ -11,7 +11,7 @@ from fxoffload.machine import checks
 class EstimateError:
     """The largest errors of predictions that were made without measuring, on stock models (benchmark ``stock``).
 
-    step_time, peak: as parts of what was measured (0.2 is 20 %). num_cases: how many models.
+    step_time, peak: relative to the measured values (0.2 is 20 %). num_cases: number of models.
 
     Raises OptionsError (a ValueError) for impossible values.
     """

@@ -1,19 +1,18 @@
-"""Runs work on a device to see what it takes, and leaves the device as it was.
+"""Measures time and memory of work on a device, and leaves the device as it was.
 
-A ``Meter`` is how operators and segments are measured before a first step: on made-up inputs, while the graphs of a
-step are compiled. [Note: Left as it was] What it runs changes nothing that a user can see:
+Operators and segments are measured by a ``Meter`` before the first step, while its graphs are compiled.
 
-- Random generators are put back, autograd records nothing, tensors are real though the thread is compiling
+[Note: Left as it was] Measuring changes nothing that a user can see:
+
+- Random generators are put back. Autograd records nothing. Tensors are real, though the thread is compiling
   (``real_tensors``).
-- On a GPU all memory comes from a pool of its own, which is given back to the driver at the end. So nothing stays
-  cached, and what was cached before stays where it was. Only the workspace of cuBLAS stays, as after the first product
-  of any step: it is allocated before the pool is opened.
-- ``max_memory_allocated`` and ``max_memory_reserved`` are the same afterwards. Where the work took more than they say,
-  they are reset, and one allocation from cached memory lifts the first one to its old value. Where that would not give
-  the old values, ``room_bytes`` says so beforehand, and no work that takes more is run. Counters that add up over the
-  process (``allocation.all.allocated`` and its like) go on, and peaks of numbers of blocks become the present numbers.
-- Work is queued on the current stream, and waits for what the user has queued there. Giving memory back waits for the
-  device.
+- On a GPU, all memory comes from a private pool, which is given back to the driver at the end. Nothing stays cached,
+  and the user's cached memory is not touched. Only the workspace of cuBLAS stays, as after a step's first product.
+- ``max_memory_allocated`` and ``max_memory_reserved`` are the same afterwards. If the work exceeded them, they are
+  reset, and one allocation from cached memory lifts the first to its old value. Where that is not possible,
+  ``room_bytes`` lets the work stay below the old peaks.
+- Counters that add up (``allocation.all.allocated`` and the like) go on. Peaks of other counters may be lower.
+- Work runs on the current stream, after the user's. Giving memory back waits for the device.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Work = Callable[[], object]
 # How long a round of the same call should last: many operators share three seconds.
 _ROUND_MS = 2.0
 _CPU_ROUND_MS = 0.5
-# Memory of the device that is left to others, as part of what is free.
+# Part of free device memory that is left alone.
 _LEFT = 0.1
-# What the pool reserves beyond what is allocated in it, and the clock's own tensors.
+# Memory that the pool reserves without allocating it, and the clock's tensors.
 _SPARE_BYTES = 256 << 20
-# The caching allocator: what is larger comes from another kind of block, and a block is split where more than that is
-# left over. (kSmallSize, and DeviceCachingAllocator::should_split.)
+# The caching allocator serves larger sizes from large blocks, and splits those only where more than this remains
+# (kSmallSize and DeviceCachingAllocator::should_split).
 _SMALL_BYTES = 1 << 20
 
 
@@ -128,7 +127,7 @@ class _Bytes(NamedTuple):
 
 
 class CudaMeter:
-    """A GPU: CUDA events behind a queue that is held, and the caching allocator."""
+    """A GPU, by CUDA events ([Note: Held queue] in ``clocks``) and the caching allocator."""
 
     least_ms = 0.01  # kernels this short take as long as a launch
     warm_up_s = 0.6
@@ -234,7 +233,7 @@ def _with_workspaces(before: _Bytes, factor: torch.Tensor, product: torch.Tensor
 
 
 def _room(device: torch.device, now: _Bytes) -> int:
-    """How many bytes may be allocated so that the peaks can be what they were."""
+    """How many bytes may be allocated so that the peaks can be put back."""
     free = torch.cuda.mem_get_info(device)[0]
     if now.reserved == now.most_reserved and _can_lift(device, now.most_allocated - now.allocated):
         return free

@@ -170,6 +170,46 @@ def test_operators_of_other_libraries_run_unless_they_read_integers() -> None:
         assert why_not(nodes_of(integers)) == "an operator of another library that reads integers"
 
 
+WRONG = "an index that is computed from made-up values"
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x, i, m: x[i], ""),
+        (lambda x, i, m: x[i // 2 * 3 % 4 + 1], ""),
+        (lambda x, i, m: x[i - 1], WRONG),
+        (lambda x, i, m: x[i + -1], WRONG),
+        (lambda x, i, m: x[torch.where(i != -100, i, 0)], ""),
+        (lambda x, i, m: x[(i == 0).cumsum(0)], WRONG),
+        (lambda x, i, m: x[m.cumsum(0)], ""),
+        (lambda x, i, m: x[(~m).cumsum(0)], WRONG),
+        (lambda x, i, m: x[x.sort(0).indices // 2], ""),
+        (lambda x, i, m: x[x.sort(0).indices - i[0]], WRONG),
+        (lambda x, i, m: x[(x * 3).long()], WRONG),
+        (lambda x, i, m: x[torch.arange(3) - 1], ""),
+        (lambda x, i, m: torch.zeros(4).index_put([i - 1], x[:3], accumulate=True), WRONG),
+        (lambda x, i, m: (i - 1, x), ""),
+        # Labels as Hugging Face shifts them.
+        (lambda x, i, m: x[torch.where((s := aten.constant_pad_nd(i, [0, 1], -100)[1:]) != -100, s, 0)], ""),
+    ],
+)
+def test_indices_that_are_computed(fn: Callable[..., Any], reason: str) -> None:
+    gm = traced(fn, torch.zeros(4), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool))
+    assert why_not(nodes_of(gm)) == reason
+    if not reason:
+        runs(gm)
+
+
+def test_ends_of_groups_that_are_computed() -> None:
+    def fn(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        return aten._grouped_mm(a, b, (1 - ends).to(torch.int32))
+
+    rows, weights = torch.zeros(128, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 32, dtype=torch.bfloat16)
+    gm = traced(fn, rows, weights, torch.zeros(4, dtype=torch.int32))
+    assert why_not(nodes_of(gm)) == WRONG
+
+
 def key_of(fn: Callable[..., Any], *inputs: Any) -> str | None:
     node, *_ = [n for n in traced(fn, *inputs).graph.nodes if n.op == "call_function"]
     return op_key(node)

@@ -297,21 +297,19 @@ class Counting(nn.Module):
         return self.dropout(self.norm(self.block(x)))[self.places]
 
 
-def test_a_step_has_the_bits_that_it_has_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_step_has_the_bits_that_it_has_without(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     observed = []
     for types in ("cuda", "cpu"):
-        model = tower(Counting)
+        model = tower(Counting, layers=2)
         monkeypatch.setenv("FXOFFLOAD_MEASURED_DEVICE_TYPES", types)
         torch.compiler.reset()
         fxoffload.reset_stats()
-        run = scenario(model, compiled(model, recompute="default", activation_budget=BUDGET))
+        run = scenario(model, compiled(model, recompute="default", max_slowdown=9.0, inner=inner))
         observed.append(run())  # the step that compiles
         assert (fxoffload.stats().num_segments_measured > 0) == (types == "cpu")
         assert not fxoffload.stats().costs_estimated
     assert_equal(*observed)
-
-
-BUDGET = 64 * KIB
 
 
 def test_random_numbers_autograd_and_modes_are_as_before(measure_with: Callable[[Meter], None]) -> None:
