@@ -217,7 +217,7 @@ class CompileSession:
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
             plans = self._plans(gm)
-            if plans or self._may_vary():
+            if plans or not self._why_no_tape():
                 self._measure_ops(gm)
             if plans:
                 self._planned = self._plan(gm, split)

@@ -9,7 +9,7 @@ Operators and segments are measured by a ``Meter`` before the first step, while 
 - On a GPU, all memory comes from a private pool, which is given back to the driver at the end. Nothing stays cached,
   and the user's cached memory is not touched. Only the workspace of cuBLAS stays, as after a step's first product.
 - ``max_memory_allocated`` and ``max_memory_reserved`` are the same afterwards. If the work exceeded them, they are
-  reset, and one allocation from cached memory lifts the first to its old value. Where that is not possible,
+  reset, and allocations from cached memory lift the first to its old value. Where that is not possible,
   ``room_bytes`` lets the work stay below the old peaks.
 - Counters that add up (``allocation.all.allocated`` and the like) go on. Peaks of other counters may be lower.
 - Work runs on the current stream, after the user's. Giving memory back waits for the device.
@@ -143,6 +143,10 @@ class CudaMeter:
             return "the allocator has no private pools"
         if torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"
+        if torch.cuda.mem_get_info(self.device)[0] < 2 * _SPARE_BYTES:
+            return "too little memory is free"
+        if _room(self.device, _bytes(self.device)) == 0:
+            return "the allocator's peaks could not be put back"
         return ""
 
     @contextlib.contextmanager
@@ -235,20 +239,30 @@ def _with_workspaces(before: _Bytes, factor: torch.Tensor, product: torch.Tensor
 def _room(device: torch.device, now: _Bytes) -> int:
     """How many bytes may be allocated so that the peaks can be put back."""
     free = torch.cuda.mem_get_info(device)[0]
-    if now.reserved == now.most_reserved and _can_lift(device, now.most_allocated - now.allocated):
+    if now.reserved == now.most_reserved and _lifting_sizes(device, now.most_allocated - now.allocated) is not None:
         return free
     return max(min(now.most_allocated - now.allocated, now.most_reserved - now.reserved, free) - _SPARE_BYTES, 0)
 
 
-def _can_lift(device: torch.device, nbytes: int) -> bool:
-    """Whether one allocation of ``nbytes`` is served from what is cached, and takes exactly so much."""
+def _lifting_sizes(device: torch.device, nbytes: int) -> list[int] | None:
+    """Sizes of allocations that are served from cached memory and take exactly ``nbytes`` together; None where there
+    are none."""
+    found: list[int] = []
+    left: list[int] = []
+    for block in sorted(_cached_blocks(device, "large"), reverse=True):
+        if block <= nbytes:
+            found.append(block)
+            nbytes -= block
+        else:
+            left.append(block)
     if nbytes == 0:
-        return True
+        return found
+    # The allocator takes the smallest block that fits.
     is_large = nbytes > _SMALL_BYTES
-    fitting = [b for b in _cached_blocks(device, "large" if is_large else "small") if b >= nbytes]
-    if not fitting:
-        return False
-    return min(fitting) == nbytes or not is_large or min(fitting) - nbytes > _SMALL_BYTES
+    fitting = [b for b in (left if is_large else _cached_blocks(device, "small")) if b >= nbytes]
+    if not fitting or (is_large and min(fitting) - nbytes <= _SMALL_BYTES):
+        return None
+    return [*found, nbytes]
 
 
 def _cached_blocks(device: torch.device, kind: str) -> list[int]:
@@ -270,8 +284,9 @@ def _restore_peaks(device: torch.device, before: _Bytes) -> None:
     if (now.most_allocated, now.most_reserved) == (before.most_allocated, before.most_reserved):
         return
     torch.cuda.reset_peak_memory_stats(device)
-    if (missing := before.most_allocated - now.allocated) > 0:
-        torch.empty(missing, dtype=torch.uint8, device=device)
+    sizes = _lifting_sizes(device, max(before.most_allocated - now.allocated, 0))
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes or ()]
+    del held
     now = _bytes(device)
     if (now.most_allocated, now.most_reserved) != (before.most_allocated, before.most_reserved):
         log.warning(
