@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
 
+from fxoffload._torch_compat import HigherOrderOperator, OpOverload
 from fxoffload._torch_sizes import hint
 from fxoffload.compiler.made_up_indices import ENDS, HANDS_ON, INDEX_ALONG, INDEX_LISTS, may_index_wrongly
 from fxoffload.passes.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
@@ -52,7 +52,7 @@ def _why_not(node: fx.Node) -> str:
         return "an assertion about values"
     if name.startswith("flex_attention"):
         return "a block mask, which has no made-up values"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         if target.namespace in _KNOWN_LIBRARIES:
             return "a size that depends on data" if torch.Tag.data_dependent_output in target.tags else ""
     elif not isinstance(target, HigherOrderOperator):
