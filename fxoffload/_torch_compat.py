@@ -25,6 +25,8 @@ from torch._C import _autograd  # type: ignore[attr-defined]
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 from torch._logging._internal import trace_structured as trace_structured
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -343,6 +345,30 @@ class Surroundings:
             stack.enter_context(compile_context(self.compile_context))
             stack.enter_context(no_new_guards(self.fake_mode.shape_env))
             yield
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within it tensors are real and code runs as in a step, though this thread is compiling. Random generators (of the
+    CPU and the current CUDA device) are put back, as they are by a compilation.
+
+    Stands for ``_disable_current_modes`` (no FakeTensorMode), ``no_python_dispatcher``, ``_DisableAutocast`` and
+    ``tracing(None)``.
+    """
+    from torch._dispatch.python import no_python_dispatcher
+    from torch._dynamo.utils import preserve_rng_state
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(no_python_dispatcher())
+        stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
+        stack.enter_context(torch._C.DisableTorchFunction())  # a default device is a function mode
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(tracing(None))
+        stack.enter_context(preserve_rng_state())
+        yield
 
 
 def _settings(config: Any) -> dict[str, Any]:

@@ -7,6 +7,10 @@
 ``FXOFFLOAD_PHASES_DEVICE_TYPES``
     Comma-separated device types whose tensors the integrations of ``fxoffload.phases`` move: ``cpu`` is a rehearsal, in
     which CPU tensors leave "the device" for the host image. Unset or empty: ``cuda``.
+
+``FXOFFLOAD_MEASURED_DEVICE_TYPES``
+    Comma-separated device types on which operators and segments are timed for a plan: ``cpu`` is a rehearsal. Unset or
+    empty: ``cuda``.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from fxoffload.errors import OptionsError
 
 DISABLE_VARIABLE = "FXOFFLOAD_DISABLE"
 PHASES_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_PHASES_DEVICE_TYPES"
+MEASURED_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_MEASURED_DEVICE_TYPES"
 
 PIECES = (
     "segments",  # off: the graph is compiled in one piece
     "planner",  # off: policy "auto" offloads every candidate, except what the last layer and what follows it save
+    "measured_costs",  # off: before the first step a plan knows estimated times only; nothing is run on made-up inputs
     "calibration",  # off: a plan stays as it is, whatever its steps turn out to take
     "tape_plan",  # off: a step of several graphs without plans of their own is not planned as a whole
     "tape_recompute",  # off: a plan for such a step keeps and offloads, and changes nothing of what is computed again
@@ -69,12 +75,24 @@ def phases_device_types() -> tuple[str, ...]:
 
     Raises OptionsError (a ValueError) for an unknown one.
     """
-    value = os.environ.get(PHASES_DEVICE_TYPES_VARIABLE, "")
+    return _device_types(PHASES_DEVICE_TYPES_VARIABLE)
+
+
+def measured_device_types() -> tuple[str, ...]:
+    """The device types that FXOFFLOAD_MEASURED_DEVICE_TYPES asks for; ``("cuda",)`` where it is not set.
+
+    Raises OptionsError (a ValueError) for an unknown one.
+    """
+    return _device_types(MEASURED_DEVICE_TYPES_VARIABLE)
+
+
+def _device_types(variable: str) -> tuple[str, ...]:
+    value = os.environ.get(variable, "")
     names = tuple(dict.fromkeys(name for name in (part.strip().lower() for part in value.split(",")) if name))
     for name in names:
         if name not in DEVICE_TYPES:
             raise OptionsError(
-                f"{PHASES_DEVICE_TYPES_VARIABLE} names the unknown device type {name!r}"
+                f"{variable} names the unknown device type {name!r}"
                 f"{suggestion(name, DEVICE_TYPES)}; the types are {', '.join(DEVICE_TYPES)}"
             )
     return names or ("cuda",)

@@ -41,6 +41,10 @@ class Stats:
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
         num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
         num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.
+        num_ops_measured: heavy operators that were timed on the device for a plan, without those found in the cache.
+        num_segments_measured: compiled segments that were run on made-up inputs before a first step.
+        measuring_ms: time that this took, while graphs were compiled.
+        costs_estimated: operators and segments whose estimate is used because they were not measured, by reason.
         num_groups_on_tape: forward calls whose saved values wait for their backward now.
     """
 
@@ -66,6 +70,10 @@ class Stats:
     bytes_skipped: Mapping[str, int] = field(default_factory=dict)
     num_fallbacks: int = 0
     num_plain_graphs: int = 0
+    num_ops_measured: int = 0
+    num_segments_measured: int = 0
+    measuring_ms: float = 0.0
+    costs_estimated: Mapping[str, int] = field(default_factory=dict)
     num_groups_on_tape: int = 0
 
 
@@ -76,7 +84,7 @@ class Counters:
         self._lock = ForkSafeRLock()
         self._counts: dict[str, float] = defaultdict(int)
         self._by_reason: dict[str, Counter[str]] = {
-            name: Counter() for name in ("calls_kept", "calls_uncompiled", "bytes_skipped")
+            name: Counter() for name in ("calls_kept", "calls_uncompiled", "bytes_skipped", "costs_estimated")
         }
 
     def add(self, name: str, amount: float = 1) -> None:

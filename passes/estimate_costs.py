@@ -6,7 +6,8 @@
     SegmentCost(ms=7.1, flops=2.9e12, bytes_moved=3.1e9, num_kernels=9, by_kind={"matmul": ..., "fused": ...})
 
 ``kernel_fusion`` says which kernels there are and what each moves. One takes the longer of its arithmetic and its
-memory traffic, and a launch; kernels run one after the other.
+memory traffic, and a launch; kernels run one after the other. Of a kernel of its own whose time was measured
+(``MeasuredRates``), that time counts.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class GroupedRates(Protocol):
 
     def grouped_matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
         """Time of a grouped matrix product (a layer of experts)."""
+        ...
+
+
+@runtime_checkable
+class MeasuredRates(Protocol):
+    """Rates that know how long some operators take."""
+
+    def op_ms(self, node: fx.Node) -> float | None:
+        """Measured time of an operator; None where there is none."""
         ...
 
 
@@ -160,6 +170,8 @@ def _cost_alone(node: fx.Node, moved: Traffic, rates: Rates) -> KindCost:
         return KindCost(ms, 0.0, payload, 1)
     nbytes = moved.read_bytes + moved.written_bytes + moved.overwritten_bytes
     flops = op_flops(node)
+    if isinstance(rates, MeasuredRates) and (measured := rates.op_ms(node)) is not None:
+        return KindCost(measured, flops, nbytes, 1)
     ms = max(_compute_ms(node, flops, rates), rates.memory_ms(nbytes))
     return KindCost(ms + rates.launch_us / 1e3, flops, nbytes, 1)
 

@@ -304,6 +304,18 @@ class TestPieces:
         assert_close(found, eager())
 
     @pytest.mark.parametrize("disabled", [True, False])
+    def test_measured_costs(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        pieces = option_of("measured_costs", by, disabled, monkeypatch)
+        monkeypatch.setenv("FXOFFLOAD_MEASURED_DEVICE_TYPES", "cpu")
+        monkeypatch.setenv("FXOFFLOAD_CACHE_DIR", str(tmp_path))
+        fxoffload.reset_stats()
+        options = {"policy": "auto", "max_slowdown": 9.0, "recompute": "default"}
+        found = gradients(*compile_model(disable=pieces, **options))
+        assert (fxoffload.stats().num_segments_measured > 0) == (not disabled)
+        assert (fxoffload.stats().measuring_ms > 0) == (not disabled)
+        assert_close(found, eager())
+
+    @pytest.mark.parametrize("disabled", [True, False])
     def test_calibration(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Any] = []
         monkeypatch.setattr(session, "replan_for", lambda *args: asked.append(args))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 
+from fxoffload.compiler.explain import floors_of
+from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.plan import Basis, Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
@@ -42,6 +44,7 @@ class PlanAgain(ABC):
         scheduler: by what was measured; before, that one.
         exceeded: whether the schedule that ran takes more than that, by what was measured.
         far_longer: whether steps take far longer than was thought, so that far more may move.
+        control: holds a graph to its budget; None: nothing does.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PlanAgain(ABC):
         self._limit = goal.budget_bytes if limit_bytes is None else limit_bytes
         self.exceeded = self.far_longer = False
         self.scheduler = scheduler
+        self.control: GraphBudget | None = None
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
@@ -89,8 +93,46 @@ class PlanAgain(ABC):
         """What plans again when the steps from here on have been measured; None: nothing does."""
         return None
 
+    @property
+    def step(self) -> TrainingStep:
+        """The step that is scheduled, with the latest times and working sets."""
+        return self._scheduler.step
+
+    def plan_first(self, readings: Readings, basis: Basis, limit_bytes: int | None) -> Scheduler:
+        """``plan_again`` before any step ran, with segments that ran on made-up inputs: the plan's predictions change.
+
+        Args:
+            readings: of the segments.
+            basis: of the plan's predictions.
+            limit_bytes: what of the goal's budget the schedule may take now.
+
+        Returns:
+            The scheduler of the step with these readings.
+        """
+        whole, self._limit = self._limit, limit_bytes
+        try:
+            now, baseline, self._scheduler = self._plan(readings, before_first_step=True)
+        finally:
+            self._limit = whole
+        self._schedule = now
+        self._box.update(
+            predicted=Prediction.of(now.simulation),
+            baseline=baseline,
+            floors=tuple(floors_of(self.step, now.simulation)),
+            simulation=now.simulation,
+            basis=basis,
+        )
+        return self._scheduler
+
     def plan_again(self, readings: Readings) -> None:
         """From the next forward on the new schedule is followed, where that is better."""
+        now, baseline, _ = self._plan(readings)
+        self._box.update(
+            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
+        )
+
+    def _plan(self, readings: Readings, *, before_first_step: bool = False) -> tuple[Schedule, Prediction, Scheduler]:
+        """The schedule to follow, plain Inductor's step, and the scheduler, all with these readings."""
         step, baseline = self.measured(readings)
         rates, limit = self.rates(step, readings), self._limit
         offload, windows = self._schedule.offload, self._schedule.windows
@@ -98,7 +140,7 @@ class PlanAgain(ABC):
         # No more than is pinned for it already; but the budget comes first, and what is far from what was thought.
         self.exceeded = limit is not None and now.simulation.peak_bytes > limit
         self.far_longer = baseline.step_ms > _FAR_LONGER * self._box.plan.baseline.step_ms
-        anew = self.exceeded or self.far_longer
+        anew = self.exceeded or self.far_longer or before_first_step
         host_bytes = self._scheduler.host_bytes if anew else now.simulation.bytes_offloaded
         scheduler = self.scheduler = self._scheduler.with_step(step, host_bytes, rates)
         found = self._aim(scheduler, baseline)
@@ -114,9 +156,7 @@ class PlanAgain(ABC):
         decisions = self.decisions(now)
         if decisions is not None:
             self._box.update(decisions=decisions)
-        self._box.update(
-            calibrated=Prediction.of(now.simulation), calibrated_baseline=baseline, simulation=now.simulation
-        )
+        return now, baseline, scheduler
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
         budget, limit = self._goal.budget_bytes, self._limit

@@ -90,7 +90,9 @@ class FakeGraph:
         if up is None:
             return None
         graph = self._graph_of(draft)
-        found = describe_part(graph, state, up, draft.movables, self._session.tape_goal(), recipe)
+        found = describe_part(
+            graph, state, up, draft.movables, self._session.tape_goal(), self._session.rates(), recipe
+        )
         if found is None:
             return None
         part, edges = found

@@ -332,7 +332,8 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
 
     request = _request.get()
     options = request.options
-    disabled = frozenset(options.disable) | disabled_pieces()
+    # There are no tensors here, and no such device.
+    disabled = frozenset(options.disable) | disabled_pieces() | {"measured_costs"}
     session = CompileSession(options, disabled, torch.device("cpu"), parameters_of(gm), DRAWN_POINTS)
     patches = options.inductor_config()
     if options.inner == "aot_eager":

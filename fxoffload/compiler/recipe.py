@@ -28,7 +28,7 @@ from fxoffload.passes.find_frontier import FindFrontier, RecomputePoint
 from fxoffload.passes.op_costs import node_kind
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.passes.values import Storages, tensor_of, written_values
-from fxoffload.planner.rates import rates_for
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.steps.held import Edges
 from fxoffload.runtime.variant import Layout, Variant, Variants
@@ -318,7 +318,9 @@ def with_all_inputs(edges: Edges, forward: ForwardState) -> Edges:
     return replace(edges, inputs=tuple(inputs))
 
 
-def recipe_for(source: Source, compiled: Compiled, builder: Builder, variants: Variants) -> Recipe | None:
+def recipe_for(
+    source: Source, compiled: Compiled, builder: Builder, variants: Variants, rates: ProfileRates
+) -> Recipe | None:
     """The recipe of a graph that AOTAutograd is compiling; None where it can have no variants."""
     surroundings = Surroundings.now()
     if surroundings is None or surroundings.mutates_inputs() or _writes_inputs(source.joint):
@@ -331,7 +333,7 @@ def recipe_for(source: Source, compiled: Compiled, builder: Builder, variants: V
         static_inputs=forward.static_inputs,
         device=forward.device,
         min_bytes=forward.min_bytes,
-        rates=rates_for(builder.options.profile, builder.device),
+        rates=rates,
         donates=builder.donates,
     )
     return Recipe(source, settings, surroundings, compiled, builder.another, variants)

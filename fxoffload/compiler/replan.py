@@ -17,7 +17,6 @@ import torch
 
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
-from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
 from fxoffload.graphs import CompiledGraph
@@ -25,6 +24,7 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
@@ -78,6 +78,11 @@ class Replan(Generic[_C]):
         self.clock: _C | None = make_clock()
 
     @property
+    def calibration(self) -> PlanAgain | None:
+        """What plans again; None once it has."""
+        return self._calibration
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is left to be measured or planned again."""
         with self._lock:
@@ -87,11 +92,6 @@ class Replan(Generic[_C]):
         """Nothing is measured or planned any more. Takes no lock: a finalizer may call it."""
         self._is_stopped = True
         self._calibration, self.clock = None, None
-
-    def hold(self, control: GraphBudget) -> None:
-        """``control`` holds the graph to its budget."""
-        if isinstance(self._calibration, Calibration):
-            self._calibration.control = control
 
     def poll(self) -> _C | None:
         """Called when a forward begins. Returns the clock that measures now, None when there is nothing left to do."""
@@ -175,9 +175,6 @@ class Calibration(PlanAgain):
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
         pin: has so many more bytes of host memory ready: whether they are.
-
-    Attributes:
-        control: holds the graph to its budget; None: nothing does.
     """
 
     def __init__(
@@ -197,14 +194,19 @@ class Calibration(PlanAgain):
         self._order = order
         self._alike = alike
         self._pin = pin
-        self.control: GraphBudget | None = None
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
-        ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
-        baseline = scale(self._box.plan.baseline, ratio)
+        base, draft = self._planned.base, self._planned.draft
+        if base is not None and base.step is not None and draft.step is not None:
+            plain = as_measured(base.step, draft.step, step)
+            keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
+            baseline = Prediction.of(keep)
+        else:
+            ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
+            baseline = scale(self._box.plan.baseline, ratio)
         if self.control is not None:
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
@@ -257,6 +259,34 @@ def measured_step(
     return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))
 
 
+def as_measured(other: TrainingStep, estimated: TrainingStep, measured: TrainingStep) -> TrainingStep:
+    """``other``, another partition of the same graph: estimated, with what one partition turned out to take.
+
+    Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimate
+    as the whole step does.
+    """
+    ratio = measured.compute_ms / max(estimated.compute_ms, 1e-9)
+
+    def known(
+        segments: tuple[SegmentStep, ...], before: tuple[SegmentStep, ...], after: tuple[SegmentStep, ...]
+    ) -> tuple[SegmentStep, ...]:
+        pairs = {b.name: (b, a) for b, a in zip(before, after, strict=True)}
+        found = []
+        for segment in segments:
+            pair = pairs.get(segment.name)
+            if pair is not None and (pair[0].ms, pair[0].temp_bytes) == (segment.ms, segment.temp_bytes):
+                found.append(replace(segment, ms=pair[1].ms, temp_bytes=pair[1].temp_bytes))
+            else:
+                found.append(replace(segment, ms=segment.ms * ratio))
+        return tuple(found)
+
+    return replace(
+        other,
+        forward=known(other.forward, estimated.forward, measured.forward),
+        backward=known(other.backward, estimated.backward, measured.backward),
+    )
+
+
 def shared(
     sizes: Mapping[Phase, Mapping[str, int | None]], alike: Mapping[Phase, Mapping[str, object]]
 ) -> dict[Phase, dict[str, int | None]]:
@@ -292,9 +322,21 @@ def replan_for(
     pin: Callable[[int], bool],
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
-    if device.type != "cuda" or planned.schedule is None or planned.draft.step is None:
+    calibration = calibration_of(graph, planned, box, goal, alike, pin) if device.type == "cuda" else None
+    return None if calibration is None else Replan(calibration, box, make_clock=lambda: clock_for(device))
+
+
+def calibration_of(
+    graph: CompiledGraph,
+    planned: Planned,
+    box: PlanBox,
+    goal: PlanGoal,
+    alike: Mapping[Phase, Mapping[str, object]],
+    pin: Callable[[int], bool],
+) -> Calibration | None:
+    """What plans a graph again; None where nothing in it moves. Arguments as of ``Calibration``."""
+    if planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    calibration = Calibration(graph, planned, box, goal, order, alike, pin)
-    return Replan(calibration, box, make_clock=lambda: clock_for(device))
+    return Calibration(graph, planned, box, goal, order, alike, pin)

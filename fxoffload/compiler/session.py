@@ -11,7 +11,7 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,22 +33,29 @@ from fxoffload._torch_compat import (
     take_donated_placeholders,
     take_partitioner_choices,
 )
-from fxoffload.compiler.batch_sizes import depends_on_data
+from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
+from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.kernels import PendingKernels
+from fxoffload.compiler.measure_ops import measure_ops
+from fxoffload.compiler.measure_segments import RanSegments, measure_segments
+from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.planning import FEW_POINTS, Planned, Planning
+from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
-from fxoffload.compiler.replan import Replan, replan_for
+from fxoffload.compiler.replan import Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.tape_parts import Checkpointed, TapeGoal, describe_part, is_dynamic
+from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
+from fxoffload.environment import measured_device_types
 from fxoffload.errors import BudgetError, PassError, in_brief
 from fxoffload.graphs import CompiledGraph, register
+from fxoffload.machine.devices import identify
+from fxoffload.machine.meters import Meter, meter_for
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
@@ -58,9 +65,10 @@ from fxoffload.passes.runner import Step, run_steps
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.rates import rates_for
+from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.clocks.segment_readings import Phase
@@ -161,6 +169,11 @@ class CompileSession:
         self._sized: SizedPlan | None = None  # where sizes vary
         self._range: Range | None = None  # of them
         self._limit_bytes: int | None = None  # of the budget, for what is planned
+        self._op_times: Mapping[str, float] = {}  # measured
+        self._meter: Meter | None = None  # measures before the first step, if anything does
+        self._allowance = Allowance()  # for that
+        self._ran: RanSegments | None = None  # of the compiled graphs, before the first step
+        self._calibration: PlanAgain | None = None  # until then
         self._plan_box: PlanBox | None = None
         self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
         self._own_budget: int | None = None  # of a plan for this graph alone
@@ -213,6 +226,8 @@ class CompileSession:
             log.debug("layers (from %s): %s", state.layers.source, names)
             plans = self._plans(gm)
             free = self._without_plain_checkpointing(gm) if plans or self._may_vary() else gm
+            if plans or not self.why_no_tape():
+                self._measure_ops(gm)
             if plans:
                 self._planned = self._plan(free, split, gm)
             elif free is not gm and tell.is_new("checkpointing of one layer"):
@@ -304,14 +319,14 @@ class CompileSession:
             static_inputs=self._static_inputs,
             device=self.device,
             min_bytes=self.options.min_bytes,
-            rates=rates_for(self.options.profile, self.device),
+            rates=self.rates(),
             donates=self._builder.donates,
         )
 
     def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> Planned | None:
         """``tagged``: the same graph with all tags."""
         options = self.options
-        rates = rates_for(options.profile, self.device)
+        rates = self.rates()
         scheduling = {
             "host_bytes": engine_for(self.device).host_budget_bytes(self._runtime.budgets),
             "in_flight_budget": options.in_flight_budget,
@@ -332,12 +347,39 @@ class CompileSession:
         if found is None:
             return None
         self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
-        self._plan_box = PlanBox(found.planned.plan)
+        plan = replace(
+            found.planned.plan,
+            basis="operators" if rates.op_times else "estimated",
+            estimate_error=rates.profile.estimate_error,
+        )
+        self._plan_box = PlanBox(plan)
         self._own_budget = found.planned.goal.budget_bytes
         if (draft := found.planned.checkpointed) is not None:
             self._checkpointed = Checkpointed(draft, self.draft_settings())
-        log.info("%s", found.planned.plan.summary)
-        return found.planned
+        log.info("%s", plan.summary)
+        return replace(found.planned, plan=plan)
+
+    def rates(self) -> ProfileRates:
+        """What plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
+        return replace(rates_for(self.options.profile, self.device), op_times=self._op_times)
+
+    def _measure_ops(self, joint: fx.GraphModule) -> None:
+        """Know the times of the heavy operators of ``joint``, where they may be measured."""
+        if "measured_costs" in self.disabled or self.device.type not in measured_device_types():
+            return
+        if BatchSizes.of(joint) is not None:
+            # Measured at one size and estimated at others, a plan would be compared with itself by two measures.
+            note_estimated("graphs", "sizes vary from call to call")
+            return
+        try:
+            rates, identity = rates_for(self.options.profile, self.device), identify(self.device)
+            if self.device.type == "cuda" and rates.profile.device_name != identity.device_name:
+                note_estimated("graphs", "the plan is for another device")
+                return
+            self._meter, self._allowance = meter_for(self.device), allowance_of_step()
+            self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
+        except Exception as error:  # a bad profile is for planning to report
+            note_estimated("graphs", reason_of(error))
 
     def why_no_tape(self) -> str:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
@@ -369,7 +411,7 @@ class CompileSession:
         if source is None:
             return None
         try:
-            return recipe_for(source, compiled, self._builder, self._variants)
+            return recipe_for(source, compiled, self._builder, self._variants, self.rates())
         except Exception as error:
             log.warning("a graph has no variants that compute more again: %s", in_brief(error))
             return None
@@ -396,7 +438,9 @@ class CompileSession:
         if source is not None and source.num_checkpointed and (recipe is None or not recipe.is_checkpointed):
             tell.checkpointing_inside(source.num_checkpointed, "")
         try:
-            found = describe_part(forward.graph, forward.state, backward, forward.movables, self.tape_goal(), recipe)
+            found = describe_part(
+                forward.graph, forward.state, backward, forward.movables, self.tape_goal(), self.rates(), recipe
+            )
             if found is not None and self._checkpointed is not None:
                 part = replace(found[0], checkpointed=self._checkpointed.part(forward.state, backward))
                 found = part, found[1]
@@ -408,6 +452,7 @@ class CompileSession:
                 self._warn_of_the_budget(str(error))
             return
         if found is not None:
+            found = (self._with_measured_segments(found[0], backward), found[1])
             site.sizes = None if found[0].sized is None else found[0].sized.sizes
 
             budget = self._goal.budget_bytes
@@ -430,6 +475,15 @@ class CompileSession:
             # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
             # also what says how much of the device is not the graphs': nothing is under way when a call begins.
             site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
+
+    def _with_measured_segments(self, part: Part, backward: BackwardState) -> Part:
+        """``part`` with what its segments take on made-up inputs, where its sizes are fixed."""
+        ran = self._run_segments(backward, part.step) if part.sized is None else None
+        if ran is None:
+            return part
+        sizes = shared(ran.readings.temp_bytes(), self._alike)
+        step = measured_step(part.step, ran.readings.segment_ms(), sizes)
+        return replace(part, step=step, estimate=part.step, basis="segments" if ran.are_all else part.basis)
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
@@ -473,6 +527,7 @@ class CompileSession:
             # The backward is compiled before the first forward runs: from here on nothing saves a token.
             assert self._forward is not None
             self._forward.graph.keeps_everything = True
+            self._calibration = None
             return self._compile_plain(gm, example_inputs, kwargs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -559,22 +614,26 @@ class CompileSession:
                     replan.stop()  # the plan over several graphs is measured instead
             return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
 
-        if self._planned is not None and self._plan_box is not None and "calibration" not in self.disabled:
-            self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
+        self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
+        if self._planned is not None and self._plan_box is not None:
             budgets = self._runtime.budgets
 
             def pin(more: int) -> bool:
-                is_there = engine.pin(engine.arena.reserved_bytes + more, budgets)
+                # Before the first step, reserved memory may not be pinned yet.
+                is_there = engine.pin(max(engine.arena.reserved_bytes, site.reserved_bytes) + more, budgets)
                 site.reserved_bytes += more * is_there
                 return is_there
 
-            self._replan = replan_for(
-                graph, self._planned, self._plan_box, self._planned.goal, self._alike, self.device, pin
-            )
+            about = (graph, self._planned, self._plan_box, self._planned.goal, self._alike)
+            if "calibration" not in self.disabled:
+                self._replan = replan_for(*about, self.device, pin)
+            if self._meter is not None:
+                self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._goal.budget_bytes is not None:
             site.control = self._control(graph, state, by_size)
-            if self._replan is not None:
-                self._replan.hold(site.control)
+            calibration = self._calibration if self._replan is None else self._replan.calibration
+            if calibration is not None:
+                calibration.control = site.control
         return _when_ready(
             forward_callable(built.program, decide, self._hooks, clock, site, variants), self._builder.pending
         )
@@ -670,11 +729,47 @@ class CompileSession:
         forward.graph.backward = state.outer
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
+        self._plan_first(state)
         self._describe_for_tape(state, kwargs)
         # Where sizes vary, the forward says which calls are measured.
         replan = self._replan if self._sized is None else None
         clock = no_clock if replan is None else lambda _: replan.clock
         return self._settling(backward_callable(program, self._hooks, clock, self._site, self._variants))
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def _run_segments(self, backward: BackwardState, step: TrainingStep) -> RanSegments | None:
+        """What the compiled segments take, run once on made-up inputs; None where that is not known. Never raises."""
+        meter, self._meter = self._meter, None
+        if meter is not None and self._forward is not None:
+            try:
+                self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
+            except Exception as error:
+                note_estimated("graphs", reason_of(error))
+        return self._ran
+
+    def _plan_first(self, backward: BackwardState) -> None:
+        """Schedule with what the compiled segments take, before the first step."""
+        calibration, self._calibration = self._calibration, None
+        ran = None if calibration is None else self._run_segments(backward, calibration.step)
+        if calibration is None or ran is None:
+            return
+        assert self._forward is not None and self._plan_box is not None
+        graph, box, limit = self._forward.graph, self._plan_box, self._limit_bytes
+        before = graph.planned, self._settled
+        try:
+            graph.planned, self._settled = self._settled or graph.planned, None
+            scheduler = calibration.plan_first(ran.readings, "segments" if ran.are_all else box.plan.basis, limit)
+            if before[1] is not None and limit is not None and not ran.are_all:  # some kernels are yet to be tuned
+                self._settled = graph.planned
+                calibration.follow(scheduler.least_time(limit - TUNING_BYTES) or scheduler.smallest())
+        except Exception as error:
+            graph.planned, self._settled = before
+            warnings.warn(
+                "fxoffload could not plan with measured segments and goes on with its plan as it is: "
+                f"{in_brief(error)}",
+                stacklevel=2,
+            )
 
     # -- shared --------------------------------------------------------------------------------------------------------
 

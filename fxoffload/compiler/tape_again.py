@@ -123,7 +123,7 @@ class MeasuredRecompute(TapeRecompute):
         key = (id(call.step), variant)
         if key not in self._of_variants:
             ran = self._ran.get((self._graph_of[id(call.step)], variant))
-            estimate = no_faster_forward(variant.step, self._estimates[id(call.step)])
+            estimate = no_faster_forward(call.step_of(variant), self._estimates[id(call.step)])
             self._of_variants[key] = ran or scaled(estimate, self._ratios)
         return self._of_variants[key]
 

@@ -16,10 +16,12 @@ from fxoffload.compiler.draft import Draft, DraftSettings, step_of
 from fxoffload.compiler.fit import Signature
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, VariantDraft, edges_at, with_all_inputs
+from fxoffload.compiler.replan import as_measured
 from fxoffload.errors import UnsupportedError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
-from fxoffload.planner.rates import ProfileRates, rates_for
+from fxoffload.planner.plan import Basis
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
 from fxoffload.runtime.outer_program import Movable
@@ -87,6 +89,8 @@ class Part:
         warned: what plans that begin here have warned of.
         checkpointed: of a graph with a plan of its own, which replaces activation checkpointing: one forward and
             backward under that, and its edges.
+        basis: what its times rest on (``Plan.basis``).
+        estimate: the step before its segments ran on made-up inputs; None: they did not.
     """
 
     graph: CompiledGraph
@@ -99,6 +103,8 @@ class Part:
     sizes: Sizes = ()
     warned: set[str] = field(default_factory=set, compare=False)
     checkpointed: tuple[TrainingStep, Edges] | None = None
+    basis: Basis = "estimated"
+    estimate: TrainingStep | None = None
 
     @property
     def is_checkpointed(self) -> bool:
@@ -119,7 +125,7 @@ class Part:
     def step_of(self, variant: VariantDraft) -> TrainingStep:
         """Of a variant of the graph, with the sizes that ``step`` has."""
         if self.recipe is None or self.sized is None or not self.sizes:
-            return variant.step
+            return variant.step if self.estimate is None else as_measured(variant.step, self.estimate, self.step)
         return self.recipe.step_at(variant, self.sized.sizes.named(self.sizes))
 
 
@@ -143,15 +149,16 @@ def describe_part(
     backward: BackwardState,
     movables: Sequence[Movable],
     goal: TapeGoal,
+    rates: ProfileRates,
     recipe: Recipe | None = None,
 ) -> tuple[Part, Edges] | None:
     """What a plan has to know of two compiled graphs; None where nothing that is saved may move.
 
-    ``recipe``: of variants of them; the edges then name the inputs that only a variant may save too.
+    ``rates``: of the device. ``recipe``: of variants of them; the edges then name the inputs that only a variant may
+    save too.
 
     Raises:
         UnsupportedError: sizes vary from call to call and are not told as arguments.
-        OptionsError, ProfileError: there are no rates.
     """
     sized = None
     if is_dynamic(forward, backward):
@@ -160,7 +167,6 @@ def describe_part(
             raise UnsupportedError("sizes vary from call to call, and not all of them are arguments of the graph")
         sized = SizedGraph(sizes, forward, backward, tuple(movables))
     assert forward.outer is not None and backward.outer is not None
-    rates = rates_for(goal.profile, goal.device)
     step = step_of(forward, backward, movables, rates)
     if not step.takes or not step.forward or not step.backward:
         return None
@@ -174,7 +180,8 @@ def describe_part(
     )
     if recipe is not None:
         edges = with_all_inputs(edges, forward)
-    return Part(graph, step, rates, goal, edges, recipe, sized), edges
+    basis: Basis = "operators" if rates.op_times else "estimated"
+    return Part(graph, step, rates, goal, edges, recipe, sized, basis=basis), edges
 
 
 def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | None:

@@ -32,7 +32,7 @@ from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.beside import beside_of_larger, beside_when_calls_begin, raised
 from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, with_turn
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
-from fxoffload.planner.plan import Decision, Plan, Prediction
+from fxoffload.planner.plan import BASES, Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
@@ -511,6 +511,8 @@ class TapePlanning:
             max_slowdown=self.goal.max_slowdown,
             source=self.goal.source,
             summary=self.shown_summary,
+            basis=BASES[min(BASES.index(p.basis) for p in self.parts)],
+            estimate_error=self.rates.profile.estimate_error,
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
             checkpointing=None if self.checkpointing is None else Prediction.of(self.checkpointing),

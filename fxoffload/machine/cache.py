@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from fxoffload.machine.profile import MachineProfile
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "FXOFFLOAD_CACHE_DIR"
+
+# How often a process that is not to wait for ever asks for a lock.
+_ASK_AGAIN_S = 0.05
 
 # What could not be written, so that this process at least does not measure twice.
 _unstored: dict[Identity, MachineProfile] = {}
@@ -79,15 +83,33 @@ def write(path: Path, profile: MachineProfile) -> None:
 
 
 @contextlib.contextmanager
-def locked(identity: Identity) -> Iterator[None]:
-    """One process, and one thread of it, at a time; no lock where the folder allows none."""
+def locked(identity: Identity, patience_s: float | None = None) -> Iterator[bool]:
+    """One process, and one thread of it, at a time. Gives whether it is locked: not where the folder allows no lock,
+    nor where another process has it for longer than ``patience_s``."""
     with contextlib.ExitStack() as stack:
+        is_locked = True
         try:
             path = path_of(identity)
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             stack.callback(os.close, file)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file, patience_s)
         except (OSError, RuntimeError) as error:
             log.debug("measuring without a lock: %s", error)
-        yield
+            is_locked = False
+        yield is_locked
+
+
+def _lock(file: int, patience_s: float | None) -> None:
+    """Raises OSError where it cannot be locked (in time)."""
+    if patience_s is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_ASK_AGAIN_S)

@@ -14,6 +14,7 @@ slower in its first 150 ms). So such work is repeated for ``SUSTAIN_MS`` before 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -59,6 +60,10 @@ class CpuClock:
         calls = _clamp(self._round_ms / max(once, 1e-6), 1, 1000)
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
 
+    def once_ms(self, work: Callable[[], object]) -> float:
+        """Milliseconds of this one call of ``work``, without a warm-up."""
+        return _wall_ms(work, 1)
+
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         _wall_ms(work, calls)
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
@@ -67,12 +72,14 @@ class CpuClock:
 class CudaClock:
     """CUDA events on the current stream of ``device``, which must be the current device; medians of a few rounds.
 
-    ``round_ms``: how long a round should last.
+    ``round_ms``: how long a round should last. ``wait``: returns when the work has ended; by default that of all
+    streams of the device.
     """
 
-    def __init__(self, device: torch.device, round_ms: float = 10.0) -> None:
+    def __init__(self, device: torch.device, round_ms: float = 10.0, wait: Callable[[], object] | None = None) -> None:
         self._device = device
         self._round_ms = round_ms
+        self._wait = wait or functools.partial(torch.cuda.synchronize, device)
         generator = torch.Generator(device).manual_seed(0)
         shape = (_HOLD_SIZE, _HOLD_SIZE)
         self._factors = [torch.randn(shape, dtype=torch.float16, device=device, generator=generator) for _ in range(2)]
@@ -96,6 +103,15 @@ class CudaClock:
         calls = _clamp(self._round_ms / max(once, 1e-6), 1, _MAX_QUEUED)
         return statistics.median(self._queued_ms(work, calls) / calls for _ in range(ROUNDS))
 
+    def once_ms(self, work: Callable[[], object]) -> float:
+        """Device milliseconds of this one call of ``work``, without a warm-up."""
+        return self._queued_ms(work, 1)
+
+    def sustain(self) -> None:
+        """Keep the device busy for SUSTAIN_MS; see [Note: Sustained rates]."""
+        for _ in range(math.ceil(SUSTAIN_MS / HOLD_MS)):
+            self.hold()
+
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
         rounds = []
         for _ in range(ROUNDS + 1):  # the first one is the warm-up
@@ -106,14 +122,14 @@ class CudaClock:
 
     def _queued_ms(self, work: Callable[[], object], calls: int, *, held: bool = True) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
+        self._wait()
         if held:
             self.hold()
         start.record()
         for _ in range(calls):
             work()
         end.record()
-        torch.cuda.synchronize(self._device)
+        self._wait()
         return start.elapsed_time(end)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from fxoffload import _torch_compat as compat
 from fxoffload.errors import OptionsError, ProfileError
-from fxoffload.machine import cache
+from fxoffload.machine import cache, op_times
 from fxoffload.machine.devices import Identity, identify, resolve
 from fxoffload.machine.measure import measure
 from fxoffload.machine.profile import MachineProfile
@@ -39,7 +39,7 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
 
     Args:
         device: default: the current CUDA device, else the CPU.
-        refresh: measure again, whatever is kept.
+        refresh: measure again, whatever is kept; measured times of operators are dropped too.
 
     Raises:
         ProfileError: a RuntimeError; there is no such device, or this is the middle of a step.
@@ -53,6 +53,8 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
         return named
     target = resolve(device)
     identity = identify(target)
+    if refresh:
+        op_times.forget(identity)
     found = None if refresh else cache.load(identity)
     return found if found is not None else _measure_once(target, identity, refresh=refresh)
 

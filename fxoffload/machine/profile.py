@@ -14,6 +14,7 @@ from fxoffload.environment import suggestion
 from fxoffload.errors import OptionsError
 from fxoffload.machine import checks
 from fxoffload.machine.curve import CopyCurve
+from fxoffload.machine.estimate_error import EstimateError
 from fxoffload.machine.rates import Rates
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class MachineProfile:
     launch_overhead_us: microseconds of host time to launch one small kernel from Python.
     kernel_floor_us: microseconds of device time of the smallest kernel in a queue of kernels.
     notes: where the numbers come from.
+    estimate_error: how far steps were off that were predicted from this profile alone; None: not measured yet.
 
     Raises OptionsError (a ValueError) for a field that no machine can have.
     """
@@ -67,6 +69,7 @@ class MachineProfile:
     launch_overhead_us: float
     kernel_floor_us: float
     notes: str = ""
+    estimate_error: EstimateError | None = None
 
     def __post_init__(self) -> None:
         for name in ("device_name", "driver", "torch_version"):
@@ -83,6 +86,8 @@ class MachineProfile:
         for name in _CURVES:
             if not isinstance(getattr(self, name), CopyCurve):
                 raise OptionsError(f"expected {name} to be a CopyCurve, found {getattr(self, name)!r}")
+        if self.estimate_error is not None and not isinstance(self.estimate_error, EstimateError):
+            raise OptionsError(f"expected estimate_error to be an EstimateError, found {self.estimate_error!r}")
         for name in _TABLES:
             object.__setattr__(self, name, _within(name, lambda name=name: Rates(getattr(self, name))))
 
@@ -165,7 +170,7 @@ def _tf32_is_on() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, CopyCurve):
+    if isinstance(value, (CopyCurve, EstimateError)):
         return dataclasses.asdict(value)
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -184,15 +189,18 @@ def _parse(text: str) -> MachineProfile:
             "measure it again with: python -m fxoffload.machine measure --out FILE"
         )
     _check_names(found, MachineProfile)
-    curves = {name: _within(name, lambda name=name: _parse_curve(found[name])) for name in _CURVES}
-    return MachineProfile(**{**found, **curves})
+    parts = {name: _within(name, lambda name=name: _parse_part(found[name], CopyCurve)) for name in _CURVES}
+    if found.get("estimate_error") is not None:
+        name = "estimate_error"
+        parts[name] = _within(name, lambda: _parse_part(found[name], EstimateError))
+    return MachineProfile(**{**found, **parts})
 
 
-def _parse_curve(found: Any) -> CopyCurve:
+def _parse_part(found: Any, kind: Any) -> Any:
     if not isinstance(found, dict):
         raise OptionsError(f"expected a JSON object, found {found!r}")
-    _check_names(found, CopyCurve)
-    return CopyCurve(**found)
+    _check_names(found, kind)
+    return kind(**found)
 
 
 def _check_names(found: dict[str, Any], kind: Any) -> None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from fxoffload.files import replace_file
+from fxoffload.machine.estimate_error import EstimateError
 from fxoffload.planner import plan_json, plan_plot, plan_table
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.timeline import to_chrome_trace
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
+# What was measured on the device before the first step, from least to most; see ``Plan.basis``.
+Basis = Literal["estimated", "operators", "segments"]
+BASES: tuple[Basis, ...] = get_args(Basis)
+
 # ``Plan.graph`` of a plan of no compiled graph.
 NO_GRAPH = -1
 
 # Not in the JSON form, which keeps the boundaries of a simulation only.
 _NOT_IN_JSON = ("simulation",)
+_ADDED = ("basis", "estimate_error")
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,12 @@ class Plan:
         max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
         source: where the budget or the slowdown comes from: "options", "default", or "checkpointing", where the budget
             is the predicted peak of the model's own activation checkpointing.
-        predicted: the plan's step, before anything ran.
+        basis: what the predictions rest on: "estimated", the profile's rates alone; "operators", times of heavy
+            operators on the device; "segments", times and peaks of the compiled segments on the device.
+        estimate_error: how far estimates from this profile were off on stock models; None: not measured yet.
+        predicted: the plan's step, before a step ran.
         calibrated: the same with measured segment times; None before.
-        baseline: the step of plain Inductor, which keeps everything, before anything ran.
+        baseline: the step of plain Inductor, which keeps everything, before a step ran.
         calibrated_baseline: the same with measured segment times; None before.
         checkpointing: the step with the model's own activation checkpointing, which the plan replaces, before anything
             ran; None where there is none, or the plan obeys it.
@@ -163,6 +172,8 @@ class Plan:
     max_slowdown: float | None = None
     source: str = "default"
     summary: str
+    basis: Basis = "estimated"
+    estimate_error: EstimateError | None = None
     predicted: Prediction
     calibrated: Prediction | None = None
     baseline: Prediction
@@ -230,7 +241,7 @@ class Plan:
         Raises:
             ValueError: the text is damaged, is no plan, or is one of another version.
         """
-        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON)
+        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON, added=_ADDED)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and

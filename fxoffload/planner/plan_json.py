@@ -21,7 +21,8 @@ from fxoffload.files import replace_file as replace_file
 
 T = TypeVar("T")
 
-# Of the JSON form of a plan. Every change of a field is another version: text of another one is refused.
+# Of the JSON form of a plan. Every change of a field is another version: text of another one is refused. A new field
+# may be missing in text (``added``) where its default is what such text means.
 SCHEMA = 2
 
 
@@ -40,8 +41,8 @@ def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = ()) -> T:
-    """What ``dumps`` wrote. ``what`` names it in messages.
+def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = (), added: Collection[str] = ()) -> T:
+    """What ``dumps`` wrote. ``what`` names it in messages; ``added``: fields that may be missing.
 
     Raises:
         ValueError: the text is damaged, is something else, or is of another version.
@@ -60,7 +61,7 @@ def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = ()) ->
             f"expected {what} of schema {SCHEMA}, found schema {schema!r}; "
             "read it with the fxoffload that wrote it, or plan again and write it with this one"
         )
-    return _decode_fields(kind, found, what, skip)
+    return _decode_fields(kind, found, what, {*skip, *(name for name in added if name not in found)})
 
 
 # -- to text -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,11 @@ _ACTIONS = ("keep", "offload", "recompute", "stay")
 
 def render(plan: Plan) -> str:
     """The whole plan."""
-    parts = ["\n".join((_title(plan), *_knobs(plan), plan.summary)), _costs(plan), "\n".join(_limits(plan))]
+    parts = [
+        "\n".join((_title(plan), *_knobs(plan), plan.summary, _basis(plan))),
+        _costs(plan),
+        "\n".join(_limits(plan)),
+    ]
     if any(d.action != "mask" for d in plan.decisions):
         parts += [_decisions(plan), _totals(plan)]
     else:
@@ -131,6 +135,22 @@ def _knobs(plan: Plan) -> list[str]:
         if plan.activation_budget is not None and peak is not None and peak > plan.activation_budget:
             lines.append(f"the {what} peak exceeds the budget by {unit.with_name(peak - plan.activation_budget)}")
     return lines
+
+
+def _basis(plan: Plan) -> str:
+    """What the predictions rest on."""
+    if plan.basis == "segments":
+        return "predicted from its segments, which ran on this device before the first step"
+    error = plan.estimate_error
+    known = "how far such estimates are off on stock models is not known yet"
+    if error is not None:
+        known = (
+            f"on {error.num_cases} stock models such estimates were off by up to {100 * error.step_time:.0f} % in time "
+            f"and {100 * error.peak:.0f} % in peak"
+        )
+    if plan.basis == "operators":
+        return f"predicted from operators that were timed on this device, the rest estimated from its profile; {known}"
+    return f"predicted from the device's profile: an estimate; {known}"
 
 
 def _costs(plan: Plan) -> str:

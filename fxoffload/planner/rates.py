@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.fx as fx
 
 from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
+from fxoffload.passes.op_key import op_key
 from fxoffload.planner.link import Direction
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 
@@ -30,17 +33,24 @@ class ProfileRates:
     """Rates of ``fxoffload.passes.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
 
     ``link``: the parts of the profile's rates that copies reach, to the host and back. ``assumed``: dtypes that the
-    profile has no rate for -> the dtype whose rate stands in.
+    profile has no rate for -> the dtype whose rate stands in. ``op_times``: measured milliseconds of operators, by
+    ``op_key``.
     """
 
     profile: MachineProfile
     link: tuple[float, float] = (1.0, 1.0)
     assumed: dict[str, str] = field(default_factory=dict, compare=False)
+    op_times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def launch_us(self) -> float:
         """Device time of the smallest kernel in a queue."""
         return self.profile.kernel_floor_us
+
+    def op_ms(self, node: fx.Node) -> float | None:
+        """Measured time of an operator; None where there is none."""
+        key = op_key(node) if self.op_times else None
+        return None if key is None else self.op_times.get(key)
 
     def matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
         """Time of a matrix product or convolution."""

@@ -22,7 +22,7 @@ import fxoffload
 from fxoffload.compiler import replan, session
 from fxoffload.compiler.draft import Draft
 from fxoffload.compiler.planning import Planned, Planning
-from fxoffload.compiler.replan import Calibration, Replan, measured_step, scale, shared
+from fxoffload.compiler.replan import Calibration, Replan, as_measured, measured_step, scale, shared
 from fxoffload.planner import TrainingStep
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
@@ -271,6 +271,15 @@ def test_what_is_measured_and_what_is_not() -> None:
     assert [(s.ms, s.temp_bytes) for s in found.forward] == [(7.0, 0), (1.0, 5)]
     assert [(s.ms, s.temp_bytes) for s in found.backward] == [(1.0, 9), (1.0, 0)]
     assert found.storages == step.storages
+
+
+def test_another_partition_takes_what_its_segments_took_in_this_one() -> None:
+    estimated = chain(3)
+    measured = measured_step(estimated, {"forward": {"f0": 3.0}}, {"forward": {"f0": 7}})  # 8 ms in place of 6
+    forward = (estimated.forward[0], replace(estimated.forward[1], ms=3.0), *estimated.forward[2:])
+    found = as_measured(replace(estimated, forward=forward), estimated, measured)
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(3.0, 7), (pytest.approx(3.0 * 8 / 6), 0), (1.0, 0)]
+    assert found.backward == measured.backward
 
 
 def test_segments_of_one_code_share_what_was_measured() -> None:

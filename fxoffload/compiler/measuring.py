@@ -1,0 +1,81 @@
+"""Limits of measuring before the first step: seconds, and reasons for which an estimate is used instead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fxoffload import tell
+from fxoffload.errors import in_brief
+from fxoffload.runtime.engine import engines
+from fxoffload.stats import counters
+
+log = logging.getLogger(__name__)
+
+# For all graphs of one step together: operators and segments.
+LONGEST_S = 3.0
+
+NO_TIME = "there was no time left"
+NO_ROOM = "it does not fit into free memory"
+FAILED = "it failed on made-up inputs"
+OUT_OF_MEMORY = "the device ran out of memory"
+
+
+class Allowance:
+    """Seconds that may be spent.
+
+    Args:
+        seconds: at most.
+        now: a clock in seconds.
+    """
+
+    def __init__(self, seconds: float = LONGEST_S, now: Callable[[], float] = time.perf_counter) -> None:
+        self._left = seconds
+        self._now = now
+        self._began: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self._left - (0.0 if self._began is None else self._now() - self._began)
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Its time is taken off, and counted in the stats."""
+        self._began = began = self._now()
+        try:
+            yield
+        finally:
+            self._began = None
+            spent = self._now() - began
+            self._left -= spent
+            counters.add("measuring_ms", 1e3 * spent)
+
+
+_latest = Allowance()
+
+
+def allowance_of_step() -> Allowance:
+    """What the step that is being compiled may spend: graphs that are compiled while forwards wait for their backwards
+    belong to the same step as these."""
+    global _latest
+    if not any(len(engine.tape) for engine in engines()):
+        _latest = Allowance()
+    return _latest
+
+
+def reason_of(error: Exception) -> str:
+    """Why something was not measured that raised."""
+    log.debug("not measured: %s", in_brief(error))  # text: its frames hold memory of the device
+    return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+
+
+def note_estimated(what: str, reason: str, count: int = 1) -> None:
+    """Count operators, segments or graphs (``what``) that have an estimate only; say each reason once."""
+    counters.add_reason("costs_estimated", reason, count)
+    if tell.is_new(("costs_estimated", reason)):
+        log.info("the estimate is used for %d %s: %s", count, what, reason)

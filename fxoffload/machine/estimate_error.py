@@ -1,0 +1,26 @@
+"""How far estimates of a step were off on a machine, as data in its profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxoffload.machine import checks
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateError:
+    """The largest errors of predictions that were made without measuring, on stock models (benchmark ``stock``).
+
+    step_time, peak: relative to the measured values (0.2 is 20 %). num_cases: number of models.
+
+    Raises OptionsError (a ValueError) for impossible values.
+    """
+
+    step_time: float
+    peak: float
+    num_cases: int
+
+    def __post_init__(self) -> None:
+        for name in ("step_time", "peak"):
+            object.__setattr__(self, name, checks.not_negative(name, getattr(self, name)))
+        checks.positive_int("num_cases", self.num_cases)

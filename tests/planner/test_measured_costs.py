@@ -1,0 +1,402 @@
+"""Plans from costs that were measured before the first step, on the CPU rehearsal: operators and segments."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxoffload
+from fxoffload.compiler import measuring, session
+from fxoffload.compiler.measuring import Allowance
+from fxoffload.machine import op_times
+from fxoffload.machine.meters import HostMeter, Meter, Work
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.runtime.clocks.segment_clock import SegmentClock
+from tests.capture import Block, example_input
+from tests.planner.test_planning import compiled, middle, only_graph, plan_of, scenario, tower, what_others_left
+from tests.planner.test_replan import following
+from tests.support import assert_equal
+
+pytestmark = pytest.mark.usefixtures("one_thread", "what_others_left", "rehearsed")
+__all__ = ["what_others_left"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU is measured too, and knows nothing yet."""
+    monkeypatch.setenv("FXOFFLOAD_MEASURED_DEVICE_TYPES", "cpu")
+    monkeypatch.setenv("FXOFFLOAD_CACHE_DIR", str(tmp_path))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    op_times._known.clear()
+    torch.compiler.reset()
+    fxoffload.reset_stats()
+    yield
+    op_times._known.clear()
+
+
+class Told(HostMeter):
+    """Runs everything, and says what it was told."""
+
+    def __init__(
+        self, op_ms: float = 2.0, segment_ms: float = 3.0, peak: int | None = None, room: int = 1 << 40
+    ) -> None:
+        super().__init__()
+        self.op_ms, self.segment_ms, self.peak, self.room = op_ms, segment_ms, peak, room
+        self.runs: list[str] = []
+
+    def ms(self, work: Work) -> float:
+        self.runs.append("operator")
+        work()
+        return self.op_ms
+
+    def once_ms(self, work: Work) -> float:
+        self.runs.append("segment")
+        work()
+        return self.segment_ms
+
+    def peak_bytes(self, work: Work) -> int | None:
+        self.runs.append("peak")
+        work()
+        return self.peak
+
+    def room_bytes(self) -> int:
+        return self.room
+
+
+@pytest.fixture
+def measure_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meter], None]:
+    return lambda meter: monkeypatch.setattr(session, "meter_for", lambda device: meter)
+
+
+def step(model: nn.Module, **options: Any) -> fxoffload.Plan:
+    """One step; the plan that it followed."""
+    call = compiled(model, **{"max_slowdown": 0.5, "recompute": "default", **options})
+    call(example_input()).square().mean().backward()
+    return plan_of(only_graph())
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def test_operators_are_timed_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float | None] = []
+    op_ms = ProfileRates.op_ms
+
+    def watched(self: ProfileRates, node: torch.fx.Node) -> float | None:
+        asked.append(op_ms(self, node))
+        return asked[-1]
+
+    monkeypatch.setattr(ProfileRates, "op_ms", watched)
+    step(tower(), recompute="auto")
+    stats = fxoffload.stats()
+    assert stats.num_ops_measured > 5
+    assert stats.costs_estimated == {}
+    assert 0 < stats.measuring_ms < 3000
+    # All drafts, with whatever they compute again, know all of them.
+    first_estimates = asked.index(next(a for a in asked if a is not None))
+    assert None not in asked[first_estimates:]
+
+    torch.compiler.reset()
+    op_times._known.clear()
+    fxoffload.reset_stats()
+    step(tower())
+    assert fxoffload.stats().num_ops_measured == 0
+
+
+def test_a_plan_is_made_of_the_measured_times(measure_with: Callable[[Meter], None]) -> None:
+    class OnlyOperators(Told):
+        def once_ms(self, work: Work) -> float:
+            raise RuntimeError("no segments")
+
+    measure_with(OnlyOperators(op_ms=2.0))
+    plan = step(tower())
+    # Two linear layers in each of four blocks, and two more: one product forward, two backward, but for the first one,
+    # whose input needs no gradient.
+    assert plan.baseline.step_ms == pytest.approx((10 * 3 - 1) * 2.0, rel=0.02)
+    assert plan.basis == "operators"
+    assert "predicted from operators that were timed on this device" in str(plan)
+    assert fxoffload.stats().costs_estimated == {measuring.FAILED: len(set(map(id, _codes())))}
+
+
+def _codes() -> list[Any]:
+    graph = only_graph()
+    assert graph.backward is not None
+    calls = [m for outer in (graph.forward, graph.backward) for m in outer.children()]
+    return [call.fn for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(torch.OutOfMemoryError("full"), measuring.OUT_OF_MEMORY), (NotImplementedError("no kernel"), measuring.FAILED)],
+)
+def test_what_cannot_be_measured_is_estimated_counted_and_said_once(
+    measure_with: Callable[[Meter], None], caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    class Fails(Told):
+        def ms(self, work: Work) -> float:
+            raise error
+
+        once_ms = ms
+
+    measure_with(Fails())
+    with caplog.at_level(logging.INFO, logger="fxoffload"):
+        plan = step(tower())
+    assert plan.basis == "estimated"
+    stats = fxoffload.stats()
+    assert stats.num_ops_measured == stats.num_segments_measured == 0
+    assert stats.costs_estimated.keys() == {reason} and stats.costs_estimated[reason] > 5
+    said = [r.getMessage() for r in caplog.records if "the estimate is used" in r.getMessage()]
+    assert len(said) == 1 and reason in said[0]
+
+
+def test_what_does_not_fit_is_estimated(measure_with: Callable[[Meter], None]) -> None:
+    meter = Told(room=KIB)
+    measure_with(meter)
+    assert step(tower()).basis == "estimated"
+    assert meter.runs == []
+    assert fxoffload.stats().costs_estimated.keys() == {measuring.NO_ROOM}
+
+
+def test_there_is_an_end_to_it(measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second operator, and no segment any more."""
+    now = [0.0]
+
+    class Slow(Told):
+        def ms(self, work: Work) -> float:
+            now[0] += 2.0
+            return super().ms(work)
+
+    allowance = Allowance(3.0, lambda: now[0])
+    monkeypatch.setattr(session, "allowance_of_step", lambda: allowance)
+    meter = Slow()
+    measure_with(meter)
+    assert step(tower()).basis == "operators"
+    assert meter.runs == ["operator"] * 2
+    assert fxoffload.stats().costs_estimated.keys() == {measuring.NO_TIME}
+    assert fxoffload.stats().measuring_ms == 4000
+
+
+def test_graphs_of_one_step_share_its_allowance() -> None:
+    first = measuring.allowance_of_step()
+    assert measuring.allowance_of_step() is not first
+    out = compiled(tower(), policy="offload_all")(example_input())
+    shared = measuring.allowance_of_step()
+    assert measuring.allowance_of_step() is shared  # its backward has not run
+    out.square().mean().backward()
+    assert measuring.allowance_of_step() is not shared
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None]) -> None:
+    meter = Told(segment_ms=3.0)
+    measure_with(meter)
+    plan = step(tower())
+    assert plan.simulation is not None
+    assert plan.basis == "segments"
+    assert plan.predicted.step_ms == pytest.approx(3.0 * len(plan.simulation.boundaries), abs=0.01)
+    assert plan.baseline.step_ms == pytest.approx(plan.predicted.step_ms, rel=0.5)
+    assert plan.calibrated is None
+    stats = fxoffload.stats()
+    assert 0 < stats.num_segments_measured == meter.runs.count("peak") < len(plan.simulation.boundaries)
+    assert meter.runs.count("segment") == 4 * stats.num_segments_measured
+    assert "ran on this device before the first step" in str(plan)
+
+
+def test_peaks_other_than_the_draft_said(measure_with: Callable[[Meter], None]) -> None:
+    """The first step already follows a schedule that meets the budget with them."""
+    budget = middle(recompute="default")
+    torch.compiler.reset()
+    drafted = step(tower(), activation_budget=budget, max_slowdown=None)
+    del drafted
+    more = 3 * KIB
+    peak = _largest_working_set() + more
+    measure_with(Told(peak=peak))
+    torch.compiler.reset()
+    plan = step(tower(), activation_budget=budget, max_slowdown=None)
+    assert plan.basis == "segments"
+    assert plan.predicted.peak_bytes <= budget
+    assert plan.simulation is not None
+    assert all(b.peak_bytes >= b.live_bytes + peak for b in plan.simulation.boundaries)
+    assert fxoffload.stats().bytes_offloaded > 0
+
+
+def _largest_working_set() -> int:
+    boundaries = only_graph_boundaries()
+    return max(b.peak_bytes - b.live_bytes for b in boundaries if b.phase == "forward")
+
+
+def only_graph_boundaries() -> Any:
+    simulation = fxoffload.plans()[-1].simulation
+    assert simulation is not None
+    return simulation.boundaries
+
+
+def test_a_budget_that_the_measured_peaks_exceed_is_told(measure_with: Callable[[Meter], None]) -> None:
+    budget = middle(recompute="default")
+    torch.compiler.reset()
+    measure_with(Told(peak=2 * budget))
+    with pytest.warns(UserWarning, match="by what was measured, the plan takes .*, more than the activation_budget"):
+        plan = step(tower(), activation_budget=budget, max_slowdown=None)
+    assert plan.predicted.peak_bytes > budget
+
+
+def test_steps_are_measured_afterwards_all_the_same(measure_with: Callable[[Meter], None]) -> None:
+    measure_with(Told(segment_ms=3.0))
+    model = tower()
+    with following() as followers:
+        call = compiled(model, max_slowdown=0.5, recompute="default")
+        for _ in range(9):
+            model.zero_grad()
+            call(example_input()).square().mean().backward()
+    assert isinstance(followers[0], session.Replan) and followers[0].clock is None
+    plan = plan_of(only_graph())
+    assert plan.basis == "segments"
+    assert plan.simulation is not None and plan.calibrated is not None
+    assert plan.predicted.step_ms == pytest.approx(3.0 * len(plan.simulation.boundaries), abs=0.01)
+    # One millisecond for each, by the clock of these steps.
+    assert plan.calibrated.step_ms == pytest.approx(len(plan.simulation.boundaries) + plan.calibrated.exposed_ms)
+    assert SegmentClock is not None
+
+
+def test_a_mistake_leaves_the_plan_as_it_is(
+    measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_with(Told())
+    monkeypatch.setattr(session, "measure_segments", lambda *args: (_ for _ in ()).throw(TypeError("on purpose")))
+    assert step(tower()).basis == "operators"
+    assert fxoffload.stats().costs_estimated == {measuring.FAILED: 1}
+
+
+# -- what a user sees --------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A block that writes to its buffers, indexes, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("places", torch.tensor([3, 1, 2, 0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.norm(self.block(x)))[self.places]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_step_has_the_bits_that_it_has_without(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+    observed = []
+    for types in ("cuda", "cpu"):
+        model = tower(Counting, layers=2)
+        monkeypatch.setenv("FXOFFLOAD_MEASURED_DEVICE_TYPES", types)
+        torch.compiler.reset()
+        fxoffload.reset_stats()
+        run = scenario(model, compiled(model, recompute="default", max_slowdown=9.0, inner=inner))
+        observed.append(run())  # the step that compiles
+        assert (fxoffload.stats().num_segments_measured > 0) == (types == "cpu")
+        assert not fxoffload.stats().costs_estimated
+    assert_equal(*observed)
+
+
+def test_random_numbers_autograd_and_modes_are_as_before(measure_with: Callable[[Meter], None]) -> None:
+    class Draws(Told):
+        def ms(self, work: Work) -> float:
+            torch.rand(10)
+            assert not torch.is_grad_enabled()
+            assert type(torch.zeros(1)) is Tensor
+            return super().ms(work)
+
+    measure_with(Draws())
+    model = tower()
+    call = compiled(model, max_slowdown=0.5, recompute="default")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loss = call(example_input()).square().mean()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled() and loss.requires_grad
+    assert fxoffload.stats().num_ops_measured > 0
+
+
+def test_the_cpu_is_not_measured_unless_asked_for(
+    measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Told()
+    measure_with(meter)
+    monkeypatch.delenv("FXOFFLOAD_MEASURED_DEVICE_TYPES")
+    assert step(tower()).basis == "estimated"
+    assert meter.runs == []
+    assert fxoffload.stats().measuring_ms == 0
+
+
+def test_sizes_that_vary_are_estimated(measure_with: Callable[[Meter], None]) -> None:
+    meter = Told()
+    measure_with(meter)
+    call = compiled(tower(layers=2), dynamic=True, max_slowdown=0.5, recompute="default")
+    call(example_input()).square().mean().backward()
+    assert meter.runs == []
+    assert fxoffload.stats().costs_estimated == {"sizes vary from call to call": 1}
+
+
+def test_a_plan_made_ahead_is_an_estimate() -> None:
+    options: dict[str, Any] = {"max_slowdown": 0.5, "min_bytes": 1, "recompute": "default"}
+    plan = fxoffload.plan(tower(), example_args=(example_input(),), **options)
+    assert plan.basis == "estimated"
+    assert "an estimate; how far such estimates are off on stock models is not known yet" in str(plan)
+    assert fxoffload.stats().measuring_ms == 0
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_plan_with_the_same_times(measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a second rank would measure, it uses what the first one did."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plans = []
+    for op_ms in (0.01, 5.0):
+        op_times._known.clear()
+        torch.compiler.reset()
+        fxoffload.reset_stats()
+        meter = Told(op_ms=op_ms, segment_ms=0.1)
+        measure_with(meter)
+        plans.append(step(tower(), recompute="auto"))
+        assert (fxoffload.stats().num_ops_measured > 0) == (op_ms == 0.01)
+    assert plans[0].decisions == plans[1].decisions
+    assert plans[0].baseline == plans[1].baseline
+
+
+# -- a step over several graphs ----------------------------------------------------------------------------------------
+
+
+def test_a_step_over_several_graphs_is_planned_with_measured_segments(measure_with: Callable[[Meter], None]) -> None:
+    measure_with(Told(segment_ms=3.0))
+    layers = nn.ModuleList(Block() for _ in range(4))
+    for layer in layers:
+        layer.compile(
+            backend="fxoffload",
+            options={"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, "max_slowdown": 0.5},
+        )
+    for _ in range(4):
+        x = example_input().requires_grad_()
+        for layer in layers:
+            x = layer(x)
+        x.square().mean().backward()
+        time.sleep(0.01)
+    plan = fxoffload.plans()[-1]
+    assert plan.label.startswith("a step over")
+    assert plan.basis == "segments"
+    assert plan.baseline.step_ms == pytest.approx(4 * 2 * 3.0, rel=0.01)
