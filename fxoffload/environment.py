@@ -9,8 +9,8 @@
     which CPU tensors leave "the device" for the host image. Unset or empty: ``cuda``.
 
 ``FXOFFLOAD_MEASURED_DEVICE_TYPES``
-    Comma-separated device types on which operators and segments are timed for a plan: ``cpu`` is a rehearsal. Unset or
-    empty: ``cuda``.
+    Comma-separated device types on which operators and segments are timed for a plan: ``cuda``, or ``cpu`` for a
+    rehearsal. Unset or empty: none, until this has run on GPUs.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def phases_device_types() -> tuple[str, ...]:
 
 
 def measured_device_types() -> tuple[str, ...]:
-    """The device types that FXOFFLOAD_MEASURED_DEVICE_TYPES asks for; ``("cuda",)`` where it is not set.
+    """The device types that FXOFFLOAD_MEASURED_DEVICE_TYPES asks for; none where it is not set.
 
     Raises OptionsError (a ValueError) for an unknown one.
     """
-    return _device_types(MEASURED_DEVICE_TYPES_VARIABLE)
+    return _device_types(MEASURED_DEVICE_TYPES_VARIABLE, ())
 
 
-def _device_types(variable: str) -> tuple[str, ...]:
+def _device_types(variable: str, default: tuple[str, ...] = ("cuda",)) -> tuple[str, ...]:
     value = os.environ.get(variable, "")
     names = tuple(dict.fromkeys(name for name in (part.strip().lower() for part in value.split(",")) if name))
     for name in names:
@@ -95,7 +95,7 @@ def _device_types(variable: str) -> tuple[str, ...]:
                 f"{variable} names the unknown device type {name!r}"
                 f"{suggestion(name, DEVICE_TYPES)}; the types are {', '.join(DEVICE_TYPES)}"
             )
-    return names or ("cuda",)
+    return names or default
 
 
 def check_device_types(device_types: object) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {"min_bytes": 1 << 16, "max_slowdown": 0.5}
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The profile that is kept, but no times of operators."""
     monkeypatch.setattr(op_times, "path_of", lambda identity: tmp_path / "ops.json")
+    monkeypatch.setenv("FXOFFLOAD_MEASURED_DEVICE_TYPES", "cuda")
     op_times._known.clear()
     torch.compiler.reset()
     fxoffload.reset_stats()
