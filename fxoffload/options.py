@@ -33,7 +33,8 @@ class Options:
         its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except what is saved last.
     activation_budget: the least step time whose peak stays within so many bytes: what the compiled graph adds on the
         device to what was allocated when the step began (saved activations, working set, copies under way, gradients
-        that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can.
+        that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can; on a GPU
+        one that is missed by a little on paper is tried, and a warning says if its steps exceed it.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several
         processes of one machine train, 0.006 less is aimed at: they wait for each other.

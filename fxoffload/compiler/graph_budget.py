@@ -114,7 +114,8 @@ class GraphBudget:
 
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
-        if num_corrections > MOST_CORRECTIONS:
+        is_least = self._schedule.simulation.peak_bytes > self._planned.limit_bytes
+        if is_least or num_corrections > MOST_CORRECTIONS:
             self._say_that_none_fits(self._loop.peak_bytes)
             return
         with self._lock:

@@ -16,6 +16,7 @@ from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
 from fxoffload.errors import BudgetError
+from fxoffload.machine.estimate_error import in_words
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.passes.values import Storages
@@ -36,6 +37,10 @@ LIBRARY_BYTES = 64 << 20
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.05
+# Estimates of peaks have been a fifth too large on stock models: where the device tells what steps take, a budget that
+# is missed by no more than this part of the least peak is not refused on paper.
+TELLING_DEVICE_TYPES = ("cuda",)
+_TOO_LARGE = 0.25
 # Points of a frontier that is drawn, and of one that nobody may look at: each is planned for, which takes seconds.
 DRAWN_POINTS = 7
 FEW_POINTS = 2
@@ -112,6 +117,7 @@ class Planning:
         self.library_bytes = LIBRARY_BYTES if settings.device.type == "cuda" else 0
         self.checkpointed = checkpointed
         self._obeyed: tuple[Draft, Scheduler] | None = None
+        self._tries = False
 
     @property
     def limit_bytes(self) -> int | None:
@@ -119,12 +125,16 @@ class Planning:
         budget = self.goal.budget_bytes
         return None if budget is None else max(budget - self.library_bytes, 1)
 
-    def run(self) -> Planned | None:
+    def run(self, *, tries: bool = False) -> Planned | None:
         """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
+
+        Args:
+            tries: whether the plan of the least peak may be tried where it exceeds the budget by a little, on paper.
 
         Raises:
             BudgetError: no choice fits into the budget.
         """
+        self._tries = tries and self.settings.device.type in TELLING_DEVICE_TYPES
         if self.checkpointed is None:
             planned = self._run()
         else:
@@ -201,7 +211,10 @@ class Planning:
             best = smallest(search.as_fast(self._max_ms(baseline), baseline))
         log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, search.num_drafts)
         if best is None:
-            raise self._too_small(search, baseline)
+            best = search.smallest()
+            least = _simulation(best).peak_bytes
+            if not self._tries or self.limit_bytes is None or (1 - _TOO_LARGE) * least > self.limit_bytes:
+                raise self._too_small(_simulation(best), baseline)
         return self._finish(best, base, baseline, search)
 
     # -- drafts --------------------------------------------------------------------------------------------------------
@@ -238,16 +251,16 @@ class Planning:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _too_small(self, search: RecomputeSearch, baseline: Simulation) -> BudgetError:
-        smallest = _simulation(search.smallest())
+    def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
         assert self.goal.budget_bytes is not None
         least = smallest.peak_bytes + self.library_bytes
         where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
         return BudgetError(
             f"expected an activation_budget of at least {format_bytes(least)} ({least} "
             f"bytes), which {where} needs whatever is offloaded or recomputed; found "
-            f"{format_bytes(self.goal.budget_bytes)}. Plain Inductor takes {format_bytes(baseline.peak_bytes)}. Raise "
-            "the budget, or make the batch smaller",
+            f"{format_bytes(self.goal.budget_bytes)}. Plain Inductor takes {format_bytes(baseline.peak_bytes)}. "
+            f"This is an estimate; {in_words(self.rates.profile.estimate_error)}. Raise the budget, or make the batch "
+            "smaller",
             least,
             where,
         )
@@ -285,6 +298,10 @@ class Planning:
                     "budget, or allow the slowdown",
                     stacklevel=2,
                 )
+        gain = gain_of(found, baseline)
+        if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
+            more = format_bytes(found.peak_bytes - self.limit_bytes)
+            gain = f"by estimate the least that was found takes {more} more, which its steps will tell: {gain}"
         frontier = self._frontier(search, found, () if best.scheduler.fixed else (baseline,))
         plan = describe_plan(
             best.draft,
@@ -294,7 +311,7 @@ class Planning:
             simulation=found,
             goal=self.goal,
             device=self.rates.profile.device_name,
-            summary=f"{aim_of(self.goal)}: {gain_of(found, baseline)}",
+            summary=f"{aim_of(self.goal)}: {gain}",
             smallest_budget_bytes=frontier[0].budget_bytes,
             frontier=frontier,
         )

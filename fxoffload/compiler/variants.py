@@ -155,7 +155,7 @@ def plan_for_sizes(planning: Planning) -> PlanForSizes | None:
     """
     sizes = BatchSizes.of(planning.joint)
     if sizes is None:
-        planned = planning.run()
+        planned = planning.run(tries=True)
         return None if planned is None else PlanForSizes(planned)
     bounded = bounds_sizes()
     if bounded:

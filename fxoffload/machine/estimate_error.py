@@ -24,3 +24,13 @@ class EstimateError:
         for name in ("step_time", "peak"):
             object.__setattr__(self, name, checks.not_negative(name, getattr(self, name)))
         checks.positive_int("num_cases", self.num_cases)
+
+
+def in_words(error: EstimateError | None) -> str:
+    """A clause. None: nobody has measured it."""
+    if error is None:
+        return "how far such estimates are off on stock models is not known yet"
+    return (
+        f"on {error.num_cases} stock models such estimates were off by up to {100 * error.step_time:.0f} % in time and "
+        f"{100 * error.peak:.0f} % in peak"
+    )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tabulate import tabulate
 
+from fxoffload.machine.estimate_error import in_words
+
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Decision, Plan, Prediction
 
@@ -141,13 +143,7 @@ def _basis(plan: Plan) -> str:
     """What the predictions rest on."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
-    error = plan.estimate_error
-    known = "how far such estimates are off on stock models is not known yet"
-    if error is not None:
-        known = (
-            f"on {error.num_cases} stock models such estimates were off by up to {100 * error.step_time:.0f} % in time "
-            f"and {100 * error.peak:.0f} % in peak"
-        )
+    known = in_words(plan.estimate_error)
     if plan.basis == "operators":
         return f"predicted from operators that were timed on this device, the rest estimated from its profile; {known}"
     return f"predicted from the device's profile: an estimate; {known}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fxoffload
+from fxoffload.compiler import planning
 from fxoffload.errors import BudgetError
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.hold_to_budget import HoldToBudget
@@ -178,3 +179,33 @@ def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
         warnings.simplefilter("error")
         for _ in range(4):
             run.step()
+
+
+def test_a_budget_that_is_missed_on_paper_is_tried_where_the_device_tells(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is refused before it ran: what fits runs without a word, and what does not is told with the number."""
+    with pytest.raises(BudgetError, match="This is an estimate; how far such estimates are off") as found:
+        Run(activation_budget=1).step()
+    asked = int(0.9 * found.value.smallest_bytes)
+    with pytest.raises(BudgetError):
+        Run(activation_budget=asked).step()
+    monkeypatch.setattr(planning, "TELLING_DEVICE_TYPES", ("cpu",))
+    with pytest.raises(BudgetError):
+        Run(activation_budget=asked // 2).step()
+    torch.compiler.reset()
+    run = Run(activation_budget=asked)
+    with held(run), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.extra = (asked - found.value.smallest_bytes) // 512 * 512  # estimates were too large
+        plain = run.step()
+        assert run.plan.predicted.peak_bytes > asked and "which its steps will tell" in run.plan.summary
+        for _ in range(3):
+            assert_equal(run.step(), plain)
+        assert max(run.peaks) <= asked
+        assert [str(w.message) for w in caught if "activation_budget" in str(w.message)] == []
+        run.extra = 0
+        for _ in range(3):
+            assert_equal(run.step(), plain)
+    (told,) = [str(w.message) for w in caught if "activation_budget" in str(w.message)]
+    assert f"activation_budget={run.peaks[-1] // 512 * 512} can be met" in told
