@@ -153,12 +153,14 @@ def _tag_points(graph: fx.Graph, points: Mapping[str, RecomputePoint]) -> TagRep
 def _save_what_is_made_of_overwritten(graph: fx.Graph) -> None:
     """What the forward makes of an input that it writes later must not be made again of what was written.
 
-    Left to itself the partitioner does that: an input is there for nothing (torch 2.13, plain Inductor).
+    Left to itself the partitioner does that: an input is there for nothing (torch 2.13, plain Inductor). So does
+    activation checkpointing, and so would whoever asks for it.
     """
     overwritten = overwritten_inputs(graph)
     backward = behind_tangents(graph) if overwritten else ()
     for node in graph.nodes if overwritten else ():
-        if node in backward or node in overwritten or node.op != "call_function" or "recompute" in node.meta:
+        is_saved = node.meta.get("recompute") in SAVED
+        if node in backward or node in overwritten or node.op != "call_function" or is_saved:
             continue
         if tensors_of(node) and not mutated_args(node) and overwritten.intersection(node.all_input_nodes):
             for value in (node, *(u for u in node.users if u.target is operator.getitem)):

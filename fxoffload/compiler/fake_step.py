@@ -20,7 +20,7 @@ from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.draft import Draft, copy_graph, describe
 from fxoffload.compiler.recipe import Compiled, Recipe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
-from fxoffload.compiler.tape_parts import Part, describe_part
+from fxoffload.compiler.tape_parts import Checkpointed, Part, describe_part
 from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.values import output_values
 from fxoffload.runtime.steps.held import Edges, Held, Moment
@@ -77,7 +77,13 @@ class FakeGraph:
     def part(self) -> Part | None:
         """What a plan over several graphs knows of it, as it would be compiled; None: it saves nothing that may move,
         or such a plan may not have it."""
-        return None if self.why_no_part else self._part_of(self._draft, self._recipe)
+        part = None if self.why_no_part else self._part_of(self._draft, self._recipe)
+        obeyed, up = None if self.planned is None else self.planned.checkpointed, self._draft.backward_state
+        if part is None or obeyed is None or up is None:
+            return part
+        checkpointed = Checkpointed(obeyed, self._session.draft_settings())
+        step, edges = checkpointed.part(self._draft.forward_state, up)
+        return replace(part, checkpointed=(step, _at_inputs_of(edges, self._draft.backward, self._backward)))
 
     @cached_property
     def plain(self) -> Part | None:

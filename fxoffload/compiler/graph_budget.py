@@ -38,7 +38,6 @@ class PlannedGraph:
         graph: as compiled.
         box: where the plan is shown.
         goal: of the plan.
-        limit_bytes: what of the budget the schedule may take.
         order: positions in the step's candidates of the graph's candidates.
         least: the choice until a correction is there.
         ignored: choices that are not judged: the one of the step in which kernels are tuned.
@@ -49,7 +48,6 @@ class PlannedGraph:
     graph: CompiledGraph
     box: PlanBox
     goal: PlanGoal
-    limit_bytes: int
     order: Sequence[int]
     least: Choice
     ignored: Sequence[Choice | None] = ()
@@ -80,7 +78,10 @@ class GraphBudget:
         self._scheduler, self._schedule = scheduler, schedule
         self._in_background = in_background
         self._lock = threading.Lock()
+        # That of the first plan; a calibrated scheduler has no more than is pinned by then.
+        self._host_bytes = scheduler.host_bytes
         self._open_bytes = 0  # of the margin, what the scheduler does not know of yet
+        self._told_bytes = 0  # of the margin, what was told last
         self._has_said = False
         self._is_least = False
         self._followed: Choice | None = None
@@ -100,27 +101,34 @@ class GraphBudget:
     def with_margin(self, step: TrainingStep) -> TrainingStep:
         """``step``, which knows nothing of it, with what is left free."""
         with self._lock:
+            self._told_bytes = self.margin_bytes
             return _raised(step, self.margin_bytes)
 
     def baseline_with_margin(self, baseline: Prediction) -> Prediction:
         """Likewise, for plain Inductor's step."""
         return _with_outside(baseline, self.margin_bytes)
 
+    @property
+    def schedule(self) -> Schedule:
+        """What the graph follows, or will when the correction is there."""
+        return self._schedule
+
     def calibrated(self, scheduler: Scheduler, schedule: Schedule) -> None:
         """The graph follows another schedule. ``scheduler``: knows of the margin."""
         with self._lock:
             self._scheduler, self._schedule = scheduler, schedule
-            self._open_bytes = 0
+            self._open_bytes = self.margin_bytes - self._told_bytes
 
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
-        is_least = self._schedule.simulation.peak_bytes > self._planned.limit_bytes
+        # Not what a first plan may take: what libraries allocate in the first step was there before the others began.
+        is_least = self._schedule.simulation.peak_bytes > self._budget
         if is_least or num_corrections > MOST_CORRECTIONS:
             self._say_that_none_fits(self._loop.peak_bytes)
             return
         with self._lock:
             # What was predicted may have left some of the budget: all of that was taken as well.
-            error = excess_bytes + max(self._planned.limit_bytes - self._schedule.simulation.peak_bytes, 0)
+            error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0)
             self.margin_bytes += error
             self._open_bytes += error
         if self._planned.by_size is not None:
@@ -160,12 +168,12 @@ class GraphBudget:
         with self._lock:
             step = _raised(self._scheduler.step, self._open_bytes)
             self._open_bytes = 0
-        scheduler = self._scheduler = self._scheduler.with_step(step, self._scheduler.host_bytes)
-        found = scheduler.least_time(self._planned.limit_bytes, refined=True)
+        scheduler = self._scheduler = self._scheduler.with_step(step, self._host_bytes)
+        found = scheduler.least_time(self._budget, refined=True)
         self._is_least = found is None
         if found is None:
             found = scheduler.smallest()
-            self._say_that_none_fits(found.simulation.peak_bytes + self._budget - self._planned.limit_bytes)
+            self._say_that_none_fits(found.simulation.peak_bytes)
         return found
 
     def _follow(self, found: Schedule) -> None:

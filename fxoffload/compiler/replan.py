@@ -197,6 +197,8 @@ class Calibration(PlanAgain):
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
+        if self.control is not None:
+            self._schedule = self.control.schedule
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         base, draft = self._planned.base, self._planned.draft

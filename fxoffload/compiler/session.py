@@ -641,14 +641,13 @@ class CompileSession:
     def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
         """What holds a graph with a plan of its own to its budget."""
         planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
-        assert planned is not None and box is not None and self._limit_bytes is not None
+        assert planned is not None and box is not None
         assert planned.draft.step is not None and planned.schedule is not None and planned.scheduler is not None
         place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
         found = PlannedGraph(
             graph,
             box,
             self._goal,
-            self._limit_bytes,
             [place[c.name] for c in state.saved.candidates],
             Choice(state.actions["auto"], no_windows(planned.draft.step)),
             ignored=() if self._settled is None else (graph.planned,),

@@ -149,11 +149,12 @@ def _are_planned_together(calls: Sequence[FakeGraph]) -> bool:
     own = [g.planned for g in movers if g.planned is not None]
     if len(movers) < 2 or not own:
         return len(movers) > 1
-    budget = own[0].plan.activation_budget
-    if budget is None:
+    budgets = [planned.plan.activation_budget or 0 for planned in own]
+    if not all(budgets):
         return False
-    peaks = (g.planned.plan.predicted.peak_bytes for g in calls if g.planned is not None)
-    return len(own) < len(movers) or sum(peaks) > budget
+    # With a budget of the user's, graphs that were left to Inductor count too.
+    judged = own if own[0].goal.is_checkpointing else [g.planned for g in calls if g.planned is not None]
+    return len(own) < len(movers) or sum(p.plan.predicted.peak_bytes for p in judged) > min(budgets)
 
 
 def _each_by_itself(calls: Sequence[FakeGraph]) -> str:

@@ -173,9 +173,10 @@ class TapeCalibration(PlanAgain):
         self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
         keep = simulate(compiled.with_beside(beside).step, (False,) * len(compiled.step.candidates), copies=rates)
         baseline = Prediction.of(keep)
-        if (checkpointing := self._planning.checkpointing) is not None:
-            # Of plain Inductor's step nothing was measured; it is as much slower than estimated as checkpointing's.
-            baseline = scale(self._box.plan.baseline, keep.step_ms / max(checkpointing.step_ms, 1e-9))
+        if self._planning.checkpointing is not None:
+            # Of plain Inductor's step nothing was measured; it is as much slower than estimated as the graphs that ran.
+            estimated = self._planning.compiled.scheduler.keep_all().step_ms
+            baseline = scale(self._box.plan.baseline, keep.step_ms / max(estimated, 1e-9))
         return ran.with_beside(beside).step, baseline
 
     def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:

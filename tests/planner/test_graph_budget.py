@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload.compiler import planning
+from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.errors import BudgetError
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.hold_to_budget import HoldToBudget
@@ -179,6 +180,21 @@ def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
         warnings.simplefilter("error")
         for _ in range(4):
             run.step()
+
+
+def test_what_was_pinned_for_a_calibrated_plan_does_not_bound_its_correction(budget: int) -> None:
+    run = Run(activation_budget=budget)
+    with held(run), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = run.step()
+        control = next(s.control for s in engine_for(CPU).calls._sites if s.control is not None)
+        assert isinstance(control, GraphBudget)
+        now, scheduler = control.schedule, control._scheduler
+        control.calibrated(scheduler.with_step(scheduler.step, now.simulation.bytes_offloaded), now)
+        run.extra = 16 * KIB
+        for _ in range(4):
+            assert_equal(run.step(), plain)
+    assert run.peaks[1] > budget >= max(run.peaks[3:])
 
 
 def test_a_budget_that_is_missed_on_paper_is_tried_where_the_device_tells(

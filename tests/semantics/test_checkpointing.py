@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -264,3 +264,43 @@ def test_nothing_is_held_in_the_middle_of_a_backward_that_recomputes() -> None:
     squared(model)().backward()
     squared(model)().backward()
     assert held == [(0, 0)] * 8
+
+
+class Accumulates(nn.Module):
+    """Checkpointed layers read a buffer that is written after them."""
+
+    is_checkpointed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.register_buffer("mean", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+
+            def block(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                return layer(x * self.mean.sin() + self.mean)
+
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        self.mean.add_(x.detach().mean((0, 1)))
+        return x
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "keep_all"}, {"checkpoints": "obey"}, {}, {"activation_budget": "40KB"}]
+)
+def test_what_is_made_of_a_buffer_that_is_written_later_is_not_recomputed(options: dict[str, Any]) -> None:
+    """As torch's own checkpointing would, from what the buffer holds by then."""
+    observed = []
+    for is_checkpointed in (False, True):
+        torch.compiler.reset()
+        model = Accumulates()
+        model.is_checkpointed = is_checkpointed
+        chosen = {"inner": "aot_eager", "device_types": ("cpu",), "min_bytes": 1, "profile": "h200"}
+        chosen.update(options if is_checkpointed else {"policy": "keep_all"})
+        torch.manual_seed(4)
+        torch.compile(model, backend="fxoffload", options=chosen)(torch.randn(2, 24, 16)).square().mean().backward()
+        observed.append({name: p.grad for name, p in model.named_parameters()})
+    assert_equal(*observed)

@@ -74,6 +74,8 @@ class GapTimes:
 
     def _has_passed(self) -> bool:
         last = self._calls[-1][2] if self._calls else None
+        if self._calls and last is None:
+            return False  # its end was not recorded: a capture began
         end = time.monotonic() + _PATIENCE_S
         while last is not None and not last.query():
             if time.monotonic() > end:

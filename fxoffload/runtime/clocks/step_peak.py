@@ -123,7 +123,7 @@ class PeakWatch:
         if exact is not None:
             found = StepPeak(exact - base, exact - base, trace.highest - base, total, carried, first.allocated)
             return replace(found, is_exact=history is not None)
-        bounds = [first.allocated + total] if memory.total else []
+        bounds = [first.allocated + total] if memory.total and total >= 0 else []  # somebody may set it back
         bounds += [] if trace.was_reset else [memory.peak]
         most = max(min(bounds), trace.highest) - base if bounds else None
         return StepPeak(trace.highest - base, most, trace.highest - base, total, carried, first.allocated)

@@ -23,8 +23,8 @@ _FALL = 0.05
 _MOST_FAILED = 3
 # So many steps whose peaks are known are remembered.
 _MOST_KNOWN = 8
-# A step whose peak is open may come once in so many. A record that is not read costs next to nothing.
-_MOST_WAITED = 128
+# A step whose peak is open may come once in so many. The end of a record takes milliseconds, read or not.
+_MOST_WAITED = 8
 
 
 class BudgetLoop:

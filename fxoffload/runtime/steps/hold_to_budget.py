@@ -111,13 +111,13 @@ class HoldToBudget:
         if step.peak_watch is None or first is None or chain is None:
             return
         if (loop := _loop_of(first, chain, step)) is not None:
-            step.peak = step.peak_watch.end(self._memory(), loop.is_open)
+            step.peak, step.judged_by = step.peak_watch.end(self._memory(), loop.is_open), loop
 
     def judge(self, first: Site, chain: SizedChain, step: RunningStep) -> None:
         """That step is over."""
         loop, peak, watch = _loop_of(first, chain, step), step.peak, step.peak_watch
-        if loop is None or peak is None or watch is None:
-            return
+        if loop is None or peak is None or watch is None or loop is not step.judged_by:
+            return  # another plan is followed by now
         excess = loop.ended(peak, is_recorded=watch.is_recorded)
         if excess:
             log.info("a step took %s more than its budget", format_bytes(excess))

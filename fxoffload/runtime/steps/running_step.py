@@ -12,6 +12,7 @@ from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.clocks.chain_clock import StepRecording
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.clocks.step_peak import PeakWatch, StepPeak
+from fxoffload.runtime.steps.budget_loop import BudgetLoop
 from fxoffload.runtime.steps.chains import Following, Known, Record, Sizes
 from fxoffload.runtime.steps.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
@@ -82,6 +83,7 @@ class RunningStep:
     edges: EdgeWatch = field(default_factory=EdgeWatch)
     peak_watch: PeakWatch | None = None  # of a step that has to meet a budget
     peak: StepPeak | None = None  # of one that is complete
+    judged_by: BudgetLoop | None = None  # of what it followed when it ended
 
     @property
     def expected(self) -> Following | Known | None:
