@@ -24,6 +24,7 @@ SHARED_OPTIONS = (
     "disable",
     "min_bytes",
     "recompute",
+    "checkpoints",
     "host_budget",
     "in_flight_budget",
     "prefetch_budget",

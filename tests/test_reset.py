@@ -133,7 +133,8 @@ def whole(model: Stack) -> Callable[[Tensor], Tensor]:
 
 
 def planned(model: Stack) -> Callable[[Tensor], Tensor]:
-    return compiled(model, policy="auto", profile="h200", max_slowdown=9.0, in_flight_budget=None, prefetch_budget=None)
+    windows: dict[str, Any] = dict.fromkeys(("in_flight_budget", "prefetch_budget"))
+    return compiled(model, policy="auto", profile="h200", recompute="default", max_slowdown=9.0, **windows)
 
 
 def layers(model: Stack) -> Callable[[Tensor], Tensor]:

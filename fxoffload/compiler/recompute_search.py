@@ -173,9 +173,13 @@ class RecomputeSearch:
         tries = list(self._at_level(aim))
         if self._choices is not None:
             tries.extend(self._solved_as_fast(self._choices, most_ms, baseline.step_ms, aim))
-        met = [t.schedule.simulation for t in tries if t.schedule is not None]
-        least = min((s.peak_bytes for s in met if s.step_ms <= most_ms), default=None)
-        return tries if least is None else [*tries, *self.within(least)]
+        best = smallest([t for t in tries if t.schedule is not None and t.schedule.simulation.step_ms <= most_ms])
+        if best is None or best.schedule is None:
+            return tries
+        faster = fastest(self.within(best.schedule.simulation.peak_bytes))
+        if faster is not None and faster.schedule is not None and faster.schedule.key < best.schedule.key:
+            tries.append(faster)
+        return tries
 
     def _solved_as_fast(
         self, choices: Choices, most_ms: float, baseline_ms: float, aim: Callable[[Scheduler], Schedule | None]

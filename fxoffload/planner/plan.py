@@ -24,7 +24,6 @@ NO_GRAPH = -1
 
 # Not in the JSON form, which keeps the boundaries of a simulation only.
 _NOT_IN_JSON = ("simulation",)
-_ADDED = ("basis", "estimate_error")
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class Plan:
         Raises:
             ValueError: the text is damaged, is no plan, or is one of another version.
         """
-        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON, added=_ADDED)
+        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and

@@ -21,9 +21,10 @@ from fxoffload.files import replace_file as replace_file
 
 T = TypeVar("T")
 
-# Of the JSON form of a plan. Every change of a field is another version: text of another one is refused. A new field
-# may be missing in text (``added``) where its default is what such text means.
+# Of the JSON form of a plan. Every change of a field is another version. Text of a version that is not here is refused.
+# That of earlier ones lacks fields, whose defaults say what it means, and has other frontiers: bounds that no plan met.
 SCHEMA = 2
+_EARLIER = (1,)
 
 
 def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
@@ -41,8 +42,8 @@ def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = (), added: Collection[str] = ()) -> T:
-    """What ``dumps`` wrote. ``what`` names it in messages; ``added``: fields that may be missing.
+def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = ()) -> T:
+    """What ``dumps`` wrote. ``what`` names it in messages.
 
     Raises:
         ValueError: the text is damaged, is something else, or is of another version.
@@ -56,12 +57,15 @@ def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = (), ad
     if not isinstance(found, dict):
         raise ValueError(f"expected the JSON text of {what}, an object, found a {type(found).__name__}")
     schema = found.pop("schema", None)
-    if schema != SCHEMA or isinstance(schema, bool):
+    is_earlier = schema in _EARLIER
+    if (schema != SCHEMA and not is_earlier) or isinstance(schema, bool):
         raise ValueError(
             f"expected {what} of schema {SCHEMA}, found schema {schema!r}; "
             "read it with the fxoffload that wrote it, or plan again and write it with this one"
         )
-    return _decode_fields(kind, found, what, {*skip, *(name for name in added if name not in found)})
+    if is_earlier:
+        found["frontier"] = []
+    return _decode_fields(kind, found, what, skip, may_lack=is_earlier)
 
 
 # -- to text -----------------------------------------------------------------------------------------------------------
@@ -107,24 +111,30 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return {name: hints[name] for name in names}
 
 
-def _decode_fields(kind: type[T], value: Any, where: str, skip: Collection[str] = ()) -> T:
+def _decode_fields(kind: type[T], value: Any, where: str, skip: Collection[str] = (), *, may_lack: bool = False) -> T:
+    """``may_lack``: fields that have defaults, here and in what is inside."""
     if not isinstance(value, dict):
         raise ValueError(f"expected {where} to be a JSON object, found {_short(value)}")
     hints = {name: hint for name, hint in _hints(kind).items() if name not in skip}
+    if may_lack:
+        has_default: Collection[str] | None = getattr(kind, "_field_defaults", None)  # of a named tuple
+        if has_default is None:
+            has_default = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}  # type: ignore[arg-type]
+        hints = {name: hint for name, hint in hints.items() if name in value or name not in has_default}
     missing, unknown = [n for n in hints if n not in value], [n for n in value if n not in hints]
     if missing or unknown:
         raise ValueError(
             f"expected {where} to have the fields {', '.join(hints)}; found {', '.join(unknown) or 'none'} "
             f"besides them, and missed {', '.join(missing) or 'none'}"
         )
-    return kind(**{name: _decode(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})
+    return kind(**{name: _decode(hint, value[name], f"{where}: {name}", may_lack) for name, hint in hints.items()})
 
 
-def _decode(kind: Any, value: Any, where: str) -> Any:
+def _decode(kind: Any, value: Any, where: str, may_lack: bool) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         inner = next(a for a in arguments if a is not types.NoneType)
-        return None if value is None else _decode(inner, value, where)
+        return None if value is None else _decode(inner, value, where, may_lack)
     if origin is typing.Literal:
         if value in arguments:
             return value
@@ -132,10 +142,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ValueError(f"expected {where} to be a list, found {_short(value)}")
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]", may_lack) for i, item in enumerate(value))
     if kind in (str, int, float):
         return _decode_scalar(kind, value, where)
-    return _decode_fields(kind, value, where)
+    return _decode_fields(kind, value, where, may_lack=may_lack)
 
 
 def _decode_scalar(kind: Any, value: Any, where: str) -> Any:

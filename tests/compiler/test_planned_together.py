@@ -139,8 +139,7 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
         def poll(self) -> None:
             return None
 
-        def hold(self, control: object) -> None:
-            pass
+        calibration = None
 
         def stop(self) -> None:
             self.stopped = True

@@ -394,8 +394,8 @@ def test_drafts_are_let_go_once_their_code_is_there_where_nothing_is_planned_aga
     model = tower()
     run = Planning.run
 
-    def watched(self: Planning) -> Planned | None:
-        planned = run(self)
+    def watched(self: Planning, **how: bool) -> Planned | None:
+        planned = run(self, **how)
         assert planned is not None
         drafts.add(planned.draft, planned.base)
         return planned

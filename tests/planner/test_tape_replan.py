@@ -909,7 +909,7 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     """What is compared is the graphs' part; what is told is the whole."""
     limit, budget = 100 << 20, (100 << 20) + tape_plan.AROUND_BYTES
     simulation: Any = SimpleNamespace(peak_bytes=limit)
-    goal: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None)
+    goal: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
 
     class Again(TapeCalibration):
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ _MOST_FAILED = 3
 # So many steps whose peaks are known are remembered.
 _MOST_KNOWN = 8
 # A step whose peak is open may come once in so many. The end of a record takes milliseconds, read or not.
-_MOST_WAITED = 8
+_MOST_WAITED = 32
 
 
 class BudgetLoop:
