@@ -163,6 +163,7 @@ def test_a_step_that_no_plan_can_follow() -> None:
         plan(Aside(), example_args=(example_input(),), **SMALL)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_for_a_plan_is_forgotten() -> None:
     model, x = Towers(), example_input()
     plan(model, example_args=(x,), **SMALL)
