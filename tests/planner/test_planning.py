@@ -17,10 +17,11 @@ from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
-from fxoffload.compiler import planning, session
+from fxoffload.compiler import planning, recompute_search, session
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.errors import BudgetError
 from fxoffload.graphs import CompiledGraph
+from fxoffload.planner import schedule
 from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal
 from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
@@ -208,15 +209,17 @@ def test_budgets() -> None:
 
 
 @pytest.mark.parametrize("goal", [{}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}])
-def test_what_a_plan_offers_can_be_asked_for(goal: dict[str, Any]) -> None:
+def test_what_a_plan_offers_can_be_asked_for(goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point of the frontier, the smallest budget among them, is met at the time that it says; this plan's too."""
+    for module in (recompute_search, schedule):
+        monkeypatch.setattr(module, "_SOLVER_S", 60.0)  # within less, what is found depends on what else runs
     found = recorded("tower")
     if share := goal.pop("share", None):
         goal["budget"] = int(share * found.plan(1 << 60).plan.baseline_peak_bytes)
     plan = found.plan(num_points=5, **goal).plan
     assert len(plan.frontier) > 2 and plan.frontier[0].budget_bytes == plan.smallest_budget_bytes
-    (own,) = [p for p in plan.frontier if p.peak_bytes == plan.predicted_peak_bytes]
-    assert own.step_ms == pytest.approx(plan.predicted_step_ms, abs=0.001)
+    own = max((p for p in plan.frontier if p.peak_bytes <= plan.predicted_peak_bytes), key=lambda p: p.peak_bytes)
+    assert own.step_ms <= plan.predicted_step_ms + 0.001, "it lies on the frontier, or something better does"
     for one, more in itertools.pairwise(plan.frontier):
         assert one.peak_bytes < more.peak_bytes and one.step_ms > more.step_ms
     for point in plan.frontier:
