@@ -4,6 +4,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.cells import gib, number, scientific
 from benchmarks.changing_lengths.table import render_lengths
 from benchmarks.collectives.table import render_collectives
 from benchmarks.derived import case_label
@@ -84,21 +85,21 @@ def _row(record: Record, derived: dict[str, Any]) -> dict[str, str]:
         "case": case_label(record.case),
         "variant": record.variant.label,
         "step ms": _summary(result.step_ms),
-        "fwd ms": _number(result.forward_ms.median if result.forward_ms else None),
-        "bwd ms": _number(result.backward_ms.median if result.backward_ms else None),
-        "vs inductor": _number(derived.get("step_vs_inductor"), 3),
-        "peak GiB": _gib(result.memory.peak_bytes if result.memory else None),
-        "w/o grads GiB": _gib(traced.peak_without_returned_gradients_bytes if traced else None),
-        "reserved GiB": _gib(result.memory.max_reserved_bytes if result.memory else None),
-        "GB down/step": _number((stats["bytes_offloaded"] / 1e9) if "bytes_offloaded" in stats else None, 2),
-        "exposed ms": _number(stats.get("exposed_copy_ms")),
-        "first step s": _number(result.first_step_ms / 1e3 if result.first_step_ms else None, 2),
-        "compile s": _number(result.compile_s, 2),
-        "grad diff": _scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
-        "warm compile s": _number(derived.get("warm_compile_s"), 2),
-        "host us": _number(derived.get("host_us")),
-        "us/segment": _number(derived.get("host_us_over_inductor_per_segment")),
-        "us/copy": _number(derived.get("host_us_over_keep_all_per_copy")),
+        "fwd ms": number(result.forward_ms.median if result.forward_ms else None),
+        "bwd ms": number(result.backward_ms.median if result.backward_ms else None),
+        "vs inductor": number(derived.get("step_vs_inductor"), 3),
+        "peak GiB": gib(result.memory.peak_bytes if result.memory else None),
+        "w/o grads GiB": gib(traced.peak_without_returned_gradients_bytes if traced else None),
+        "reserved GiB": gib(result.memory.max_reserved_bytes if result.memory else None),
+        "GB down/step": number((stats["bytes_offloaded"] / 1e9) if "bytes_offloaded" in stats else None, 2),
+        "exposed ms": number(stats.get("exposed_copy_ms")),
+        "first step s": number(result.first_step_ms / 1e3 if result.first_step_ms else None, 2),
+        "compile s": number(result.compile_s, 2),
+        "grad diff": scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
+        "warm compile s": number(derived.get("warm_compile_s"), 2),
+        "host us": number(derived.get("host_us")),
+        "us/segment": number(derived.get("host_us_over_inductor_per_segment")),
+        "us/copy": number(derived.get("host_us_over_keep_all_per_copy")),
         "gradients": {True: "agree", False: "DIFFER", None: "-"}[derived.get("gradients_agree")],
         "status": record.status,
     }
@@ -120,15 +121,3 @@ def _details(row: dict[str, Any]) -> str:
 
 def _summary(summary: Summary | None) -> str:
     return "-" if summary is None else f"{summary.median:.1f} [{summary.q1:.1f}, {summary.q3:.1f}]"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
-def _gib(value: int | None) -> str:
-    return "-" if value is None else f"{value / GIB:.2f}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.cells import gib, number, percent, scientific
 from benchmarks.derived import case_label
 from benchmarks.schema import Probe, Record, Report
 
@@ -42,26 +43,26 @@ def _row(record: Record, derived: dict[str, Any]) -> dict[str, str]:
     stats, traced = result.stats_per_step or {}, result.traced_peak
     return {
         "variant": record.variant.label,
-        "budget": _gib(result.budget_bytes),
-        "step ms": _number(result.step_ms.median if result.step_ms else None),
-        "fwd": _number(result.forward_ms.median if result.forward_ms else None),
-        "bwd": _number(result.backward_ms.median if result.backward_ms else None),
+        "budget": gib(result.budget_bytes),
+        "step ms": number(result.step_ms.median if result.step_ms else None),
+        "fwd": number(result.forward_ms.median if result.forward_ms else None),
+        "bwd": number(result.backward_ms.median if result.backward_ms else None),
         "vs inductor": _change(derived.get("step_vs_inductor")),
         "vs checkpoint": _change(derived.get("step_vs_checkpoint")),
-        "peak GiB": _gib(result.memory.peak_bytes if result.memory else None),
-        "w/o grads": _gib(traced.peak_without_returned_gradients_bytes if traced else None),
-        "first step": _gib(result.first_step_memory.peak_bytes if result.first_step_memory else None),
-        "pred. peak": _percent(derived.get("predicted_peak_error")),
-        "pred. time": _percent(derived.get("predicted_step_error")),
-        "cal. peak": _percent(derived.get("calibrated_peak_error")),
-        "cal. time": _percent(derived.get("calibrated_step_error")),
-        "exposed ms": _number(stats.get("exposed_copy_ms")),
+        "peak GiB": gib(result.memory.peak_bytes if result.memory else None),
+        "w/o grads": gib(traced.peak_without_returned_gradients_bytes if traced else None),
+        "first step": gib(result.first_step_memory.peak_bytes if result.first_step_memory else None),
+        "pred. peak": percent(derived.get("predicted_peak_error")),
+        "pred. time": percent(derived.get("predicted_step_error")),
+        "cal. peak": percent(derived.get("calibrated_peak_error")),
+        "cal. time": percent(derived.get("calibrated_step_error")),
+        "exposed ms": number(stats.get("exposed_copy_ms")),
         "met": _met(derived),
-        "res/alloc": _number(result.long_run.reserved_vs_allocated if result.long_run else None, 3),
+        "res/alloc": number(result.long_run.reserved_vs_allocated if result.long_run else None, 3),
         "limited": _limited(record),
-        "compile s": _number(result.compile_s),
-        "plan s": _number(result.plan.planning_s if result.plan else None),
-        "grad diff": _scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
+        "compile s": number(result.compile_s),
+        "plan s": number(result.plan.planning_s if result.plan else None),
+        "grad diff": scientific(derived.get("max_relative_gradient_difference_vs_inductor")),
         "status": record.status,
     }
 
@@ -107,15 +108,15 @@ def _probe(record: Record, probe: Probe) -> dict[str, str]:
         "tokens": str(probe.seq),
         "runs": "yes" if probe.ran else f"no ({_failed_in(probe)})",
         "steps": str(probe.num_steps) if probe.num_steps else "-",
-        "step s": _number(probe.step_ms / 1e3 if probe.step_ms else None, 2),
-        "tokens/s": _number(probe.seq / probe.step_ms * 1e3 if probe.step_ms else None, 0),
-        "before GiB": _gib(probe.allocated_before_bytes),
-        "fwd GiB": _gib(peaks.get("forward")),
-        "bwd GiB": _gib(peaks.get("backward")),
-        "opt GiB": _gib(peaks.get("optimizer")),
-        "reserved GiB": _gib(probe.max_reserved_bytes),
-        "pred. peak GiB": _gib(_predicted(probe)),
-        "first step s": _number(probe.first_step_ms / 1e3 if probe.first_step_ms else None),
+        "step s": number(probe.step_ms / 1e3 if probe.step_ms else None, 2),
+        "tokens/s": number(probe.seq / probe.step_ms * 1e3 if probe.step_ms else None, 0),
+        "before GiB": gib(probe.allocated_before_bytes),
+        "fwd GiB": gib(peaks.get("forward")),
+        "bwd GiB": gib(peaks.get("backward")),
+        "opt GiB": gib(peaks.get("optimizer")),
+        "reserved GiB": gib(probe.max_reserved_bytes),
+        "pred. peak GiB": gib(_predicted(probe)),
+        "first step s": number(probe.first_step_ms / 1e3 if probe.first_step_ms else None),
     }
 
 
@@ -139,7 +140,7 @@ def _longest(record: Record) -> str:
     words += f"; {shortest.seq} ended in the {_failed_in(shortest)}: {shortest.reason}"
     if shortest.largest_blocks_at_failure:
         blocks = ", ".join(f"{count} x {size / GIB:.2f} GiB" for size, count in shortest.largest_blocks_at_failure)
-        words += f"; of {_gib(shortest.allocated_at_failure_bytes)} GiB allocated then: {blocks}"
+        words += f"; of {gib(shortest.allocated_at_failure_bytes)} GiB allocated then: {blocks}"
     return words
 
 
@@ -149,21 +150,5 @@ def _failed_in(probe: Probe) -> str:
     return f"{phase} of step {probe.num_steps + 1}" if probe.num_steps else phase
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _gib(value: int | None) -> str:
-    return "-" if value is None else f"{value / GIB:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1%}"
-
-
 def _change(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio - 1:+.1%}"
-
-
-def _scientific(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"

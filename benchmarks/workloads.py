@@ -19,7 +19,7 @@ from transformers import (
 
 from benchmarks.hf_models import HF_MODELS, HFModel, has_head
 from benchmarks.schema import Case
-from benchmarks.stock.models import is_stock
+from benchmarks.stock.models import decoder_sizes, is_stock
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
 
 # Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
@@ -174,13 +174,7 @@ def _moe_config(case: Case) -> Qwen3MoeConfig:
 
 def _sizes(case: Case) -> dict[str, Any]:
     return {
-        "vocab_size": case.vocab,
-        "hidden_size": case.hidden,
-        "intermediate_size": case.ffn,
-        "num_hidden_layers": case.layers,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.kv_heads,
-        "head_dim": case.head_dim,
+        **decoder_sizes(case),
         "max_position_embeddings": max(case.seq, 32768),
         "use_cache": False,
         "tie_word_embeddings": False,

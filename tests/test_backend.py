@@ -294,7 +294,7 @@ class TestPieces:
     def test_planner(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         planned: list[Any] = []
         run = session.Planning.run
-        monkeypatch.setattr(session.Planning, "run", lambda self: planned.append(self) or run(self))
+        monkeypatch.setattr(session.Planning, "run", lambda self, **how: planned.append(self) or run(self, **how))
         options = {"policy": "auto", "max_slowdown": 9.0}
         if disabled:
             found = disabled_run("planner", by, monkeypatch, **options)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.cells import gib, number, percent
 from benchmarks.derived import case_label
 from benchmarks.schema import Record, Report
 from benchmarks.stock.rows import peak_of, refusal
@@ -33,26 +34,26 @@ def _row(record: Record, row: dict[str, Any]) -> dict[str, str]:
     calibrated = plan.calibrated if plan is not None else None
     return {
         "variant": record.variant.label,
-        "budget GiB": _gib(result.budget_bytes),
-        "step ms": _ms(result.step_ms.median if result.step_ms else None),
-        "+ AdamW": _ms(result.optimizer_ms.median if result.optimizer_ms else None),
-        "vs inductor": _percent(row.get("slowdown_measured")),
-        "peak GiB": _gib(peak_of(result)),
-        "pred. ms": _ms(plan.predicted["step_ms"] if plan else None),
-        "error": _percent(row.get("predicted_step_error")),
-        "pred. GiB": _gib(plan.predicted["peak_bytes"] if plan else None),
-        "error ": _percent(row.get("predicted_peak_error")),
-        "cal. ms": _ms(calibrated["step_ms"] if calibrated else None),
-        "error  ": _percent(row.get("calibrated_step_error")),
-        "cal. GiB": _gib(calibrated["peak_bytes"] if calibrated else None),
-        "error   ": _percent(row.get("calibrated_peak_error")),
+        "budget GiB": gib(result.budget_bytes),
+        "step ms": number(result.step_ms.median if result.step_ms else None),
+        "+ AdamW": number(result.optimizer_ms.median if result.optimizer_ms else None),
+        "vs inductor": percent(row.get("slowdown_measured")),
+        "peak GiB": gib(peak_of(result)),
+        "pred. ms": number(plan.predicted["step_ms"] if plan else None),
+        "error": percent(row.get("predicted_step_error")),
+        "pred. GiB": gib(plan.predicted["peak_bytes"] if plan else None),
+        "error ": percent(row.get("predicted_peak_error")),
+        "cal. ms": number(calibrated["step_ms"] if calibrated else None),
+        "error  ": percent(row.get("calibrated_step_error")),
+        "cal. GiB": gib(calibrated["peak_bytes"] if calibrated else None),
+        "error   ": percent(row.get("calibrated_peak_error")),
         "met from step": _met(record, row),
         "refused": _refused(record, row),
-        "gain stated": _percent(row.get("gain_stated")),
-        "measured": _percent(row.get("gain_measured")),
-        "first step s": _number(result.first_step_ms / 1e3 if result.first_step_ms else None),
+        "gain stated": percent(row.get("gain_stated")),
+        "measured": percent(row.get("gain_measured")),
+        "first step s": number(result.first_step_ms / 1e3 if result.first_step_ms else None),
         "steps to plan": str(row.get("plan_after_steps") or "-"),
-        "slowest ms": _ms(row.get("slowest_step_before_plan_ms")),
+        "slowest ms": number(row.get("slowest_step_before_plan_ms")),
         "graphs": str(result.num_graphs_first_step or "-"),
         "status": record.status,
     }
@@ -71,7 +72,7 @@ def _refused(record: Record, row: dict[str, Any]) -> str:
     if least is None:
         return "-"
     rightly = {True: "rightly", False: "WRONGLY", None: "?"}[row.get("refused_rightly")]
-    return f"{rightly}: at least {_gib(least)}"
+    return f"{rightly}: at least {gib(least)}"
 
 
 def _notes(record: Record, row: dict[str, Any]) -> list[str]:
@@ -79,19 +80,3 @@ def _notes(record: Record, row: dict[str, Any]) -> list[str]:
     if worst := row.get("worst_estimates"):
         lines.append(f"- {record.variant.label}: estimates farthest off: {worst}")
     return lines
-
-
-def _ms(value: float | None) -> str:
-    return _number(value)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def _gib(value: int | None) -> str:
-    return "-" if value is None else f"{value / GIB:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1%}"

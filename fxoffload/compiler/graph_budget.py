@@ -40,7 +40,7 @@ class PlannedGraph:
         goal: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         least: the choice until a correction is there.
-        ignored: choices that are not judged: the one of the step in which kernels are tuned.
+        ignored: choices that are not judged: that of the step in which kernels are tuned. It may still be added.
         by_size: schedules calls of other sizes; None: sizes are fixed.
         pin: has so many more bytes of host memory ready: whether they are.
     """
@@ -50,7 +50,7 @@ class PlannedGraph:
     goal: PlanGoal
     order: Sequence[int]
     least: Choice
-    ignored: Sequence[Choice | None] = ()
+    ignored: Sequence[Choice] = ()
     by_size: ScheduleBySize | None = None
     pin: Callable[[int], bool] = lambda more: True
 
@@ -152,7 +152,6 @@ class GraphBudget:
             self._correct()
 
     def _correct(self) -> None:
-        before = self._schedule
         try:
             self._follow(self._corrected())
         except Exception as error:
@@ -162,7 +161,6 @@ class GraphBudget:
                 "fxoffload could not plan again a step that exceeds its budget, and goes on with the least memory: "
                 f"{in_brief(error)}"
             )
-            log.debug("what ran before took %.2f GiB", before.simulation.peak_bytes / 2**30)
 
     def _corrected(self) -> Schedule:
         with self._lock:

@@ -302,7 +302,7 @@ class Planning:
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
             more = format_bytes(found.peak_bytes - self.limit_bytes)
             gain = f"by estimate the least that was found takes {more} more, which its steps will tell: {gain}"
-        frontier = self._frontier(search, found, () if best.scheduler.fixed else (baseline,))
+        frontier = self._frontier(search, best, () if best.scheduler.fixed else (baseline,))
         plan = describe_plan(
             best.draft,
             best.schedule,
@@ -317,19 +317,25 @@ class Planning:
         )
         return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best), base)
 
-    def _frontier(
-        self, search: RecomputeSearch, found: Simulation, plain: tuple[Simulation, ...]
-    ) -> tuple[FrontierPoint, ...]:
+    def _frontier(self, search: RecomputeSearch, best: Try, plain: tuple[Simulation, ...]) -> tuple[FrontierPoint, ...]:
         """Ascending; each as its budget's plan would be found. ``plain``: Inductor's step, where it may be had."""
-        least = _simulation(search.smallest())
-        top, steps = max(s.peak_bytes for s in (found, *plain)), self.num_points - 1
-        between = [least.peak_bytes + (top - least.peak_bytes) * i // steps for i in range(1, steps)]
-        within = [fastest(search.within(limit)) for limit in between]
-        reached = [least, found, *(_simulation(t) for t in within if t is not None), *plain]
+        smallest = search.smallest()
+        least = _simulation(smallest).peak_bytes
+        top, steps = max(s.peak_bytes for s in (_simulation(best), *plain)), self.num_points - 1
+        between = [fastest(search.within(least + (top - least) * i // steps)) for i in range(1, steps)]
+        # The budget of a point is the one that it was found within: another of its size may be solved otherwise.
+        if best.limit_bytes is None:
+            best = fastest(search.within(_simulation(best).peak_bytes)) or best
+        found = [(s.peak_bytes, s) for s in plain]
+        for one in (smallest, best, *between):
+            if one is not None:
+                found.append((one.limit_bytes or _simulation(one).peak_bytes, _simulation(one)))
         points: list[FrontierPoint] = []
-        for one in sorted(reached, key=lambda s: (s.peak_bytes, s.step_ms)):
+        for budget, one in sorted(found, key=lambda p: (p[0], p[1].step_ms)):
             if not points or one.step_ms < points[-1].step_ms:
-                points.append(FrontierPoint(one.peak_bytes + self.library_bytes, one.peak_bytes, one.step_ms))
+                while points and points[-1].peak_bytes >= one.peak_bytes:
+                    points.pop()
+                points.append(FrontierPoint(budget + self.library_bytes, one.peak_bytes, one.step_ms))
         return tuple(points)
 
     def _first(self, best: Try) -> Schedule | None:

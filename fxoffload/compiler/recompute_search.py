@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fxoffload.compiler.choices import Choices
@@ -21,6 +21,8 @@ _MAX_ROUNDS = 5
 # A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
 _ENOUGH = 0.005
 _CLOSE = 0.01
+# Steps that differ by less take the same time.
+_SAME = 0.001
 # How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
@@ -36,11 +38,16 @@ Recompute = Mapping[str, Any] | str
 
 @dataclass(frozen=True)
 class Try:
-    """A drafted recompute choice, and its best schedule for an objective; None where none meets it."""
+    """A drafted recompute choice, and its best schedule for an objective; None where none meets it.
+
+    Attributes:
+        limit_bytes: the limit that it was found within; asked for again, it is found again.
+    """
 
     draft: Draft
     scheduler: Scheduler
     schedule: Schedule | None
+    limit_bytes: int | None = None
 
     @property
     def outcome(self) -> str:
@@ -78,6 +85,7 @@ class RecomputeSearch:
         self._level = level
         self._choices = choices() if level is None else None
         self._drafted: dict[Hashable, tuple[Draft, Scheduler] | None] = {"default": base}
+        self._within: dict[int, list[Try]] = {}
         if checkpointed is not None:
             self._drafted[_CHECKPOINTED] = checkpointed
 
@@ -90,8 +98,12 @@ class RecomputeSearch:
 
     def within(self, limit_bytes: int) -> list[Try]:
         """Choices with their fastest schedules within ``limit_bytes``. Where none meets it, the least of all is
-        among them."""
+        among them. Each limit is searched once."""
+        if limit_bytes not in self._within:
+            self._within[limit_bytes] = [replace(t, limit_bytes=limit_bytes) for t in self._search_within(limit_bytes)]
+        return self._within[limit_bytes]
 
+    def _search_within(self, limit_bytes: int) -> list[Try]:
         def aim(scheduler: Scheduler) -> Schedule | None:
             return scheduler.least_time(limit_bytes, refined=True)
 
@@ -176,9 +188,11 @@ class RecomputeSearch:
         best = smallest([t for t in tries if t.schedule is not None and t.schedule.simulation.step_ms <= most_ms])
         if best is None or best.schedule is None:
             return tries
-        faster = fastest(self.within(best.schedule.simulation.peak_bytes))
-        if faster is not None and faster.schedule is not None and faster.schedule.key < best.schedule.key:
-            tries.append(faster)
+        # The same memory asked for as a budget: no slower, and what its point of the frontier stands for.
+        again = fastest(self.within(best.schedule.simulation.peak_bytes))
+        most_ms = min(most_ms, best.schedule.simulation.step_ms * (1 + _SAME))
+        if again is not None and again.schedule is not None and again.schedule.simulation.step_ms <= most_ms:
+            return [again]
         return tries
 
     def _solved_as_fast(

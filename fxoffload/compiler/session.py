@@ -183,6 +183,7 @@ class CompileSession:
         )
         self._replan: Replan[SegmentClock] | None = None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
+        self._not_judged: list[Choice] = []  # that schedule
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
@@ -573,6 +574,7 @@ class CompileSession:
         graph.planned, graph.plan_box = planned, self._plan_box
         if first is not None and planned is not None:
             graph.planned, self._settled = self._choice(state, first), planned
+            self._not_judged.append(graph.planned)
         register(graph)
         self._forward = _CompiledForward(state, built.movables, donatable, graph, kwargs)
         log.info(
@@ -650,7 +652,7 @@ class CompileSession:
             self._goal,
             [place[c.name] for c in state.saved.candidates],
             Choice(state.actions["auto"], no_windows(planned.draft.step)),
-            ignored=() if self._settled is None else (graph.planned,),
+            ignored=self._not_judged,
             by_size=by_size,
             pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
         )
@@ -762,6 +764,8 @@ class CompileSession:
             if before[1] is not None and limit is not None and not ran.are_all:  # some kernels are yet to be tuned
                 self._settled = graph.planned
                 calibration.follow(scheduler.least_time(limit - TUNING_BYTES) or scheduler.smallest())
+                if graph.planned is not None:
+                    self._not_judged.append(graph.planned)
         except Exception as error:
             graph.planned, self._settled = before
             warnings.warn(

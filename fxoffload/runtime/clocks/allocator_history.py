@@ -110,7 +110,7 @@ class AllocatorHistory:
         larger = max(last.allocated - base - self._live[end], 0)
         return max(base + max(self._live[begin : end + 1]) + larger, first.allocated, last.allocated)
 
-    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
+    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int | None:
         """What a step was left by the one before, and leaves to the next: outputs that the caller holds until a forward
         has made others. They are freed between the last forward and the first backward, and as large a block that
         was allocated before stays. ``.grad`` tensors that are dropped there come again later, in the backward.
@@ -118,9 +118,14 @@ class AllocatorHistory:
         Args:
             turn_begin: when the last forward has ended.
             turn_end: when the first backward begins.
+
+        Returns:
+            Bytes; 0 where events have no addresses; None where the record does not have this part of the step.
         """
         begin, end = self._place_of(turn_begin), self._place_of(turn_end)
-        if begin is None or end is None or not all(e.address for e in self._taken):
+        if begin is None or end is None:
+            return None
+        if not all(e.address for e in self._taken):
             return 0
         made: dict[int, tuple[int, int]] = {}  # address -> bytes, place
         found: Counter[int] = Counter()

@@ -115,14 +115,15 @@ class PeakWatch:
         return self._peak(memory, self._history) if reads else found
 
     def _peak(self, memory: Memory, history: AllocatorHistory | None) -> StepPeak:
-        trace, first, carried = self._trace, self._trace.first, self._carried_bytes
+        trace, first, carried, is_known = self._trace, self._trace.first, self._carried_bytes, history is not None
         if history is not None and len(self._turn) == 2:
-            carried = history.carried_bytes(*self._turn)
+            found_bytes = history.carried_bytes(*self._turn)
+            carried, is_known = (carried, False) if found_bytes is None else (found_bytes, True)
         base = first.allocated - self._lent_bytes - self._others_bytes - carried
         exact, total = trace.exact_peak(history), memory.total - first.total
         if exact is not None:
             found = StepPeak(exact - base, exact - base, trace.highest - base, total, carried, first.allocated)
-            return replace(found, is_exact=history is not None)
+            return replace(found, is_exact=is_known)
         bounds = [first.allocated + total] if memory.total and total >= 0 else []  # somebody may set it back
         bounds += [] if trace.was_reset else [memory.peak]
         most = max(min(bounds), trace.highest) - base if bounds else None

@@ -90,7 +90,7 @@ class LiveBytes:
             log.info("what other streams have is not known: %s", error)
         turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
         if self._history is not None and turn is not None:
-            self.carried_bytes = self._history.carried_bytes(turn.first, turn.last)
+            self.carried_bytes = self._history.carried_bytes(turn.first, turn.last) or 0
             self.others_bytes += self.carried_bytes
 
     def drop(self) -> None:
