@@ -83,7 +83,8 @@ class _Case:
         """A smallest budget that is refused when it is asked for is false, too."""
         name = f"the smallest budget named is met, and within {SMALLEST:.0%} of the least peak measured"
         default, asked = self.by_label.get("auto"), self.by_label.get("auto@activation_budget=1*smallest")
-        if default is None or default.result.plan is None or asked is None or not self.plans:
+        is_asked = asked is not None and (asked in self.plans or refusal(asked) is not None)
+        if default is None or default.result.plan is None or asked is None or not is_asked or not self.plans:
             return _open(name, "auto and auto@activation_budget=1*smallest, with a measured peak")
         plan = default.result.plan
         named = plan.smallest_budget_at_end_bytes or plan.smallest_budget_bytes

@@ -7,7 +7,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,9 +138,13 @@ def own_values(down: ForwardState) -> frozenset[str]:
 
 
 def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
-    """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked."""
+    """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked.
+
+    Most training loops go on with the loss alone: outputs count as let go of until a step shows that they are held
+    (``fxoffload.runtime.steps.lent.Outputs``).
+    """
     assert down.outer is not None and up.outer is not None
-    return from_graphs(
+    found = from_graphs(
         down.outer,
         up.outer,
         movables,
@@ -152,6 +156,7 @@ def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], 
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
+    return replace(found, holds_outputs=False)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:

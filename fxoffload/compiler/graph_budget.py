@@ -136,13 +136,16 @@ class GraphBudget:
         self._planned.graph.planned = self._planned.least
         self._start()
 
-    def fallen(self) -> None:
+    def fallen(self, peak_bytes: int) -> None:
         """See ``BudgetControl``. Where sizes vary, so does what steps allocate: that says nothing."""
         if self._planned.by_size is not None or not self.margin_bytes:
             return
         with self._lock:
-            self._open_bytes -= self.margin_bytes
-            self.margin_bytes = 0
+            # What these steps took beyond their prediction is still taken.
+            needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes)
+            more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
+            self._open_bytes += more
+            self.margin_bytes += more
         self._start()
 
     def _start(self) -> None:

@@ -252,8 +252,20 @@ def _uses(value: fx.Node, inside: Collection[fx.Node]) -> Iterator[_Use | None]:
         name = op_name(reader.target)
         if name in HANDS_ON or reader.target is operator.getitem:
             yield from _uses(reader, inside)
+        elif (divisor := _divisor(value, reader, name)) is not None:
+            # A token's copies for its experts follow one another: the index of a copy, divided, is the token's.
+            for use in _uses(reader, inside):
+                yield (use[0], use[1] * divisor) if use is not None and use[0] == "index" else None
         elif name not in _COMPARES:
             yield _use(value, reader, name)
+
+
+def _divisor(value: fx.Node, reader: fx.Node, name: str) -> int | None:
+    """What ``reader`` divides ``value`` by, rounding; None where it does something else."""
+    rounds = name == "aten.floor_divide" or (name == "aten.div" and reader.kwargs.get("rounding_mode") is not None)
+    if not rounds or len(reader.args) != 2 or reader.args[0] is not value or not isinstance(reader.args[1], int):
+        return None
+    return reader.args[1] if reader.args[1] > 0 else None
 
 
 def _use(value: fx.Node, reader: fx.Node, name: str) -> _Use | None:

@@ -22,13 +22,16 @@ HANDS_ON = aten_names(
     """view reshape _unsafe_view unsqueeze squeeze expand permute transpose t slice select alias detach clone contiguous
     _to_copy where split split_with_sizes as_strided constant_pad_nd flip roll repeat"""
 ) | {"prims.convert_element_type"}
-INDEX_LISTS = aten_names("index _unsafe_index index_put index_put_ _unsafe_index_put")
+INDEX_LISTS = aten_names(
+    """index _unsafe_index index_put index_put_ _unsafe_index_put _unsafe_masked_index
+    _unsafe_masked_index_put_accumulate"""
+)
 INDEX_ALONG = aten_names("gather scatter scatter_add scatter_reduce index_select index_add")
 EMBEDDINGS = aten_names("embedding embedding_dense_backward")
 # Arguments that say where groups end: of grouped products, of packed sequences.
 ENDS = ("offs", "cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k")
 
-_INDEXING = INDEX_LISTS | INDEX_ALONG | EMBEDDINGS | aten_names("take _unsafe_masked_index")
+_INDEXING = INDEX_LISTS | INDEX_ALONG | EMBEDDINGS | aten_names("take")
 # Their results are valid indices whatever they read.
 _MAKES_INDICES = aten_names("topk sort argsort argmax argmin kthvalue multinomial")
 _READS_SHAPES = aten_names("zeros_like ones_like new_zeros new_ones")

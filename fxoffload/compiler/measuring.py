@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 # For all graphs of one step together: operators and segments.
 LONGEST_S = 3.0
+# What operators leave to segments, whose times and peaks come closer to a step's.
+FOR_SEGMENTS_S = 1.5
 
 NO_TIME = "there was no time left"
 NO_ROOM = "it does not fit into free memory"
@@ -37,23 +39,36 @@ class Allowance:
         self._left = seconds
         self._now = now
         self._began: float | None = None
+        self._aside = 0.0
 
     @property
     def left_s(self) -> float:
         """Seconds that are left."""
-        return self._left - (0.0 if self._began is None else self._now() - self._began)
+        return self._left - self._spent_s()
+
+    def _spent_s(self) -> float:
+        return 0.0 if self._began is None else self._now() - self._began - self._aside
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         """Its time is taken off, and counted in the stats."""
-        self._began = began = self._now()
+        self._began, self._aside = self._now(), 0.0
         try:
             yield
         finally:
+            spent = self._spent_s()
             self._began = None
-            spent = self._now() - began
             self._left -= spent
             counters.add("measuring_ms", 1e3 * spent)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Its time is not taken off: what is done in it would be done in the first step otherwise."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._aside += self._now() - began
 
 
 _latest = Allowance()

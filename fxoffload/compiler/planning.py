@@ -339,10 +339,21 @@ class Planning:
         return tuple(points)
 
     def _first(self, best: Try) -> Schedule | None:
-        """A schedule for the step in which kernels are tuned: compute waits more, and the budget is met then too."""
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
-        return best.scheduler.least_time(self.limit_bytes - TUNING_BYTES) or best.scheduler.smallest()
+        return schedule_of_first_step(best.scheduler, self.limit_bytes - TUNING_BYTES)
+
+
+def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
+    """The budget is met in the step in which kernels are tuned too, and if the caller should hold the outputs, where
+    that is possible: compute waits more.
+
+    Args:
+        scheduler: of a step whose outputs are let go of.
+        limit_bytes: what tuning leaves.
+    """
+    held = scheduler.with_step(replace(scheduler.step, holds_outputs=True), scheduler.host_bytes)
+    return held.least_time(limit_bytes) or scheduler.least_time(limit_bytes) or scheduler.smallest()
 
 
 def _simulation(found: Try) -> Simulation:

@@ -200,10 +200,12 @@ class Calibration(PlanAgain):
         if self.control is not None:
             self._schedule = self.control.schedule
         sizes = shared(readings.temp_bytes(), self._alike)
+        are_held = bool(self._graph.outputs.are_held)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
+        step = replace(step, holds_outputs=are_held)
         base, draft = self._planned.base, self._planned.draft
         if base is not None and base.step is not None and draft.step is not None:
-            plain = as_measured(base.step, draft.step, step)
+            plain = replace(as_measured(base.step, draft.step, step), holds_outputs=are_held)
             keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
             baseline = Prediction.of(keep)
         else:
@@ -223,10 +225,15 @@ class Calibration(PlanAgain):
 
     def follow(self, found: Schedule) -> None:
         """See ``PlanAgain``."""
-        self._graph.planned = Choice(tuple(found.offload[i] for i in self._order), found.windows)
+        self._graph.planned = self._choice_of(found)
+
+    def _choice_of(self, found: Schedule) -> Choice:
+        return Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
     def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
-        """A graph has one recompute choice."""
+        """A graph has one recompute choice. Where outputs are held, the first step's schedule may still run."""
+        if self._graph.outputs.are_held and self._graph.planned != self._choice_of(now):
+            self.follow(now)
         if self.control is not None:
             self.control.calibrated(self.scheduler, now)
         return now

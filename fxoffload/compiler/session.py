@@ -44,7 +44,7 @@ from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning
+from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
@@ -80,6 +80,7 @@ from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import Movable
 from fxoffload.runtime.steps.alone import IS_PLAIN, PlannedAlone, saved_of_its_own
 from fxoffload.runtime.steps.calls import Site
+from fxoffload.runtime.steps.lent import Outputs
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
@@ -636,9 +637,10 @@ class CompileSession:
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
                 calibration.control = site.control
-        return _when_ready(
-            forward_callable(built.program, decide, self._hooks, clock, site, variants), self._builder.pending
-        )
+        forward = forward_callable(built.program, decide, self._hooks, clock, site, variants)
+        if self._plan_box is not None:
+            forward = _watching(forward, graph.outputs, self._num_user_outputs)
+        return _when_ready(forward, self._builder.pending)
 
     def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
         """What holds a graph with a plan of its own to its budget."""
@@ -688,16 +690,21 @@ class CompileSession:
         return Choice(tuple(offload[c.name] for c in state.saved.candidates), schedule.windows)
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``run``, a backward, behind whose first call the plan takes over from the first step's schedule."""
+        """``run``, a backward, after whose first call the plan takes over from the first step's schedule: at once, or,
+        where the caller holds the outputs, when the calibration has counted them."""
         assert self._forward is not None
         graph, waiting = self._forward.graph, [self._settled]
-        if self._settled is None:
+        is_calibrated = self._replan is not None
+        if self._plan_box is None:
             return run
 
         def backward(args: list[Any]) -> Any:
             results = run(args)
+            graph.outputs.backward_ended()
             if waiting:
-                graph.planned = waiting.pop()
+                settled = waiting.pop()
+                if settled is not None and not (graph.outputs.are_held and is_calibrated):
+                    graph.planned = settled
             return results
 
         return boxed(backward)
@@ -761,9 +768,10 @@ class CompileSession:
         try:
             graph.planned, self._settled = self._settled or graph.planned, None
             scheduler = calibration.plan_first(ran.readings, "segments" if ran.are_all else box.plan.basis, limit)
-            if before[1] is not None and limit is not None and not ran.are_all:  # some kernels are yet to be tuned
+            if before[1] is not None and limit is not None:
                 self._settled = graph.planned
-                calibration.follow(scheduler.least_time(limit - TUNING_BYTES) or scheduler.smallest())
+                tuned_later = 0 if ran.are_all else TUNING_BYTES
+                calibration.follow(schedule_of_first_step(scheduler, limit - tuned_later))
                 if graph.planned is not None:
                     self._not_judged.append(graph.planned)
         except Exception as error:
@@ -871,6 +879,17 @@ def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Cal
         return run(args)
 
     return boxed(call)
+
+
+def _watching(run: Callable[[list[Any]], Any], outputs: Outputs, count: int) -> Callable[[list[Any]], Any]:
+    """``run``, a forward, whose ``count`` leading results are its caller's ``outputs``."""
+
+    def forward(args: list[Any]) -> Any:
+        results = run(args)
+        outputs.made(results[:count])
+        return results
+
+    return boxed(forward)
 
 
 def _retainable(run: Callable[[list[Any]], Any], overwritten: Collection[int]) -> Callable[[list[Any]], Any]:

@@ -25,6 +25,7 @@ import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.explain import Row, floors_of, grouped, mask_rows, producer_of, reason_of, recomputed_rows
+from fxoffload.compiler.planning import TUNING_BYTES
 from fxoffload.compiler.tape_parts import Part, parts_at
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
 from fxoffload.compiler.tape_replan import replan_for_tape
@@ -396,6 +397,7 @@ class TapePlanning:
         graphs run as they were compiled."""
         wanted = [(p.recipe, v) for p, v in zip(self.parts, self.option.variants, strict=True)]
         self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
+        first = self._first_choices()
         found = self._following(sites, schedule, box, follower=replan_for_tape(self, schedule, sites, box))
         if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
             return found
@@ -413,7 +415,14 @@ class TapePlanning:
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
             return self._following(sites, instead, PlanBox(self.describe(instead)))
 
-        return replace(found, prepare=prepare, otherwise=otherwise, tunes=True)
+        return replace(found, prepare=prepare, otherwise=otherwise, first=first)
+
+    def _first_choices(self) -> tuple[Choice, ...]:
+        """For the step in which the variants' kernels are tuned: the budget is met then too, where that is possible."""
+        if self.goal.budget_bytes is None or self.goal.is_checkpointing or self.limit_bytes is None:
+            return ()
+        found = self.option.scheduler.least_time(self.limit_bytes - TUNING_BYTES)
+        return self.choices(found or self._smallest(self.option))
 
     def _following(
         self,

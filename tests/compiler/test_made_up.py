@@ -104,9 +104,21 @@ def test_the_smallest_of_several_readers_bounds_an_index() -> None:
 
 
 def test_an_index_that_is_computed_with_is_zero() -> None:
-    gm = traced(lambda a, i: a[i // 2], torch.zeros(5, 4), torch.zeros(7, dtype=torch.int64))
+    gm = traced(lambda a, i: a[i % 5], torch.zeros(5, 4), torch.zeros(7, dtype=torch.int64))
     runs(gm)
     assert made_up(gm)[1].tolist() == [0] * 7
+
+
+def test_the_index_of_a_copy_is_spread_over_all_copies() -> None:
+    """As mixtures of experts have it: three copies of each token, of which two readers want the token or the copy."""
+    gm = traced(
+        lambda a, b, i: (a[i // 3], b[torch.div(i, 3, rounding_mode="floor")], torch.zeros(15).index_put([i], b[:, 0])),
+        torch.zeros(5, 4),
+        torch.zeros(20, 4),
+        torch.zeros(20, dtype=torch.int64),
+    )
+    runs(gm)
+    assert made_up(gm)[2].tolist() == [i % 15 for i in range(20)]
 
 
 def test_groups_are_even() -> None:

@@ -167,7 +167,9 @@ def test_logits_that_the_caller_holds_until_there_are_others(budget: int) -> Non
     found = [peak + carried for peak in run.steps(6)]
     print(show(run, budget))
     assert max(found) <= budget
-    assert max(found) > budget - 2 * carried, "and they are counted once"
+    plan = fxoffload.plans()[-1]
+    predicted = (plan.calibrated or plan.predicted).peak_bytes
+    assert abs(max(found) - predicted) < carried // 2, "and they are counted once"
 
 
 def test_another_model_and_an_evaluation_with_longer_batches(budget: int) -> None:
@@ -213,3 +215,44 @@ def test_a_gain_is_stated_for_the_step() -> None:
     assert plan.baseline.peak_bytes == pytest.approx(kept, rel=0.05)
     assert plan.predicted.peak_bytes == pytest.approx(found[-1], rel=0.06)
     assert "outside compiled graphs" in str(plan)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_outputs_that_the_caller_holds_or_lets_go_of(holds: bool) -> None:
+    """A stock loop, in which logits are most of what there is: the plan counts them as they turn out to be."""
+    vocab = 32 * WIDTH
+
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack, self.head = Stack(DEPTH), nn.Linear(WIDTH, vocab, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for layer in self.stack.layers:
+                x = layer(x)
+            logits = self.head(x)
+            return logits.float().logsumexp(-1).mean(), logits
+
+    torch.manual_seed(0)
+    model = Returning().to("cuda", torch.bfloat16)
+    call, x = torch.compile(model, backend="fxoffload", options={"min_bytes": 1 << 16, "max_slowdown": 0.3}), inputs()
+    peaks: list[int] = []
+
+    def step() -> None:
+        loss, logits = call(x)
+        if not holds:
+            del logits
+        loss.backward()
+
+    for _ in range(10):
+        model.zero_grad(set_to_none=True)
+        peaks.append(allocated_above(step))
+        join("fxoffload-replan")
+    plan = fxoffload.plans()[-1]
+    print(f"{[round(n / MIB, 1) for n in peaks]} MiB; {plan}")
+    logits = BATCH * LENGTH * vocab * 2
+    assert plan.calibrated is not None
+    assert plan.calibrated.peak_bytes == pytest.approx(peaks[-1], rel=0.03)
+    assert peaks[-1] > logits
+    if not holds:
+        assert plan.predicted.peak_bytes == pytest.approx(peaks[1], rel=0.03), "before anything ran"

@@ -90,8 +90,10 @@ def budget() -> int:
     return (found.value.smallest_bytes + most) // 2
 
 
-def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int) -> None:
-    """What it takes is left free from the next step on, and the plan says so. No bit of a gradient changes."""
+@pytest.mark.parametrize("left", [0, 2 * KIB])
+def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int) -> None:
+    """What it takes is left free from the next step on, and the plan says so. No bit of a gradient changes. When it
+    needs less, no more is used again than it leaves."""
     run = Run(activation_budget=budget)
     extra = 16 * KIB
     with held(run):
@@ -114,12 +116,12 @@ def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int) -> None:
     assert offloaded == plan.calibrated.bytes_offloaded
     assert fxoffload.Plan.from_json(plan.to_json()) == plan
     with held(run):
-        run.extra = 0
+        run.extra = left
         for _ in range(12):
             assert_equal(run.step(), plain)
     assert max(run.peaks[-12:]) <= budget
-    assert run.plan.calibrated is not None and run.plan.calibrated.outside_bytes == 0, "it is used again"
-    assert run.plan.calibrated.bytes_offloaded == plan.predicted.bytes_offloaded
+    assert run.plan.calibrated is not None and run.plan.calibrated.outside_bytes == left, "it is used again"
+    assert left or run.plan.calibrated.bytes_offloaded == plan.predicted.bytes_offloaded
 
 
 def test_where_nothing_can_meet_it_one_warning_says_what_would(budget: int) -> None:

@@ -61,7 +61,7 @@ class Told(HostMeter):
         return self.op_ms
 
     def once_ms(self, work: Work) -> float:
-        self.runs.append("segment")
+        self.runs.append("once")
         work()
         return self.segment_ms
 
@@ -169,22 +169,39 @@ def test_what_does_not_fit_is_estimated(measure_with: Callable[[Meter], None]) -
 
 
 def test_there_is_an_end_to_it(measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second operator, and no segment any more."""
+    """The second operator leaves half of it to segments, of which there is time for one."""
     now = [0.0]
 
     class Slow(Told):
         def ms(self, work: Work) -> float:
-            now[0] += 2.0
+            now[0] += 0.8
             return super().ms(work)
+
+        def peak_bytes(self, work: Work) -> int | None:
+            now[0] += 2.0
+            return super().peak_bytes(work)
 
     allowance = Allowance(3.0, lambda: now[0])
     monkeypatch.setattr(session, "allowance_of_step", lambda: allowance)
     meter = Slow()
     measure_with(meter)
     assert step(tower()).basis == "operators"
-    assert meter.runs == ["operator"] * 2
+    assert meter.runs == ["once", "operator"] * 2 + ["once"] * 4 + ["peak"]
     assert fxoffload.stats().costs_estimated.keys() == {measuring.NO_TIME}
-    assert fxoffload.stats().measuring_ms == 4000
+    assert fxoffload.stats().measuring_ms == pytest.approx(3600)
+
+
+def test_what_the_first_step_would_do_too_is_not_counted() -> None:
+    now = [0.0]
+    allowance = Allowance(3.0, lambda: now[0])
+    fxoffload.reset_stats()
+    with allowance.spending():
+        now[0] += 1.0
+        with allowance.aside():
+            now[0] += 60.0
+        assert allowance.left_s == 2.0
+    assert allowance.left_s == 2.0
+    assert fxoffload.stats().measuring_ms == 1000
 
 
 def test_graphs_of_one_step_share_its_allowance() -> None:
@@ -211,7 +228,7 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
     assert plan.calibrated is None
     stats = fxoffload.stats()
     assert 0 < stats.num_segments_measured == meter.runs.count("peak") < len(plan.simulation.boundaries)
-    assert meter.runs.count("segment") == 4 * stats.num_segments_measured
+    assert meter.runs.count("once") == 4 * stats.num_segments_measured + stats.num_ops_measured
     assert "ran on this device before the first step" in str(plan)
 
 

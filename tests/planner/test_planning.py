@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from fxoffload.errors import BudgetError
 from fxoffload.graphs import CompiledGraph
 from fxoffload.planner import schedule
 from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal
+from fxoffload.planner.simulate import simulate
 from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
 from tests.support import Observed, assert_close, assert_equal, assert_nothing_held, train_step
@@ -393,10 +395,40 @@ def test_every_byte_of_a_plan(recompute: str) -> None:
     seen, _ = rehearsal.run(decisions, None, None, planned.windows)
     expected, _ = rehearsal.simulate(decisions, None, None, planned.windows)
     assert seen == expected
-    tangents = sum(s.nbytes for s in rehearsal.step.storages if s.is_tangent)
-    drafted = [b.live_bytes - (tangents if b.phase == "backward" else 0) for b in plan.simulation.boundaries]
+    # The rehearsal makes no tangents, and holds the outputs.
+    storages = rehearsal.step.storages
+    more = sum(s.nbytes for s in storages if s.is_output) - sum(s.nbytes for s in storages if s.is_tangent)
+    drafted = [b.live_bytes + (more if b.phase == "backward" else 0) for b in plan.simulation.boundaries]
     assert [s.live_bytes for s in seen] == drafted
     assert [s.segment for s in seen] == [b.segment for b in plan.simulation.boundaries]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_outputs_that_the_caller_holds_or_lets_go_of(holds: bool) -> None:
+    """They count as let go of until a step has shown otherwise. The first schedule is within the budget in any case."""
+    call = compiled(tower(), max_slowdown=0.5)
+    for _ in range(2):
+        out = call(example_input())
+        loss = out.square().mean() if holds else out.sum()  # a square saves its input
+        if not holds:
+            del out
+        loss.backward()
+    graph = only_graph()
+    assert graph.outputs.are_held is holds
+    step = plan_of(graph)
+    assert step.simulation is not None
+
+
+def test_the_schedule_of_the_first_step_holds_outputs_where_it_can() -> None:
+    found = recorded("tower").plan(middle(recompute="default"), recompute="default")
+    scheduler = found.scheduler
+    assert scheduler is not None and not scheduler.step.holds_outputs
+    held = scheduler.with_step(replace(scheduler.step, holds_outputs=True), scheduler.host_bytes)
+    limit = held.smallest().simulation.peak_bytes
+    first = planning.schedule_of_first_step(scheduler, limit)
+    again = simulate(held.step, first.offload, copies=scheduler.rates, windows=first.windows)
+    assert again.peak_bytes <= limit
+    assert planning.schedule_of_first_step(scheduler, 1) == scheduler.smallest()
 
 
 def test_nothing_is_done_where_plain_inductor_will_do() -> None:

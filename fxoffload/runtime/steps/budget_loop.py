@@ -39,6 +39,7 @@ class BudgetLoop:
         num_skipped: how many steps are still not to be judged.
         records_next: whether the next step has to be recorded. The first one has.
         num_fallen: how many steps in a row have allocated far less than one whose peak is known.
+        fallen_peak_bytes: the highest peak of these, at least.
         peak_bytes: the highest peak that was found.
     """
 
@@ -46,7 +47,7 @@ class BudgetLoop:
         self.budget_bytes = budget_bytes
         self.num_skipped = num_skipped
         self.records_next = True
-        self.num_fallen = 0
+        self.num_fallen = self.fallen_peak_bytes = 0
         self.peak_bytes = 0
         self._is_exceeded = is_exceeded
         self._known: list[StepPeak] = []  # exact, or at most as high
@@ -74,7 +75,9 @@ class BudgetLoop:
         another one will tell."""
         is_open, most = self.is_open(peak), max((known.total for known in self._known), default=0)
         self.peak_bytes = max(self.peak_bytes, peak.least)
-        self.num_fallen = self.num_fallen + 1 if peak.total < most - _FALL * self.budget_bytes else 0
+        has_fallen = peak.total < most - _FALL * self.budget_bytes
+        self.num_fallen = self.num_fallen + 1 if has_fallen else 0
+        self.fallen_peak_bytes = max(self.fallen_peak_bytes, peak.least) if has_fallen else 0
         if peak.is_exact:
             self._newest = peak
             self._learn(peak)

@@ -390,7 +390,7 @@ class StepCalls:
         chains = site.chains
         chain = chains.at(site.planned_sizes(args))
         step = RunningStep(chain.sizes)
-        follower = None if chain.ready is None else chain.ready.follower
+        follower = None if chain.ready is None or chain.ready.first else chain.ready.follower
         if follower is not None and not site.may_keep():
             step.recording = follower.step_begins()
         is_unknown = self._memory is not None and site.has_budget and chains.may_measure(chain)
@@ -404,6 +404,8 @@ class StepCalls:
             step.plan = chain.ready
             if step.plan is None and (larger := chains.larger(site.sizes_of(args))) is not None:
                 step.sizes, step.plan = larger.sizes, larger.ready
+            if step.plan is not None and step.plan.first:
+                step.plan = step.plan.begin_first()
         step.was_planned = step.plan is not None
         step.followed = None if step.plan is None else weakref.ref(step.plan)
         if not step.was_planned:

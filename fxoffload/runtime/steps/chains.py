@@ -87,7 +87,8 @@ class Following:
         spare_bytes: that its prediction leaves of the budget.
         least: choices of the least peak, followed while a plan that was exceeded is made again; empty: there are none.
         costs_time: whether it moves or recomputes anything.
-        tunes: whether kernels are tuned in its first step: it runs variants that are new.
+        first: choices of its first step, which needs memory to tune new variants' kernels; empty: as in all steps.
+            That step is neither measured nor judged.
     """
 
     sites: tuple[weakref.ref[Site], ...]
@@ -103,7 +104,13 @@ class Following:
     spare_bytes: int = 0
     least: tuple[Choice, ...] = ()
     costs_time: bool = False
-    tunes: bool = False
+    first: tuple[Choice, ...] = ()
+
+    def begin_first(self) -> Following:
+        """What its first step follows."""
+        found = replace(self, choices=self.first, first=(), follower=None, budget_bytes=None)
+        self.first = ()
+        return found
 
     @property
     def is_settled(self) -> bool:
@@ -335,7 +342,7 @@ class SizedChain:
         if plan.budget_bytes is None:
             return None
         if self._loop is None or self._loop[0]() is not plan:
-            found = BudgetLoop(plan.budget_bytes, is_exceeded=plan.is_least, num_skipped=int(plan.tunes))
+            found = BudgetLoop(plan.budget_bytes, is_exceeded=plan.is_least)
             self._loop = (weakref.ref(plan), found)
         return self._loop[1]
 
@@ -519,7 +526,7 @@ class Chains:
         """Plans that are still followed by ``follower`` make other choices, which leave so much of the budget."""
         for chain in self.all:
             if chain.plan is not None and chain.plan.follower is follower:
-                chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes, tunes=False)
+                chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes, first=())
 
 
 def _fits(sizes: Sizes, into: Sizes) -> bool:

@@ -45,8 +45,8 @@ class BudgetControl(Protocol):
         """A step exceeded the budget by so much. ``num_corrections``: in a row, with this one."""
         ...
 
-    def fallen(self) -> None:
-        """Steps allocate far less than they did."""
+    def fallen(self, peak_bytes: int) -> None:
+        """Steps allocate far less than they did, and take so much at the most."""
         ...
 
 
@@ -131,7 +131,7 @@ class HoldToBudget:
         loop.num_fallen, chain.fallen_steps = 0, chain.fallen_steps * _FALLEN_FACTOR
         if chain.plan is None:
             if first.control is not None and len(step.calls) == 1:
-                first.control.fallen()
+                first.control.fallen(loop.fallen_peak_bytes)
         elif chain.plan.costs_time:
             log.info("steps allocate far less than they did: their plan is made again")
             first.chains.correct(chain, chain.plan, 0)
