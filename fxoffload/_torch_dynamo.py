@@ -22,13 +22,14 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import config, convert_frame, eval_frame
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 _KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as its compiled forms
@@ -244,6 +245,20 @@ def _called() -> Any:
 def num_autograd_nodes() -> int:
     """How many nodes of autograd's graph this thread has made. Those of parameters are not counted."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def leave_gradients_undefined(outputs: Sequence[Any], num_nodes: int) -> None:
+    """The node of a call of AOTAutograd that returned ``outputs`` passes None, not zeros, for those that no gradient
+    comes to.
+
+    Args:
+        num_nodes: ``num_autograd_nodes()`` before the call. Outputs may be those of older nodes, whoever made them.
+    """
+    for output in outputs:
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        if isinstance(node, BackwardCFunction) and node._sequence_nr() >= num_nodes:
+            node.set_materialize_grads(False)
+            return
 
 
 def keep_reset(backend: Callable[..., Any]) -> None:

@@ -60,6 +60,7 @@ def fxoffload(
     else:
         device = _device_to_offload(example_inputs, chosen.device_types)
     inner: Any = None  # whole graphs, by Inductor
+    session = None
     if device is not None and torch.is_grad_enabled():
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
@@ -71,7 +72,23 @@ def fxoffload(
         return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
     with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
         found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    if session is not None and session.makes_zeros:
+        found = _leaving_gradients_undefined(found)  # type: ignore[arg-type]
     return UNCOMPILED.counted(found)  # type: ignore[arg-type]
+
+
+def _leaving_gradients_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, whose backward makes zeros ([Note: Gradients that nothing comes from] in ``compiler.tangents``)."""
+    from fxoffload._torch_dynamo import leave_gradients_undefined, num_autograd_nodes
+
+    @functools.wraps(run)
+    def call(*args: Any) -> Any:
+        before = num_autograd_nodes()
+        outputs = run(*args)
+        leave_gradients_undefined(outputs, before)
+        return outputs
+
+    return call
 
 
 def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:

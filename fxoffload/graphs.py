@@ -17,7 +17,7 @@ from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.planner.shown import PlanBox
 from fxoffload.reset import on_reset
-from fxoffload.runtime.steps.lent import Outputs
+from fxoffload.runtime.steps.outputs import Outputs
 from fxoffload.runtime.windows import Choice
 
 
@@ -54,7 +54,7 @@ class CompiledGraph:
         planned: what policy "auto" does where there is a plan: one bool per candidate, and the plan's windows; replaced
             as a whole, from the next forward on.
         plan_box: what ``fxoffload.plans()`` shows of it; None without a plan.
-        outputs: whether the caller holds what the forward returns.
+        outputs: what becomes of what the forward returns.
         keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
         variants: with other recompute choices, for calls of a plan for a step over several graphs.
         index: place in the order of compilation.

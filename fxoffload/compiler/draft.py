@@ -140,8 +140,8 @@ def own_values(down: ForwardState) -> frozenset[str]:
 def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
     """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked.
 
-    Most training loops go on with the loss alone: outputs count as let go of until a step shows that they are held
-    (``fxoffload.runtime.steps.lent.Outputs``).
+    Most training loops go on with the loss alone: outputs count as let go of, and beside a loss they count as having no
+    gradients, until a step shows otherwise (``fxoffload.runtime.steps.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
     found = from_graphs(
@@ -152,11 +152,11 @@ def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], 
         forward_ms=_segment_ms(down.segmentation, rates),
         backward_ms=_segment_ms(up.segmentation, rates),
         forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
-        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.copies, up.donations),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations),
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
-    return replace(found, holds_outputs=False)
+    return replace(found, holds_outputs=False, frees_tangents=up.frees_tangents)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:

@@ -251,15 +251,15 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
             f"{about_gradients}"
         )
-    # What callers let go of is gone when the backward begins. Gradients of it are there all the same, as zeros.
+    # What callers let go of is gone when the backward begins. Gradients of it may be there all the same.
     counts = step.holds_outputs or peak.phase == "forward"
     outputs = sum(s.nbytes for s in step.storages if s.is_output) if counts else 0
-    tangents = sum(s.nbytes for s in step.storages if s.is_tangent) if peak.phase == "backward" else 0
+    has_tangents = peak.phase == "backward" and not step.frees_tangents
+    tangents = sum(s.nbytes for s in step.storages if s.is_tangent) if has_tangents else 0
     if outputs + tangents > _FLOOR * peak.peak_bytes:
         yield (
-            f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}, and its "
-            f"gradients, which autograd makes even where no loss comes from it: {format_bytes(tangents)}. Return the "
-            "loss alone, or compute it in chunks"
+            f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}, and gradients "
+            f"of it: {format_bytes(tangents)}. Return the loss alone, or compute it in chunks"
         )
     if peak.outside_bytes > _FLOOR * peak.peak_bytes:
         yield (

@@ -29,6 +29,9 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
+# Part of the budget that a correction leaves free besides: another schedule is off by a little more or less.
+_SPARE = 1 / 256
+
 
 @dataclass(frozen=True)
 class PlannedGraph:
@@ -76,6 +79,7 @@ class GraphBudget:
         self._planned = planned
         self._budget: int = planned.goal.budget_bytes
         self._scheduler, self._schedule = scheduler, schedule
+        self._spare_bytes = int(_SPARE * self._budget)
         self._in_background = in_background
         self._lock = threading.Lock()
         # That of the first plan; a calibrated scheduler has no more than is pinned by then.
@@ -128,7 +132,7 @@ class GraphBudget:
             return
         with self._lock:
             # What was predicted may have left some of the budget: all of that was taken as well.
-            error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0)
+            error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0) + self._spare_bytes
             self.margin_bytes += error
             self._open_bytes += error
         if self._planned.by_size is not None:
@@ -142,7 +146,7 @@ class GraphBudget:
             return
         with self._lock:
             # What these steps took beyond their prediction is still taken.
-            needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes)
+            needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes) + self._spare_bytes
             more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
             self._open_bytes += more
             self.margin_bytes += more

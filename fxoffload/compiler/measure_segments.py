@@ -112,7 +112,7 @@ def _distinct(forward: ForwardState, backward: BackwardState, step: TrainingStep
     found: dict[int, _Distinct] = {}
     graphs: Sequence[tuple[Phase, ForwardState | BackwardState, Sequence[SegmentStep], Collection[str]]] = (
         ("forward", forward, step.forward, frozenset()),
-        ("backward", backward, step.backward, backward.copies),
+        ("backward", backward, step.backward, backward.owned),
     )
     for phase, state, steps, owned in graphs:
         dying = dying_inputs(state.gm, state.segmentation, owned)

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.compiler.segments import SegmentCall
+from fxoffload.compiler.tangents import is_loss, tangents_of, zeros_of
 from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations, Donations
@@ -19,6 +20,7 @@ from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.rematerialize import Rematerialize
 from fxoffload.passes.runner import Step
 from fxoffload.passes.settle_nodes import SettleNodes
+from fxoffload.passes.values import output_values
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring
@@ -59,6 +61,17 @@ class BackwardState:
     donations: Donations = field(default_factory=dict)
     modules: Mapping[str, SegmentCall] = field(default_factory=dict)
     outer: fx.GraphModule | None = None
+
+    @property
+    def frees_tangents(self) -> bool:
+        """Whether tangents are likely zeros that the graph makes, and frees: there is a loss beside other outputs."""
+        outputs = output_values(self.forward.gm.graph)[: self.forward.num_user_outputs]
+        return bool(zeros_of(self.gm)) and any(is_loss(v) for v in outputs)
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of the placeholders that are the graph's to free."""
+        return self.copies | {n.name for n in tangents_of(self.gm)} if self.frees_tangents else self.copies
 
 
 def _choose_actions(state: ForwardState) -> Mapping[str, tuple[bool, ...]]:

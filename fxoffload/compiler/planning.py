@@ -345,14 +345,15 @@ class Planning:
 
 
 def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
-    """The budget is met in the step in which kernels are tuned too, and if the caller should hold the outputs, where
-    that is possible: compute waits more.
+    """The budget is met in the step in which kernels are tuned too, and if the caller should hold the outputs or have
+    gradients come from them, where that is possible: compute waits more.
 
     Args:
         scheduler: of a step whose outputs are let go of.
         limit_bytes: what tuning leaves.
     """
-    held = scheduler.with_step(replace(scheduler.step, holds_outputs=True), scheduler.host_bytes)
+    step = replace(scheduler.step, holds_outputs=True, frees_tangents=False)
+    held = scheduler.with_step(step, scheduler.host_bytes)
     return held.least_time(limit_bytes) or scheduler.least_time(limit_bytes) or scheduler.smallest()
 
 

@@ -200,12 +200,11 @@ class Calibration(PlanAgain):
         if self.control is not None:
             self._schedule = self.control.schedule
         sizes = shared(readings.temp_bytes(), self._alike)
-        are_held = bool(self._graph.outputs.are_held)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
-        step = replace(step, holds_outputs=are_held)
+        step = self._with_outputs(step)
         base, draft = self._planned.base, self._planned.draft
         if base is not None and base.step is not None and draft.step is not None:
-            plain = replace(as_measured(base.step, draft.step, step), holds_outputs=are_held)
+            plain = self._with_outputs(as_measured(base.step, draft.step, step))
             keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
             baseline = Prediction.of(keep)
         else:
@@ -214,6 +213,12 @@ class Calibration(PlanAgain):
         if self.control is not None:
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
+
+    def _with_outputs(self, step: TrainingStep) -> TrainingStep:
+        """``step``, whose outputs are what the caller made of them."""
+        outputs = self._graph.outputs
+        frees = step.frees_tangents and not outputs.have_gradients
+        return replace(step, holds_outputs=bool(outputs.are_held), frees_tangents=frees)
 
     def pin(self, found: Schedule, now: Schedule) -> bool:
         """See ``PlanAgain``."""
@@ -231,8 +236,9 @@ class Calibration(PlanAgain):
         return Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
     def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
-        """A graph has one recompute choice. Where outputs are held, the first step's schedule may still run."""
-        if self._graph.outputs.are_held and self._graph.planned != self._choice_of(now):
+        """A graph has one recompute choice. The first step's schedule may still run (``CompileSession._settling``)."""
+        outputs = self._graph.outputs
+        if (outputs.are_held or outputs.have_gradients) and self._graph.planned != self._choice_of(now):
             self.follow(now)
         if self.control is not None:
             self.control.calibrated(self.scheduler, now)

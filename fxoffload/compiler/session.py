@@ -48,6 +48,7 @@ from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Plann
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
+from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
@@ -80,7 +81,7 @@ from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import Movable
 from fxoffload.runtime.steps.alone import IS_PLAIN, PlannedAlone, saved_of_its_own
 from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.steps.lent import Outputs
+from fxoffload.runtime.steps.outputs import Outputs
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
@@ -183,6 +184,7 @@ class CompileSession:
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
         self._replan: Replan[SegmentClock] | None = None
+        self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._not_judged: list[Choice] = []  # that schedule
         self._alike: dict[Phase, dict[str, object]] = {}
@@ -691,19 +693,21 @@ class CompileSession:
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """``run``, a backward, after whose first call the plan takes over from the first step's schedule: at once, or,
-        where the caller holds the outputs, when the calibration has counted them."""
+        where outputs are not what the plan takes them for, when the calibration has counted them."""
         assert self._forward is not None
         graph, waiting = self._forward.graph, [self._settled]
-        is_calibrated = self._replan is not None
-        if self._plan_box is None:
+        outputs, is_calibrated = graph.outputs, self._replan is not None
+        if self._plan_box is None and not outputs.zeros:
             return run
 
         def backward(args: list[Any]) -> Any:
+            outputs.backward_begins(args)
             results = run(args)
-            graph.outputs.backward_ended()
+            outputs.backward_ended()
             if waiting:
                 settled = waiting.pop()
-                if settled is not None and not (graph.outputs.are_held and is_calibrated):
+                is_as_planned = not (outputs.are_held or outputs.have_gradients)
+                if settled is not None and (is_as_planned or not is_calibrated):
                     graph.planned = settled
             return results
 
@@ -742,6 +746,8 @@ class CompileSession:
         # Where sizes vary, the forward says which calls are measured.
         replan = self._replan if self._sized is None else None
         clock = no_clock if replan is None else lambda _: replan.clock
+        forward.graph.outputs.zeros = zeros_of(gm)
+        self.makes_zeros = bool(forward.graph.outputs.zeros)
         return self._settling(backward_callable(program, self._hooks, clock, self._site, self._variants))
 
     # -- before the first step ---------------------------------------------------------------------------------------

@@ -251,7 +251,8 @@ class _Builder:
             if storage.is_input or name in candidates:
                 continue
             if storage.is_tangent:
-                lives.append((begin, end, storage.nbytes))
+                stop = begin + 2 * self.up.last_read.get(name, -1) + 1 if self.step.frees_tangents else end
+                lives.append((begin, max(stop, begin), storage.nbytes))
             elif name in self.down.first_write:
                 last = max(self.down.last_read.get(name, -1), self.down.last_write[name], due.get(name, -1))
                 stop = 2 * last + 1

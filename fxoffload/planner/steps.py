@@ -33,7 +33,7 @@ class StorageInfo:
         moved_bytes: bytes that a copy of it moves; None where it is no candidate and so stays, 0 for a candidate that
             is too small to move.
         is_input: the caller's, allocated before the step: it takes no bytes of the step, and is never taken back.
-        is_tangent: a gradient that the backward is given; there from the backward's beginning to its end.
+        is_tangent: a gradient that the backward is given; there from its beginning on.
         is_output: the caller of the forward sees it.
         is_gradient: the backward returns it.
         of_turn: what the forward saves last (``fxoffload.passes.find_turn``).
@@ -116,6 +116,8 @@ class TrainingStep:
             nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
+        frees_tangents: whether tangents die with their last reader: zeros that the graph makes for outputs that no loss
+            comes from. Autograd holds others until the backward ends.
         releases: forward segments behind which a release stands, -1 for the entry; None: behind the last reader of
             what each offload op moves.
     """
@@ -127,6 +129,7 @@ class TrainingStep:
     heavy_head: bool = False
     followed: bool = False
     holds_outputs: bool = True
+    frees_tangents: bool = False
     releases: tuple[int, ...] | None = None
 
     @property

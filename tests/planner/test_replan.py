@@ -30,7 +30,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.clocks.stream_events import host_events
-from fxoffload.runtime.steps.lent import Outputs
+from fxoffload.runtime.steps.outputs import Outputs
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates

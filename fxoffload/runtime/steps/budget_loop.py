@@ -39,7 +39,6 @@ class BudgetLoop:
         num_skipped: how many steps are still not to be judged.
         records_next: whether the next step has to be recorded. The first one has.
         num_fallen: how many steps in a row have allocated far less than one whose peak is known.
-        fallen_peak_bytes: the highest peak of these, at least.
         peak_bytes: the highest peak that was found.
     """
 
@@ -47,13 +46,20 @@ class BudgetLoop:
         self.budget_bytes = budget_bytes
         self.num_skipped = num_skipped
         self.records_next = True
-        self.num_fallen = self.fallen_peak_bytes = 0
+        self.num_fallen = 0
         self.peak_bytes = 0
         self._is_exceeded = is_exceeded
         self._known: list[StepPeak] = []  # exact, or at most as high
         self._newest: StepPeak | None = None  # of those
         self._open: StepPeak | None = None  # of one that nobody knows
         self._num_waited = self._num_failed = 0
+        self._asks = self._has_asked = False
+
+    def asks(self) -> bool:
+        """Whether the next step is recorded to know its exact peak: unless the last one was for this."""
+        self._asks = not self._has_asked
+        self.records_next = self.records_next or self._asks
+        return self._asks
 
     def carried_bytes(self, begun: int) -> int:
         """What of so many bytes, with which a step begins, the step before has left, as far as is known."""
@@ -63,7 +69,11 @@ class BudgetLoop:
 
     def is_open(self, peak: StepPeak) -> bool:
         """Whether a step whose reads say this may have exceeded the budget, and may have met it."""
-        if peak.is_exact or (self._is_exceeded and self._known):
+        if peak.is_exact:
+            return False
+        if self._asks:
+            return True
+        if self._is_exceeded and self._known:
             return False
         if self._newest is not None and self.carried_bytes(peak.begun) != self._newest.carried_bytes:
             return True
@@ -73,11 +83,10 @@ class BudgetLoop:
     def ended(self, peak: StepPeak, *, is_recorded: bool) -> int:
         """A step has ended. Returns by how many bytes it exceeded the budget, as far as is known; 0: it did not, or
         another one will tell."""
+        self._has_asked, self._asks = self._asks, False
         is_open, most = self.is_open(peak), max((known.total for known in self._known), default=0)
         self.peak_bytes = max(self.peak_bytes, peak.least)
-        has_fallen = peak.total < most - _FALL * self.budget_bytes
-        self.num_fallen = self.num_fallen + 1 if has_fallen else 0
-        self.fallen_peak_bytes = max(self.fallen_peak_bytes, peak.least) if has_fallen else 0
+        self.num_fallen = self.num_fallen + 1 if peak.total < most - _FALL * self.budget_bytes else 0
         if peak.is_exact:
             self._newest = peak
             self._learn(peak)

@@ -128,10 +128,12 @@ class HoldToBudget:
         # Where sizes vary, so does what steps allocate.
         if loop.num_fallen < chain.fallen_steps or first.sizes is not None:
             return
+        if chain.plan is None and not peak.is_exact and loop.asks():
+            return
         loop.num_fallen, chain.fallen_steps = 0, chain.fallen_steps * _FALLEN_FACTOR
         if chain.plan is None:
             if first.control is not None and len(step.calls) == 1:
-                first.control.fallen(loop.fallen_peak_bytes)
+                first.control.fallen(peak.least)
         elif chain.plan.costs_time:
             log.info("steps allocate far less than they did: their plan is made again")
             first.chains.correct(chain, chain.plan, 0)

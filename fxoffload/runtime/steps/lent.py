@@ -1,4 +1,4 @@
-"""What callers hold of a step: what is on the device when it begins and is the step's all the same, and its outputs."""
+"""What is on the device when a step begins to be watched, and is the step's all the same."""
 
 from __future__ import annotations
 
@@ -31,29 +31,6 @@ class Lent:
     def left_bytes(self) -> int:
         """Bytes of what is gone or empty by now."""
         return sum(nbytes for ref, nbytes in self._given if not ref.nbytes())
-
-
-class Outputs:
-    """Whether the caller still holds the outputs of a graph's forward when its backward has ended: logits, say, which a
-    loop that goes on with the loss alone has let go of. Of several forwards the last one counts.
-
-    Attributes:
-        are_held: as the last backward found it, by bytes; None before, or where there is nothing to hold.
-    """
-
-    def __init__(self) -> None:
-        self.are_held: bool | None = None
-        self._refs: list[tuple[StorageRef, int]] = []
-
-    def made(self, outputs: Iterable[Any]) -> None:
-        """The forward returns these."""
-        self._refs = [(StorageRef(t), t.untyped_storage().nbytes()) for t in _plain(outputs)]
-
-    def backward_ended(self) -> None:
-        """Nothing is held on the graph's behalf any more."""
-        refs, self._refs = self._refs, []
-        if total := sum(nbytes for _, nbytes in refs):
-            self.are_held = 2 * sum(nbytes for ref, nbytes in refs if not ref.is_expired()) > total
 
 
 class OnOtherStreams:

@@ -1,0 +1,113 @@
+"""Outputs that no gradient comes to: autograd passes None, and the graph makes zeros that die when they were read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxoffload
+from tests.capture import WIDTH, Block, example_input, rehearsal_options
+from tests.support import assert_equal
+
+
+class Returning(nn.Module):
+    """A loss, logits, a view of them, a state, and something without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        states = []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x * 2)
+        logits = self.head(x)
+        return logits.logsumexp(-1).mean(), logits, logits.view(-1), states[0], logits.argmax(-1)
+
+
+Uses = Callable[[tuple[Tensor, ...]], Any]
+USES: dict[str, Uses] = {
+    "the loss alone": lambda o: o[0].backward(),
+    "logits too": lambda o: (o[0] + o[1].sin().mean()).backward(),
+    "logits without the loss": lambda o: o[1].sin().mean().backward(),
+    "a view": lambda o: (o[0] + o[2].cos().mean()).backward(),
+    "a state": lambda o: o[3].square().mean().backward(),
+    "twice": lambda o: (o[0].backward(retain_graph=True), o[0].backward()),
+    "two backwards": lambda o: (o[0].backward(retain_graph=True), o[1].sin().mean().backward()),
+    "a hook": lambda o: (o[1].register_hook(lambda g: None), (o[0] + o[1].sum()).backward()),
+    "a gradient of one's own": lambda o: torch.autograd.backward([o[0], o[1]], [None, torch.ones_like(o[1])]),
+}
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Any], use: Uses) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    x = example_input().requires_grad_()
+    use(call(x))
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {**found, "x": x.grad}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_gradients_are_those_of_eager(use: Uses) -> None:
+    torch.manual_seed(0)
+    model = Returning()
+    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    for _ in range(2):
+        found = gradients(model, call, use)
+        expected = gradients(model, model, use)
+        assert found.keys() >= expected.keys()
+        for name, gradient in found.items():  # one graph has zeros where eager code has none
+            like = expected.get(name, torch.zeros_like(gradient))
+            torch.testing.assert_close(gradient, like, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("uses_logits", [False, True])
+def test_what_is_made_is_known(uses_logits: bool) -> None:
+    model = Returning()
+    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    gradients(model, call, USES["logits too" if uses_logits else "the loss alone"])
+    (graph,) = fxoffload.graphs()
+    assert len(graph.outputs.zeros) == 3
+    assert graph.outputs.have_gradients is uses_logits
+
+
+def test_a_users_function_whose_result_is_returned_gets_its_zeros() -> None:
+    """Its node is not the graph's."""
+    seen: list[Any] = []
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            seen.extend(gradients)
+            return gradients[0] * 2 + gradients[1] * 3
+
+    model = Returning()
+
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (y, *model(x))
+
+    call = torch.compile(run, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    a, _ = Two.apply(torch.randn(3, requires_grad=True))
+    outputs = call(example_input(), a)
+    (outputs[0].sum() + outputs[1]).backward()
+    assert len(seen) == 2 and seen[1] is not None
+    assert bool((seen[1] == 0).all())
+
+
+def test_bits_are_those_without_offloading() -> None:
+    model = Returning()
+    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    found = gradients(model, call, USES["the loss alone"])
+    with fxoffload.override_policy("keep_all"):
+        assert_equal(gradients(model, call, USES["the loss alone"]), found)
