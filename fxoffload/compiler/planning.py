@@ -253,17 +253,8 @@ class Planning:
 
     def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
         assert self.goal.budget_bytes is not None
-        least = smallest.peak_bytes + self.library_bytes
-        where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
-        return BudgetError(
-            f"expected an activation_budget of at least {format_bytes(least)} ({least} "
-            f"bytes), which {where} needs whatever is offloaded or recomputed; found "
-            f"{format_bytes(self.goal.budget_bytes)}. Plain Inductor takes {format_bytes(baseline.peak_bytes)}. "
-            f"This is an estimate; {in_words(self.rates.profile.estimate_error)}. Raise the budget, or make the batch "
-            "smaller",
-            least,
-            where,
-        )
+        basis = f"This is an estimate; {in_words(self.rates.profile.estimate_error)}"
+        return too_small(self.goal.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis)
 
     def _nothing(self, base: Draft, baseline: Simulation, summary: str) -> Planned:
         plan = describe_plan(
@@ -342,6 +333,22 @@ class Planning:
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return schedule_of_first_step(best.scheduler, self.limit_bytes - TUNING_BYTES)
+
+
+def too_small(
+    budget_bytes: int, smallest: Simulation, library_bytes: int, baseline_bytes: int, basis: str
+) -> BudgetError:
+    """Nothing meets the budget. ``basis``: what this rests on, a sentence."""
+    least = smallest.peak_bytes + library_bytes
+    where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
+    return BudgetError(
+        f"expected an activation_budget of at least {format_bytes(least)} ({least} "
+        f"bytes), which {where} needs whatever is offloaded or recomputed; found "
+        f"{format_bytes(budget_bytes)}. Plain Inductor takes {format_bytes(baseline_bytes)}. "
+        f"{basis}. Raise the budget, or make the batch smaller",
+        least,
+        where,
+    )
 
 
 def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:

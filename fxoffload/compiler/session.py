@@ -44,7 +44,7 @@ from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step
+from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step, too_small
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
@@ -67,7 +67,7 @@ from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.rates import ProfileRates, rates_for
-from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
@@ -526,6 +526,8 @@ class CompileSession:
                 return self._compile_plain(gm, example_inputs, kwargs)
         try:
             return self._compile_backward(gm, kwargs)
+        except BudgetError:
+            raise
         except Exception as error:
             self._give_up(error)
             # The backward is compiled before the first forward runs: from here on nothing saves a token.
@@ -770,7 +772,7 @@ class CompileSession:
             return
         assert self._forward is not None and self._plan_box is not None
         graph, box, limit = self._forward.graph, self._plan_box, self._limit_bytes
-        before = graph.planned, self._settled
+        before, is_least = (graph.planned, self._settled), limit is not None and box.plan.predicted.peak_bytes > limit
         try:
             graph.planned, self._settled = self._settled or graph.planned, None
             scheduler = calibration.plan_first(ran.readings, "segments" if ran.are_all else box.plan.basis, limit)
@@ -780,6 +782,10 @@ class CompileSession:
                 calibration.follow(schedule_of_first_step(scheduler, limit - tuned_later))
                 if graph.planned is not None:
                     self._not_judged.append(graph.planned)
+            if is_least and ran.are_all and not self._goal.is_checkpointing:
+                self._refuse_what_was_measured(scheduler)
+        except BudgetError:
+            raise
         except Exception as error:
             graph.planned, self._settled = before
             warnings.warn(
@@ -787,6 +793,15 @@ class CompileSession:
                 f"{in_brief(error)}",
                 stacklevel=2,
             )
+
+    def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
+        """The least that was found on paper was compiled, and its segments ran: raise where that exceeds the budget."""
+        budget, limit, box = self._goal.budget_bytes, self._limit_bytes, self._plan_box
+        assert budget is not None and limit is not None and box is not None
+        smallest = scheduler.smallest().simulation
+        if smallest.peak_bytes > limit:
+            basis = "Its segments ran on this device"
+            raise too_small(budget, smallest, budget - limit, box.plan.baseline.peak_bytes, basis)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
