@@ -419,7 +419,7 @@ class TapePlanning:
 
     def _first_choices(self) -> tuple[Choice, ...]:
         """For the step in which the variants' kernels are tuned: the budget is met then too, where that is possible."""
-        if self.goal.budget_bytes is None or self.goal.is_checkpointing or self.limit_bytes is None:
+        if self.device.type != "cuda" or self.goal.is_checkpointing or self.limit_bytes is None:
             return ()
         found = self.option.scheduler.least_time(self.limit_bytes - TUNING_BYTES)
         return self.choices(found or self._smallest(self.option))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import measuring, session
+from fxoffload.compiler import measuring, planning, session
 from fxoffload.compiler.measuring import Allowance
+from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
 from fxoffload.machine.meters import HostMeter, Meter, Work
 from fxoffload.planner.rates import ProfileRates
@@ -116,7 +117,7 @@ def test_operators_are_timed_once_and_then_found(monkeypatch: pytest.MonkeyPatch
 
 def test_a_plan_is_made_of_the_measured_times(measure_with: Callable[[Meter], None]) -> None:
     class OnlyOperators(Told):
-        def once_ms(self, work: Work) -> float:
+        def peak_bytes(self, work: Work) -> int | None:
             raise RuntimeError("no segments")
 
     measure_with(OnlyOperators(op_ms=2.0))
@@ -268,6 +269,25 @@ def test_a_budget_that_the_measured_peaks_exceed_is_told(measure_with: Callable[
     with pytest.warns(UserWarning, match="by what was measured, the plan takes .*, more than the activation_budget"):
         plan = step(tower(), activation_budget=budget, max_slowdown=None)
     assert plan.predicted.peak_bytes > budget
+
+
+def test_a_budget_that_the_least_plan_exceeds_when_it_was_compiled_and_ran_is_refused(
+    measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Missed by a little on paper, it is compiled; what its segments take decides."""
+    measure_with(Told())
+    with pytest.raises(BudgetError, match="This is an estimate") as found:
+        step(tower(), activation_budget=1, max_slowdown=None)
+    asked = int(0.9 * found.value.smallest_bytes)
+    monkeypatch.setattr(planning, "TELLING_DEVICE_TYPES", ("cpu",))
+    torch.compiler.reset()
+    with pytest.raises(BudgetError, match="Its segments ran on this device") as measured:
+        step(tower(), activation_budget=asked, max_slowdown=None, on_error="fallback")
+    assert measured.value.smallest_bytes > asked
+    torch.compiler.reset()
+    measure_with(Told(peak=0))
+    plan = step(tower(), activation_budget=asked, max_slowdown=None)
+    assert plan.basis == "segments" and plan.predicted.peak_bytes <= asked
 
 
 def test_steps_are_measured_afterwards_all_the_same(measure_with: Callable[[Meter], None]) -> None:

@@ -368,12 +368,12 @@ def test_a_language_model() -> None:
     from tests.models.zoo import build
 
     built = build("qwen3", layers=2)
-    call = compiled(built.model, activation_budget=180 << 10)
+    call = compiled(built.model, activation_budget=160 << 10)
     built.loss().backward()  # transformers sets flags in the first call on which a second one is compiled again
     torch.compiler.reset()
     _BEFORE.extend(new_graphs())
     plan = check_plan(train_step(built.model, lambda: built.loss(call)))
-    assert plan.predicted_peak_bytes <= 180 << 10 < plan.baseline_peak_bytes
+    assert plan.predicted_peak_bytes <= 160 << 10 < plan.baseline_peak_bytes
 
 
 @pytest.mark.parametrize("recompute", ["default", "auto"])
