@@ -11,6 +11,7 @@ README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
 README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh100-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
+README_STOCK = "2026-11-26-h200-stock-qwen3.json"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,22 @@ TABLES = (
                     "auto@activation_budget=8GiB": "fxoffload, budget below it",
                     "auto@activation_budget=16GiB": "fxoffload, a larger budget",
                     "offload_all": 'fxoffload, `policy="offload_all"`',
+                },
+            ),
+        ),
+    ),
+    Table(
+        "readme-stock",
+        ("step ms [quartiles]", "against inductor", "peak GiB", "error of peak", "of time", "of time, cal."),
+        (
+            Rows(
+                README_STOCK,
+                {
+                    "inductor": "Inductor",
+                    "checkpoint": "Inductor + gradient_checkpointing",
+                    **_torch("0.5"),
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=1*smallest": "fxoffload, the smallest budget",
                 },
             ),
         ),
