@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch._dynamo import config, convert_frame, eval_frame
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals, is_traceable_wrapper_subclass
 
 _KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as its compiled forms
 
@@ -249,11 +249,13 @@ def num_autograd_nodes() -> int:
 
 def leave_gradients_undefined(outputs: Sequence[Any], num_nodes: int) -> None:
     """The node of a call of AOTAutograd that returned ``outputs`` passes None, not zeros, for those that no gradient
-    comes to.
+    comes to. Not where some are of subclasses: AOTAutograd takes the gradients of these apart.
 
     Args:
         num_nodes: ``num_autograd_nodes()`` before the call. Outputs may be those of older nodes, whoever made them.
     """
+    if any(is_traceable_wrapper_subclass(o) for o in outputs):
+        return
     for output in outputs:
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if isinstance(node, BackwardCFunction) and node._sequence_nr() >= num_nodes:

@@ -79,13 +79,15 @@ def fxoffload(
 
 def _leaving_gradients_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, whose backward makes zeros ([Note: Gradients that nothing comes from] in ``compiler.tangents``)."""
+    from fxoffload._torch_compat import compiled_autograd_active
     from fxoffload._torch_dynamo import leave_gradients_undefined, num_autograd_nodes
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
         before = num_autograd_nodes()
         outputs = run(*args)
-        leave_gradients_undefined(outputs, before)
+        if not compiled_autograd_active():  # which traces AOTAutograd's own backward
+            leave_gradients_undefined(outputs, before)
         return outputs
 
     return call

@@ -79,6 +79,12 @@ class PlanAgain(ABC):
     def follow(self, found: Schedule) -> None:
         """From the next forward on ``found`` is followed."""
 
+    def follow_first(self, found: Schedule) -> None:
+        """In the first step ``found`` is followed. What has no room on the host stays."""
+        if found.simulation.bytes_offloaded > self._schedule.simulation.bytes_offloaded:
+            self.pin(found, self._schedule)
+        self.follow(found)
+
     @abstractmethod
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """What is done, to be shown; None: as before."""

@@ -79,7 +79,7 @@ class GraphBudget:
         self._planned = planned
         self._budget: int = planned.goal.budget_bytes
         self._scheduler, self._schedule = scheduler, schedule
-        self._spare_bytes = int(_SPARE * self._budget)
+        self._spare_bytes, self._num_spare = int(_SPARE * self._budget), 0
         self._in_background = in_background
         self._lock = threading.Lock()
         # That of the first plan; a calibrated scheduler has no more than is pinned by then.
@@ -135,6 +135,7 @@ class GraphBudget:
             error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0) + self._spare_bytes
             self.margin_bytes += error
             self._open_bytes += error
+            self._num_spare += 1
         if self._planned.by_size is not None:
             self._planned.by_size.leave(self.margin_bytes)
         self._planned.graph.planned = self._planned.least
@@ -150,6 +151,7 @@ class GraphBudget:
             more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
             self._open_bytes += more
             self.margin_bytes += more
+            self._num_spare = 1
         self._start()
 
     def _start(self) -> None:
@@ -175,6 +177,9 @@ class GraphBudget:
             self._open_bytes = 0
         scheduler = self._scheduler = self._scheduler.with_step(step, self._host_bytes)
         found = scheduler.least_time(self._budget, refined=True)
+        if found is None:
+            # Where that leaves no schedule, what is left free besides may be.
+            found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes, refined=True)
         self._is_least = found is None
         if found is None:
             found = scheduler.smallest()

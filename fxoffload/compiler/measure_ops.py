@@ -48,13 +48,14 @@ def measure_ops(joint: fx.GraphModule, identity: Identity, rates: Rates, meter: 
         note_estimated("operators", reason)
 
     def measure(missing: list[str]) -> Outcomes:
-        if reason := meter.why_not() or (allowance.left_s - FOR_SEGMENTS_S <= meter.warm_up_s and NO_TIME):
+        reserved_s = min(FOR_SEGMENTS_S, allowance.left_s / 2)
+        if reason := meter.why_not() or (allowance.left_s - reserved_s <= meter.warm_up_s and NO_TIME):
             return dict.fromkeys(missing, reason)
         found: dict[str, float | str] = {}
         with allowance.spending(), meter.undisturbed():
             for key in missing:
                 node, estimated_ms = nodes[key]
-                found[key] = _measure(node, estimated_ms, meter, allowance)
+                found[key] = _measure(node, estimated_ms, meter, allowance, reserved_s)
         _say(found, {k: nodes[k] for k in missing})
         return found
 
@@ -81,8 +82,8 @@ def _heavy(joint: fx.GraphModule, rates: Rates, least_ms: float) -> tuple[dict[s
     return dict(longest), list(reasons.values())
 
 
-def _measure(node: fx.Node, estimated_ms: float, meter: Meter, allowance: Allowance) -> float | str:
-    if _CALLS * estimated_ms / 1e3 > allowance.left_s - FOR_SEGMENTS_S:
+def _measure(node: fx.Node, estimated_ms: float, meter: Meter, allowance: Allowance, reserved_s: float) -> float | str:
+    if _CALLS * estimated_ms / 1e3 > allowance.left_s - reserved_s:
         return NO_TIME
     try:
         inputs = _inputs_of(node)

@@ -359,8 +359,7 @@ def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
         scheduler: of a step whose outputs are let go of.
         limit_bytes: what tuning leaves.
     """
-    step = replace(scheduler.step, holds_outputs=True, frees_tangents=False)
-    held = scheduler.with_step(step, scheduler.host_bytes)
+    held = scheduler.with_step(scheduler.step.with_outputs_held(), scheduler.host_bytes)
     return held.least_time(limit_bytes) or scheduler.least_time(limit_bytes) or scheduler.smallest()
 
 

@@ -83,6 +83,12 @@ class Replan(Generic[_C]):
         return self._calibration
 
     @property
+    def has_ended(self) -> bool:
+        """Whether nothing is planned again any more."""
+        with self._lock:
+            return self._calibration is None and not self._is_calibrating
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is left to be measured or planned again."""
         with self._lock:
@@ -175,6 +181,9 @@ class Calibration(PlanAgain):
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
         pin: has so many more bytes of host memory ready: whether they are.
+
+    Attributes:
+        first: what the first step does; None: as all steps.
     """
 
     def __init__(
@@ -194,6 +203,7 @@ class Calibration(PlanAgain):
         self._order = order
         self._alike = alike
         self._pin = pin
+        self.first: Choice | None = None
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``PlanAgain``."""
@@ -237,8 +247,7 @@ class Calibration(PlanAgain):
 
     def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
         """A graph has one recompute choice. The first step's schedule may still run (``CompileSession._settling``)."""
-        outputs = self._graph.outputs
-        if (outputs.are_held or outputs.have_gradients) and self._graph.planned != self._choice_of(now):
+        if self.first is not None and self._graph.planned is self.first:
             self.follow(now)
         if self.control is not None:
             self.control.calibrated(self.scheduler, now)

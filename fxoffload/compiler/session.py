@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
 from collections import Counter
@@ -46,7 +47,7 @@ from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step, too_small
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
-from fxoffload.compiler.replan import Replan, calibration_of, measured_step, replan_for, shared
+from fxoffload.compiler.replan import Calibration, Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
@@ -103,6 +104,8 @@ class _JointState:
     tags: TagReport = field(default_factory=TagReport)
 
 
+# So many calls follow the first step's schedule at most, where no calibration comes that would count the outputs.
+_MOST_AT_FIRST = 32
 _PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
 _JOINT: tuple[Step[_JointState], ...] = (
@@ -695,22 +698,26 @@ class CompileSession:
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """``run``, a backward, after whose first call the plan takes over from the first step's schedule: at once, or,
-        where outputs are not what the plan takes them for, when the calibration has counted them."""
+        where outputs are not what the plan takes them for, when the calibration has counted them or has ended."""
         assert self._forward is not None
-        graph, waiting = self._forward.graph, [self._settled]
-        outputs, is_calibrated = graph.outputs, self._replan is not None
+        graph, replan = self._forward.graph, self._replan
+        outputs, first, num_calls = graph.outputs, graph.planned, itertools.count(1)
+        waiting = [] if self._settled is None else [self._settled]
         if self._plan_box is None and not outputs.zeros:
             return run
+        if waiting and replan is not None and isinstance(replan.calibration, Calibration):
+            replan.calibration.first = first
 
         def backward(args: list[Any]) -> Any:
             outputs.backward_begins(args)
             results = run(args)
             outputs.backward_ended()
             if waiting:
-                settled = waiting.pop()
                 is_as_planned = not (outputs.are_held or outputs.have_gradients)
-                if settled is not None and (is_as_planned or not is_calibrated):
-                    graph.planned = settled
+                if is_as_planned or replan is None or replan.has_ended or next(num_calls) >= _MOST_AT_FIRST:
+                    settled = waiting.pop()
+                    if graph.planned is first:
+                        graph.planned = settled
             return results
 
         return boxed(backward)
@@ -779,7 +786,7 @@ class CompileSession:
             if before[1] is not None and limit is not None:
                 self._settled = graph.planned
                 tuned_later = 0 if ran.are_all else TUNING_BYTES
-                calibration.follow(schedule_of_first_step(scheduler, limit - tuned_later))
+                calibration.follow_first(schedule_of_first_step(scheduler, limit - tuned_later))
                 if graph.planned is not None:
                     self._not_judged.append(graph.planned)
             if is_least and ran.are_all and not self._goal.is_checkpointing:

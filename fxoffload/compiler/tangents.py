@@ -8,6 +8,7 @@ and free them with their last reader.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +41,19 @@ class Zeros:
 
 def tangents_of(backward: fx.GraphModule) -> list[fx.Node]:
     """The placeholders of a backward graph that are tangents."""
-    return [n for n in backward.graph.find_nodes(op="placeholder") if "tangent" in str(n.target)]
+    return [n for n in backward.graph.find_nodes(op="placeholder") if _is_tangent(n)]
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    """As AOTAutograd names them. Saved values have the names of the nodes that made them."""
+    return re.fullmatch(r"tangents_\d+", str(node.target)) is not None
 
 
 def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
     """Zeros for all tangents of a backward graph; none where one of them is no plain tensor of a fixed size."""
     found: list[Zeros] = []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
-        if "tangent" not in str(node.target):
+        if not _is_tangent(node):
             continue
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):

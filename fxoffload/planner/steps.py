@@ -7,6 +7,7 @@ form. What follows from it (which storage lives when, where a copy may start) is
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -131,6 +132,19 @@ class TrainingStep:
     holds_outputs: bool = True
     frees_tangents: bool = False
     releases: tuple[int, ...] | None = None
+
+    def with_outputs_held(self) -> TrainingStep:
+        """The caller holds the outputs, and gradients come from them. At most: working sets may have counted on
+        tangents that die in them."""
+        if not self.frees_tangents:
+            return replace(self, holds_outputs=True)
+        last = {name: i for i, segment in enumerate(self.backward) for name in segment.reads}
+        more = Counter[int]()
+        for storage in self.storages:
+            if storage.is_tangent and storage.name in last:
+                more[last[storage.name]] += storage.nbytes
+        backward = tuple(replace(s, temp_bytes=s.temp_bytes + more[i]) for i, s in enumerate(self.backward))
+        return replace(self, holds_outputs=True, frees_tangents=False, backward=backward)
 
     @property
     def candidates(self) -> tuple[StorageInfo, ...]:

@@ -25,8 +25,21 @@ def test_a_backward_without_outputs_says_nothing() -> None:
     outputs.made([])
     outputs.backward_ended()
     assert outputs.are_held is None
+    outputs.made([torch.zeros(())])
+    outputs.backward_ended()
+    assert outputs.are_held is None, "a loss is no output that anybody holds"
     kept = torch.zeros(10)
     outputs.made([kept])
     outputs.backward_ended()
     outputs.backward_ended()  # once more, of a graph that was retained
     assert outputs.are_held is True
+
+
+def test_several_forwards_before_a_backward_say_nothing() -> None:
+    outputs = Outputs()
+    kept = [torch.zeros(10), torch.zeros(10)]
+    for value in kept:
+        outputs.made([value])
+    outputs.backward_ended()
+    outputs.backward_ended()
+    assert outputs.are_held is None

@@ -111,3 +111,27 @@ def test_bits_are_those_without_offloading() -> None:
     found = gradients(model, call, USES["the loss alone"])
     with fxoffload.override_policy("keep_all"):
         assert_equal(gradients(model, call, USES["the loss alone"]), found)
+
+
+def test_the_loss_alone() -> None:
+    """It is held, and has a gradient; no plan counts that."""
+    model = Returning()
+    call = torch.compile(
+        lambda x: model(x)[0], backend="fxoffload", options=rehearsal_options(policy="auto", max_slowdown=9.0)
+    )
+    for _ in range(2):
+        call(example_input()).backward()
+    (graph,) = fxoffload.graphs()
+    assert graph.outputs.are_held is None and graph.outputs.have_gradients is None
+
+
+def test_under_compiled_autograd_autograd_makes_the_zeros() -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = Returning()
+    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    expected = gradients(model, model, USES["the loss alone"])
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        found = gradients(model, call, USES["the loss alone"])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)

@@ -20,13 +20,13 @@ class Zeros(Protocol):
 
 
 class Outputs:
-    """The outputs of one graph. Of several forwards the last one counts; all is by bytes.
+    """The outputs of one graph, by bytes, without a loss: numbers do not count.
 
     Attributes:
         zeros: for the gradients of all outputs; empty: autograd makes them.
-        are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None before, or
-            where there are none.
-        have_gradients: whether the last backward was given gradients of them, and not only of a loss; likewise.
+        are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None where there
+            are none, or nobody knows: several forwards ran before it.
+        have_gradients: whether the last backward was given gradients of them; None where there are none.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,12 @@ class Outputs:
         self.are_held: bool | None = None
         self.have_gradients: bool | None = None
         self._refs: list[tuple[StorageRef, int]] = []
+        self._num_forwards = 0  # since the last backward
 
     def made(self, outputs: Iterable[Any]) -> None:
         """The forward returns these."""
-        found = [o for o in outputs if isinstance(o, Tensor) and o.layout is torch.strided]
+        found = [o for o in outputs if isinstance(o, Tensor) and o.layout is torch.strided and o.dim()]
+        self._num_forwards += 1
         plain = [o for o in found if not is_traceable_wrapper_subclass(o)]
         self._refs = [(StorageRef(t), t.untyped_storage().nbytes()) for t in plain]
 
@@ -45,16 +47,17 @@ class Outputs:
         """With these arguments, in which zeros take the place of gradients that nothing comes from."""
         given = made = 0
         for zeros in self.zeros:
-            if args[zeros.position] is None:
+            is_made = args[zeros.position] is None
+            if is_made:
                 args[zeros.position] = zeros.make()
-                made += args[zeros.position].nbytes
-            else:
-                given += args[zeros.position].nbytes
+            if nbytes := args[zeros.position].nbytes * (args[zeros.position].dim() > 0):
+                made, given = made + nbytes * is_made, given + nbytes * (not is_made)
         if given + made:
             self.have_gradients = given > made
 
     def backward_ended(self) -> None:
         """Nothing is held on the graph's behalf any more."""
         refs, self._refs = self._refs, []
-        if total := sum(nbytes for _, nbytes in refs):
+        is_known, self._num_forwards = self._num_forwards == 1, 0
+        if is_known and (total := sum(nbytes for _, nbytes in refs)):
             self.are_held = 2 * sum(nbytes for ref, nbytes in refs if not ref.is_expired()) > total
