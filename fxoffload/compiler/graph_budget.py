@@ -178,7 +178,7 @@ class GraphBudget:
         scheduler = self._scheduler = self._scheduler.with_step(step, self._host_bytes)
         found = scheduler.least_time(self._budget, refined=True)
         if found is None:
-            # Where that leaves no schedule, what is left free besides may be.
+            # No schedule leaves the spare part of the budget free: one that does not leave it free may do.
             found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes, refined=True)
         self._is_least = found is None
         if found is None:

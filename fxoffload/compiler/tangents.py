@@ -9,7 +9,6 @@ and free them with their last reader.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -17,26 +16,7 @@ from torch import Tensor
 
 from fxoffload._torch_compat import is_traceable_wrapper_subclass
 from fxoffload.passes.values import tensor_of
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """What takes the place of a gradient that nothing comes from.
-
-    Attributes:
-        position: of the backward's argument.
-        shape, stride, dtype, device: as traced.
-    """
-
-    position: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self) -> Tensor:
-        """New ones."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+from fxoffload.runtime.steps.outputs import Zeros
 
 
 def tangents_of(backward: fx.GraphModule) -> list[fx.Node]:

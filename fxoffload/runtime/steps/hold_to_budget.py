@@ -68,9 +68,6 @@ class HoldToBudget:
         loop = _loop_of(first, chain, step) if step.sizes == chain.sizes else None
         if loop is None:
             return
-        if loop.num_skipped:
-            loop.num_skipped -= 1
-            return
         history = None if step.recording is None else step.recording.history
         is_shared = history is not None
         if history is None and loop.records_next and first.may_record and self._history is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,24 @@ from torch import Tensor
 from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 
 
-class Zeros(Protocol):
-    """See ``fxoffload.compiler.tangents.Zeros``."""
+@dataclass(frozen=True)
+class Zeros:
+    """What takes the place of a gradient that nothing comes from.
 
-    @property
-    def position(self) -> int: ...
-    def make(self) -> Tensor: ...
+    Attributes:
+        position: of the backward's argument.
+        shape, stride, dtype, device: as traced.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> Tensor:
+        """New ones."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
 
 
 class Outputs:
