@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -22,6 +23,7 @@ from fxoffload.compiler import planning, recompute_search, session
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.errors import BudgetError
 from fxoffload.graphs import CompiledGraph
+from fxoffload.passes.op_key import op_key
 from fxoffload.planner import schedule
 from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal
 from fxoffload.planner.simulate import simulate
@@ -143,8 +145,19 @@ class Recorded:
 
         torch.compiler.reset()
         with mock.patch.object(session, "Planning", Recording):
-            call(compiled(model, **changes)).backward()
+            # What a test module of measured costs records, others get too.
+            call(compiled(model, disable=("measured_costs",), **changes)).backward()
         self.last = self.made[-1]
+        self.rates = self.last.rates
+
+    def with_products(self, ms: float) -> Recorded:
+        """The same where every product of matrices was measured, and takes ``ms``."""
+        found = copy.copy(self)
+        calls = self.last.joint.graph.find_nodes(op="call_function", target=aten.mm.default)
+        calls += self.last.joint.graph.find_nodes(op="call_function", target=aten.addmm.default)
+        times = {key: ms for node in calls if (key := op_key(node)) is not None}
+        found.known, found.rates = {}, replace(self.rates, op_times=times)
+        return found
 
     def plan(self, budget: int | None = None, slowdown: float | None = None, **changes: Any) -> Planned:
         key = (budget, slowdown, *sorted(changes.items()))
@@ -157,8 +170,8 @@ class Recorded:
         again = Planning(
             on.joint,
             on.partition,
-            on.settings,
-            on.rates,
+            replace(on.settings, rates=self.rates),
+            self.rates,
             PlanGoal.of(budget, slowdown),
             recompute=changes.pop("recompute", on.recompute),
             num_points=changes.pop("num_points", on.num_points),
@@ -210,12 +223,14 @@ def test_budgets() -> None:
     assert plain.plan.predicted == baseline
 
 
-@pytest.mark.parametrize("goal", [{}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}])
+@pytest.mark.parametrize("goal", [{}, {"products": 0.004}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}])
 def test_what_a_plan_offers_can_be_asked_for(goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point of the frontier, the smallest budget among them, is met at the time that it says; this plan's too."""
     for module in (recompute_search, schedule):
         monkeypatch.setattr(module, "_SOLVER_S", 60.0)  # within less, what is found depends on what else runs
-    found = recorded("tower")
+    found, goal = recorded("tower"), dict(goal)
+    if products := goal.pop("products", None):
+        found = found.with_products(products)
     if share := goal.pop("share", None):
         goal["budget"] = int(share * found.plan(1 << 60).plan.baseline_peak_bytes)
     plan = found.plan(num_points=5, **goal).plan
