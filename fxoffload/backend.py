@@ -14,10 +14,13 @@ from fxoffload._torch_breaks import log_after_graph
 from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.gc_pause import gc_paused
+from fxoffload.machine.devices import memory_bytes
+from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
 from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
-from fxoffload.tell import is_new
+from fxoffload.sizes import format_bytes
+from fxoffload.tell import is_new, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ def fxoffload(
         device = None
     else:
         device = _device_to_offload(example_inputs, chosen.device_types)
+    if device is not None:
+        _tell_of_memory(chosen, device)
     inner: Any = None  # whole graphs, by Inductor
     session = None
     if device is not None and torch.is_grad_enabled():
@@ -112,6 +117,23 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
             ", ".join(found),
         )
     return None
+
+
+def _tell_of_memory(chosen: Options, device: torch.device) -> None:
+    budget, name = chosen.activation_budget, "this device"
+    if budget is None:
+        return
+    total = memory_bytes(device)
+    if chosen.profile is not None:
+        profile = load_profile(chosen.profile)
+        total, name = profile.device_memory_bytes, profile.device_name
+    if budget > total:
+        warn_once(
+            ("budget above the device's memory", budget),
+            f"expected an activation_budget within the memory of {name}, {format_bytes(total)}, found "
+            f"{format_bytes(budget)}: it bounds nothing. fxoffload.activation_budget(model, optimizer) says what is "
+            "left for activations",
+        )
 
 
 fxoffload.reset = reset  # type: ignore[attr-defined]

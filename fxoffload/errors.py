@@ -43,6 +43,10 @@ class UnsupportedError(FxOffloadError, NotImplementedError):
     """An honest limit: the request is valid, and fxoffload does not do it."""
 
 
+class NoPlanError(FxOffloadError, LookupError):
+    """There is no plan yet, or none will be made."""
+
+
 class PassError(FxOffloadError, RuntimeError):
     """A pass could not do its work.
 

@@ -22,6 +22,9 @@ Checkpoints = Literal["plan", "obey"]
 OnError = Literal["raise", "fallback"]
 Inner = Literal["inductor", "aot_eager"]
 
+# Larger slowdowns are taken for percent.
+_MOST_SLOWDOWN = 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, init=False)
 class Options:
@@ -190,6 +193,12 @@ def _check_slowdown(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        if value > _MOST_SLOWDOWN:
+            warnings.warn(
+                f"max_slowdown is {value:g}: a step may take {1 + value:g} times as long. It is a fraction; for "
+                f"{value:g} % write {value / 100:g}",
+                stacklevel=4,
+            )
         return float(value)
     raise OptionsError(f"max_slowdown is {value!r}; expected a fraction of the step time such as 0.02, or None")
 

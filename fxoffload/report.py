@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
-from fxoffload.graphs import graphs as graphs
-from fxoffload.graphs import override_policy as override_policy
+from fxoffload.compiled_graph import graphs as graphs
+from fxoffload.compiled_graph import override_policy as override_policy
+from fxoffload.counters import Stats, counters
 from fxoffload.runtime.engine import Budgets, engine_for, engines
-from fxoffload.sizes import parse_bytes
-from fxoffload.stats import Stats, counters
+from fxoffload.sizes import format_bytes, parse_bytes
 
 
 def stats() -> Stats:
@@ -50,9 +52,16 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     need less.
 
     Args:
-        size: bytes, or a string such as "34GiB".
+        size: bytes, or a string such as "34GiB". More than this process may pin is told, and not reserved.
         device: the device whose values will use it; default: the current CUDA device, else the CPU rehearsal.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine_for(torch.device(device)).reserve(parse_bytes(size, "size"), Budgets(None, None, None), stays=True)
+    nbytes, engine, budgets = parse_bytes(size, "size"), engine_for(torch.device(device)), Budgets(None, None, None)
+    if nbytes > (most := engine.host_budget_bytes(budgets)):
+        warnings.warn(
+            f"expected at most {format_bytes(most)}, which is what this process may pin of the machine's memory, or of "
+            f"its control group's, found {format_bytes(nbytes)}: {format_bytes(most)} are reserved",
+            stacklevel=2,
+        )
+    engine.reserve(nbytes, budgets, stays=True)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from decimal import ROUND_HALF_EVEN, Decimal
 
-from fxoffload.errors import OptionsError
-
 _PREFIXES = ("k", "m", "g", "t")
 _UNITS = (
     {"": 1, "b": 1}
+    | {p: 1000 ** (i + 1) for i, p in enumerate(_PREFIXES)}
     | {f"{p}b": 1000 ** (i + 1) for i, p in enumerate(_PREFIXES)}
     | {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate(_PREFIXES)}
 )
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 _ACCEPTED = (
     "a number of bytes such as 1048576, or a string with a unit such as '1.5GB', '512 MiB' or "
-    "'2GiB' (B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB powers of 1024)"
+    "'2GiB' (kB, MB, GB, TB are powers of 1000, and so are k, M, G, T; KiB, MiB, GiB, TiB powers of 1024)"
 )
 
 
@@ -29,7 +28,7 @@ def parse_bytes(value: int | str, name: str, *, allow_zero: bool = False) -> int
     amount = _amount_bytes(value, name)
     if amount < 1 and not (allow_zero and amount == 0):
         least = "0 or at least 1 byte" if allow_zero else "at least 1 byte"
-        raise OptionsError(f"{name} is {value!r}; expected {least}: {_ACCEPTED}")
+        raise _no_size(f"{name} is {value!r}; expected {least}: {_ACCEPTED}")
     return int(amount.to_integral_value(ROUND_HALF_EVEN))
 
 
@@ -50,4 +49,10 @@ def _amount_bytes(value: object, name: str) -> Decimal:
         number, unit = match.groups()
         if unit.lower() in _UNITS:
             return Decimal(number) * _UNITS[unit.lower()]
-    raise OptionsError(f"{name} is {value!r}; expected {_ACCEPTED}")
+    raise _no_size(f"{name} is {value!r}; expected {_ACCEPTED}")
+
+
+def _no_size(message: str) -> Exception:
+    from fxoffload.errors import OptionsError  # which imports torch._dynamo; the command line's help does not
+
+    return OptionsError(message)

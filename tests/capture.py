@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxoffload
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import build, session
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.annotate_layers import LayerReport
 
 WIDTH = 16

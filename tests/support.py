@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import pipeline
-from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.cut_segments import CutSegments
 
 Observed = dict[str, Tensor]

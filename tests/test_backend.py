@@ -813,7 +813,7 @@ def test_an_unknown_override_lists_the_policies() -> None:
 
 
 def test_an_override_ends_with_an_exception_and_may_be_nested() -> None:
-    from fxoffload.graphs import _override
+    from fxoffload.compiled_graph import _override
 
     with pytest.raises(KeyError):
         with fxoffload.override_policy("keep_all"):

@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxoffload
 from fxoffload import ops
-from fxoffload.graphs import CompiledGraph
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.runtime import outer_program

@@ -41,7 +41,7 @@ def test_accepted_forms(value: int | str, expected: int) -> None:
     [
         "",
         "GiB",
-        "2G",
+        "2Gi",
         "2 giga",
         "1,5GB",
         "1e9",

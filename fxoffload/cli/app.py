@@ -1,21 +1,26 @@
-"""The command line: which subcommands there are, and what a failure looks like."""
+"""The command line: which subcommands there are, and what a failure looks like.
+
+Nothing here, nor in the modules of the subcommands, imports torch before a command runs: help takes a moment.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
 from types import FrameType
+from typing import Annotated
 
 import typer
 
+from fxoffload import __version__
+from fxoffload._check_torch import torch_version
 from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
 from fxoffload.cli.bench import bench
 from fxoffload.cli.moe import app as moe
 from fxoffload.cli.moe_tables import printable
-from fxoffload.errors import FxOffloadError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")
 app.command()(bench)
 
@@ -28,8 +33,18 @@ class InterruptedBySignal(BaseException):
         self.status = 128 + number
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"fxoffload {__version__}, torch {torch_version() or 'not installed'}")
+        raise typer.Exit
+
+
 @app.callback()
-def fxoffload() -> None:
+def fxoffload(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
+    ] = False,
+) -> None:
     """Train in less GPU memory; tools beside the torch.compile backend."""
 
 
@@ -40,13 +55,21 @@ def main() -> None:
             signal.signal(number, _interrupt)
     try:
         app(prog_name="fxoffload")
-    except (CheckpointError, FxOffloadError, OSError) as error:
+    except Exception as error:
+        if not _is_told(error):
+            raise
         print(f"fxoffload: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except InterruptedBySignal as error:
         left = "; the destination is as it was, or whole" if sys.argv[1:2] == ["moe"] else ""
         print(f"fxoffload: interrupted ({error}){left}", file=sys.stderr)
         sys.exit(error.status)
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the text of an error is all that a user needs."""
+    errors = sys.modules.get("fxoffload.errors")  # not imported: nobody raised one of them
+    return isinstance(error, (CheckpointError, OSError, *([errors.FxOffloadError] if errors else [])))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

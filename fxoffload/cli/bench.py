@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fxoffload.bench.run import bench as measure
-from fxoffload.bench.show import is_measured, render
 from fxoffload.files import replace_file
 
 LIMIT_S = 180.0
@@ -27,6 +25,9 @@ def bench(
     Plain Inductor, with checkpointing, fxoffload's default, fxoffload at checkpointing's peak: step time and peak
     memory, each in a process of its own. Without a GPU: a rehearsal in seconds, which says that it is one.
     """
+    from fxoffload.bench.run import bench as measure
+    from fxoffload.bench.show import is_measured, render
+
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"expected an existing folder for the file, found no {json_file.parent.resolve()}")
     console = Console(stderr=True)

@@ -16,12 +16,12 @@ from typing import Any
 import torch.fx as fx
 
 from fxoffload._torch_compat import boxed, boxed_eager
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.draft import Draft, copy_graph, describe
 from fxoffload.compiler.recipe import Compiled, Recipe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.tape_parts import Checkpointed, Part, describe_part
-from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.values import output_values
 from fxoffload.runtime.steps.held import Edges, Held, Moment
 from fxoffload.runtime.steps.step_memory import EdgeWatch

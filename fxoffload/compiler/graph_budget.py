@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.explain import with_actions
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.errors import in_brief
-from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
 from fxoffload.compiler.measuring import FOR_SEGMENTS_S, NO_ROOM, NO_TIME, Allowance, note_estimated, reason_of
+from fxoffload.counters import counters
 from fxoffload.machine.devices import Identity
 from fxoffload.machine.meters import Meter, Work
 from fxoffload.machine.op_times import OpTimes, Outcomes, times_of
@@ -22,7 +23,6 @@ from fxoffload.passes.estimate_costs import Rates, estimate_segment
 from fxoffload.passes.hidden_memory import hidden_bytes
 from fxoffload.passes.op_costs import call_of, distinct_bytes, node_kind, op_name
 from fxoffload.passes.op_key import op_key
-from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
 from fxoffload.compiler.measuring import NO_ROOM, NO_TIME, Allowance, note_estimated, reason_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCall
+from fxoffload.counters import counters
 from fxoffload.machine.meters import Meter
 from fxoffload.passes.cut_segments import Segment
 from fxoffload.passes.estimate_memory import dying_inputs
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.clocks.segment_readings import Phase, Readings, Sample
-from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
 

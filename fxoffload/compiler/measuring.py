@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fxoffload import tell
+from fxoffload.counters import counters
 from fxoffload.errors import in_brief
 from fxoffload.runtime.engine import engines
-from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch.fx as fx
 
 from fxoffload._torch_compat import Surroundings, inductor_config
+from fxoffload.compiled_graph import CompiledGraph, CompiledVariant
 from fxoffload.compiler.batch_sizes import BatchSizes
 from fxoffload.compiler.build import Builder, GraphKwargs
 from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft, own_values
 from fxoffload.compiler.fit import Signature, fit
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.errors import PassError, in_brief
-from fxoffload.graphs import CompiledGraph, CompiledVariant
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.passes.find_frontier import FindFrontier, RecomputePoint
 from fxoffload.passes.op_costs import node_kind

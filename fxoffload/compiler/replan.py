@@ -15,11 +15,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
-from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule

@@ -34,6 +34,7 @@ from fxoffload._torch_compat import (
     take_donated_placeholders,
     take_partitioner_choices,
 )
+from fxoffload.compiled_graph import CompiledGraph, register
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.calibration import PlanAgain
@@ -53,9 +54,9 @@ from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
 from fxoffload.compiler.tape_plan import plan_tape
 from fxoffload.compiler.variants import Range, plan_for_sizes
+from fxoffload.counters import counters
 from fxoffload.environment import measured_device_types
 from fxoffload.errors import BudgetError, PassError, in_brief
-from fxoffload.graphs import CompiledGraph, register
 from fxoffload.machine.devices import identify
 from fxoffload.machine.meters import Meter, meter_for
 from fxoffload.options import Options
@@ -86,7 +87,6 @@ from fxoffload.runtime.steps.outputs import Outputs
 from fxoffload.runtime.variant import Variants
 from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
-from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload._torch_compat import is_rng_state
 from fxoffload._torch_sizes import hints_at, symbols_of
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.draft import Draft, DraftSettings, step_of
 from fxoffload.compiler.fit import Signature
@@ -18,7 +19,6 @@ from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.recipe import Recipe, VariantDraft, edges_at, with_all_inputs
 from fxoffload.compiler.replan import as_measured
 from fxoffload.errors import UnsupportedError
-from fxoffload.graphs import CompiledGraph
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Basis
 from fxoffload.planner.rates import ProfileRates

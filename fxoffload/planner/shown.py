@@ -7,6 +7,7 @@ import itertools
 import weakref
 from typing import Any
 
+from fxoffload.errors import NoPlanError
 from fxoffload.planner.plan import Plan
 from fxoffload.reset import on_reset
 
@@ -34,3 +35,20 @@ def plans() -> list[Plan]:
     """The plans of the graphs that were compiled under policy "auto" and are alive, and of steps over several such
     graphs, in the order in which they were made."""
     return [box.plan for box in sorted(_BOXES, key=lambda b: b.index)]
+
+
+def last_plan() -> Plan:
+    """The last of ``plans()``: of the step that was planned last, or of the whole step where it has several graphs.
+
+    Raises:
+        NoPlanError: (a LookupError) there is none.
+    """
+    found = plans()
+    if not found:
+        raise NoPlanError(
+            "expected a plan, found none: plans are made when a compiled model is called with gradients for the first "
+            'time, under policy "auto", with tensors on a device that activations are offloaded from (device_types; '
+            "the CPU is none by default) and within the model's life. fxoffload.plan(model, inputs, device='h200') "
+            "plans without running"
+        )
+    return found[-1]

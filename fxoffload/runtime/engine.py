@@ -40,6 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxoffload.counters import counters
 from fxoffload.errors import ModifiedInputError
 from fxoffload.reset import on_reset
 from fxoffload.runtime.clocks.allocator_history import cuda_history
@@ -64,7 +65,6 @@ from fxoffload.runtime.switches import on_gpu
 from fxoffload.runtime.tape import Tape
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
-from fxoffload.stats import counters
 
 log = logging.getLogger(__name__)
 

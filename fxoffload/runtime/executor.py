@@ -22,6 +22,7 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_active,
     saved_tensor_hooks_module,
 )
+from fxoffload.counters import counters
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
@@ -31,7 +32,6 @@ from fxoffload.runtime.tape import TurnWatch
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.runtime.windows import Choice
-from fxoffload.stats import counters
 
 _GRAPHS = itertools.count(1)
 

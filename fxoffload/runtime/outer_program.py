@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fxoffload import ops
 from fxoffload._torch_private import profiled
+from fxoffload.counters import counters
 from fxoffload.ops import is_op
 from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.layout import layout_of
 from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
 from fxoffload.runtime.windows import Windows
-from fxoffload.stats import counters
 
 
 @dataclass(frozen=True)

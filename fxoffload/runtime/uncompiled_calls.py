@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fxoffload._torch_dynamo import called_function, num_autograd_nodes, runs_later, why_off
-from fxoffload.stats import counters
+from fxoffload.counters import counters
 from fxoffload.tell import warn_once
 
 WITHOUT_GRADIENTS = "without gradients: "

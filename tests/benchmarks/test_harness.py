@@ -47,7 +47,7 @@ from benchmarks.schema import (
 from benchmarks.steps import Stepper
 from benchmarks.tables import render
 from benchmarks.workloads import build_job
-from fxoffload.graphs import _override
+from fxoffload.compiled_graph import _override
 
 CPU = torch.device("cpu")
 TINY = Case(

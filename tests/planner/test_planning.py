@@ -19,10 +19,10 @@ from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import planning, recompute_search, session
 from fxoffload.compiler.planning import Planned, Planning
 from fxoffload.errors import BudgetError
-from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.op_key import op_key
 from fxoffload.planner import schedule
 from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal

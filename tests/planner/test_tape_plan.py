@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import session, tape_plan
-from fxoffload.graphs import CompiledGraph
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain

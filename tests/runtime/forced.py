@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.recipe import Recipe, VariantDraft
 from fxoffload.compiler.tape_parts import Part
-from fxoffload.graphs import CompiledGraph
 from fxoffload.runtime.bundle import Bundle
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.steps.calls import Site, StepCalls

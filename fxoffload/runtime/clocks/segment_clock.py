@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 
 from fxoffload._torch_compat import compiled_autograd_active, in_backward, saved_tensor_hooks_active
+from fxoffload.counters import counters
 from fxoffload.runtime.clocks.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.clocks.call_recorder import Recorder, Sources
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings, Sample
 from fxoffload.runtime.clocks.stream_events import EventSource, cuda_events, host_events
-from fxoffload.stats import counters
 
 # Times over ``count`` at which a phase gives up: shapes that never repeat, calls that are never counted.
 _PATIENCE = 4

@@ -23,7 +23,7 @@ import logging
 import time
 from typing import Protocol
 
-from fxoffload.stats import counters
+from fxoffload.counters import counters
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,115 @@
+"""What a newcomer meets first: the import, ``fxoffload.compile``, and what is said of values that cannot be meant."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxoffload
+from fxoffload.runtime import engine
+
+REHEARSED: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    return done.stdout
+
+
+def test_help_imports_no_torch() -> None:
+    # As where the package is installed: Dynamo finds the backend by its entry point.
+    code = """
+import importlib.metadata as metadata, sys
+metadata.entry_points = lambda **params: ["fxoffload"]
+from typer.testing import CliRunner
+from fxoffload.cli.app import app
+for line in (["--help"], ["--version"], ["moe", "--help"], ["moe", "merge", "--help"], ["bench", "--help"]):
+    found = CliRunner().invoke(app, line)
+    assert found.exit_code == 0, found.output
+    print(found.output.splitlines()[0])
+print("torch" in sys.modules)
+"""
+    lines = run(code).splitlines()
+    assert re.fullmatch(r"fxoffload \d+\.\d+\.\d+, torch \d+\.\d+.*", lines[1])
+    assert lines[-1] == "False"
+
+
+def test_all_names_are_there_and_hide_no_module() -> None:
+    folder = Path(fxoffload.__file__).parent
+    for name in fxoffload._LATE:
+        assert getattr(fxoffload, name).__name__ if name != "PIECES" else fxoffload.PIECES
+        assert not any((folder / file).exists() for file in (f"{name}.py", f"{name}/__init__.py"))
+    assert set(fxoffload._LATE) <= set(dir(fxoffload))
+    assert fxoffload.phases.PhaseManager.__name__ == "PhaseManager"
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        _ = fxoffload.plam  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_compile_checks_its_options_at_once() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(fxoffload.OptionsError, match=r"'activaton_budget' \(did you mean 'activation_budget'\?\)"):
+        fxoffload.compile(model, activaton_budget="1GB")
+    with pytest.raises(fxoffload.OptionsError, match="activation_budget is '12 parsecs'"):
+        fxoffload.compile(model, activation_budget="12 parsecs")
+    with pytest.raises(fxoffload.OptionsError, match="unknown mode 'max-autotun'"):
+        fxoffload.compile(model, mode="max-autotun")
+    with pytest.raises(fxoffload.UnsupportedError, match="mode 'reduce-overhead' uses CUDA graphs"):
+        fxoffload.compile(model, mode="reduce-overhead")
+    with pytest.raises(TypeError, match="expected a module or a function to compile, found the text 'gpt2'"):
+        fxoffload.compile("gpt2")  # pyright: ignore[reportArgumentType]
+
+
+def test_compile_is_torch_compile() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    compiled = fxoffload.compile(model, policy="offload_all", **REHEARSED)
+    assert isinstance(compiled, nn.Module) and dict(compiled.named_parameters()).keys() != {}
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert fxoffload.stats().bytes_offloaded > 0
+
+    @fxoffload.compile(policy="offload_all", fullgraph=True, **REHEARSED)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).sum()
+
+    double(torch.ones(2, 4, requires_grad=True)).backward()
+
+
+def test_where_there_is_no_plan() -> None:
+    with pytest.raises(LookupError, match=r"expected a plan, found none: .* the CPU is none by default"):
+        fxoffload.last_plan()
+
+
+def test_sizes_without_a_b() -> None:
+    assert fxoffload.Options(activation_budget="12G") == fxoffload.Options(activation_budget="12GB")
+
+
+def test_a_slowdown_in_percent_is_told() -> None:
+    with pytest.warns(UserWarning, match="6 times as long. It is a fraction; for 5 % write 0.05"):
+        assert fxoffload.Options(max_slowdown=5).max_slowdown == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxoffload.Options(max_slowdown=1)
+
+
+def test_a_budget_above_the_memory_is_told_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    compiled = fxoffload.compile(model, activation_budget="900TB", profile="h200", **REHEARSED)
+    with pytest.warns(UserWarning, match=r"NVIDIA H200, 139\.\d GiB, found .*: it bounds nothing") as found:
+        for batch in (2, 3, 5):
+            compiled(torch.ones(batch, 4)).sum().backward()
+    assert len([w for w in found if "bounds nothing" in str(w.message)]) == 1
+
+
+def test_more_host_memory_than_there_is_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.CopyEngine, "host_budget_bytes", lambda self, budgets: 4 << 20)
+    with pytest.warns(UserWarning, match=r"expected at most 4\.0 MiB, .* found 931\.3 GiB: 4\.0 MiB are reserved"):
+        fxoffload.reserve_host_memory("1TB", "cpu")
+    assert fxoffload.stats().host_bytes_reserved <= 4 << 20
+    fxoffload.release_host_memory()
