@@ -17,12 +17,14 @@ from fxoffload._check_torch import torch_version
 from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
 from fxoffload.cli.bench import bench
+from fxoffload.cli.doctor import doctor
 from fxoffload.cli.moe import app as moe
 from fxoffload.cli.moe_tables import printable
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")
 app.command()(bench)
+app.command()(doctor)
 
 
 class InterruptedBySignal(BaseException):

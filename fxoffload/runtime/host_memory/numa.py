@@ -40,6 +40,14 @@ def memory_nodes() -> list[int]:
     return []
 
 
+def cpus_of(node: int) -> set[int]:
+    """The CPUs of a memory node; empty where the machine does not say."""
+    try:
+        return set(_parse_list((_NODES / f"node{node}" / "cpulist").read_text()))
+    except (OSError, ValueError):
+        return set()
+
+
 def node_of(device: torch.device) -> int | None:
     """The memory node that a GPU is attached to; None where the machine or torch does not say."""
     if device.type != "cuda":

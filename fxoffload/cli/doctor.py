@@ -1,0 +1,43 @@
+"""``fxoffload doctor``: what of this machine matters, and what would not work."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fxoffload.doctor import Finding
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+    """Look at torch, GPUs, the compiler, the machine's profile and the memory to pin; say what would not work and why.
+
+    Exit status 1 where something would not.
+    """
+    from dataclasses import asdict
+
+    from fxoffload.doctor import examine
+
+    found = examine()
+    problems = [f for f in found if f.problem]
+    if as_json:
+        typer.echo(json.dumps([asdict(f) for f in found], indent=1))
+    else:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for finding in found:
+            table.add_row("[red]!" if finding.problem else "[green]ok", *_cells(finding))
+        console = Console()
+        console.print(table)
+        console.print(f"\n{len(problems)} of {len(found)} need a look" if problems else "\nall is well")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _cells(finding: Finding) -> tuple[str, str]:
+    problem = f"\n[red]{escape(finding.problem)}" if finding.problem else ""
+    return escape(finding.subject), escape(finding.found) + problem

@@ -1,0 +1,205 @@
+"""What of this machine fxoffload depends on, and what would not work here and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+import torch
+
+from fxoffload import __version__, environment
+from fxoffload.errors import FxOffloadError, in_brief
+from fxoffload.machine import cache
+from fxoffload.machine.devices import identify, resolve
+from fxoffload.machine.lookup import PROFILE_VARIABLE, profile_for
+from fxoffload.machine.profile import MachineProfile
+from fxoffload.machine.shelf import shipped_names
+from fxoffload.runtime.host_memory.limits import (
+    cgroup_limit_bytes,
+    default_host_budget_bytes,
+    processes_on_this_machine,
+)
+from fxoffload.runtime.host_memory.numa import cpus_of, memory_nodes, node_of
+from fxoffload.sizes import format_bytes
+
+# A step of a stock model keeps some half of the device's memory in activations.
+_SMALL_SHARE = 0.5
+_PACKAGES = ("transformers", "accelerate", "trl", "peft", "verl", "triton")
+_VARIABLES = (
+    environment.DISABLE_VARIABLE,
+    environment.PHASES_DEVICE_TYPES_VARIABLE,
+    environment.MEASURED_DEVICE_TYPES_VARIABLE,
+    PROFILE_VARIABLE,
+    cache.CACHE_VARIABLE,
+)
+_LARGE_COPY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what.
+        found: what is there.
+        problem: what does not work because of it, and what to do; "" where all is well.
+    """
+
+    subject: str
+    found: str
+    problem: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order in which it matters. Starts a CUDA context where there is a GPU; takes seconds."""
+    found: list[Finding] = []
+    for look in (_software, _devices, _compiler, _profile, _pinned_memory, _nodes, _allocator, _variables):
+        found += _safely(look)
+    return found
+
+
+def _safely(look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(look())
+    except Exception as error:  # one that fails must not hide the others
+        return [Finding(look.__name__.strip("_").replace("_", " "), "?", f"could not be looked at: {in_brief(error)}")]
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("fxoffload", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
+    cuda = torch.version.cuda
+    is_cpu_build = cuda is None and shutil.which("nvidia-smi") is not None
+    yield Finding(
+        "torch",
+        f"{torch.__version__}, {'CUDA ' + cuda if cuda else 'no CUDA'}",
+        "this build of torch cannot use the GPU that nvidia-smi sees; install one with CUDA" if is_cpu_build else "",
+    )
+    there = [f"{name} {found}" for name in _PACKAGES if (found := _version(name))]
+    yield Finding("packages", ", ".join(there) or "none of " + ", ".join(_PACKAGES))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding(
+            "GPU",
+            "none",
+            "compiled models run as plain Inductor's, and nothing is offloaded. Planning works: "
+            "fxoffload.plan(model, inputs, device='h200')",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        free, total = torch.cuda.mem_get_info(device)
+        memory, who = f"{format_bytes(free)} of {format_bytes(total)} free", identify(device)
+        yield Finding(f"GPU {index}", f"{who.device_name}, {memory}, driver {who.driver}")
+
+
+def _compiler() -> Iterator[Finding]:
+    cpp = next((c for c in (os.environ.get("CXX", ""), "g++", "clang++") if c and shutil.which(c)), None)
+    yield Finding("C++ compiler", cpp or "none", "" if cpp else "Inductor needs one, also on a GPU: install g++")
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        yield Finding("Triton", "none", "Inductor makes no kernels for a GPU without it: pip install triton")
+
+
+def _profile() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("profiles to plan with", ", ".join(shipped_names()))
+        return
+    try:
+        found = profile_for(None, allow_measure=False)
+    except FxOffloadError as error:
+        yield Finding("profile", "none", str(error))
+        return
+    here = identify(resolve(None))
+    same = (found.device_name, found.driver, found.torch_version) == (here.device_name, here.driver, here.torch_version)
+    other = "" if same else f", of driver {found.driver} and torch {found.torch_version}"
+    is_other = found.device_name != here.device_name
+    yield Finding(
+        "profile",
+        f"{found.device_name}{other}",
+        f"plans are made for another device than {here.device_name}: unset {PROFILE_VARIABLE}" if is_other else "",
+    )
+    yield Finding("link", _rates(found))
+
+
+def _rates(profile: MachineProfile) -> str:
+    def rate(direction: str, duplex: bool) -> str:
+        ms = profile.copy_ms(_LARGE_COPY_BYTES, direction, duplex)  # pyright: ignore[reportArgumentType]
+        return f"{_LARGE_COPY_BYTES / ms / 1e6:.1f}"
+
+    alone, both = ([rate(d, duplex) for d in ("d2h", "h2d")] for duplex in (False, True))
+    return f"{alone[0]} GB/s to the host, {alone[1]} back; both at once {both[0]} and {both[1]}"
+
+
+def _pinned_memory() -> Iterator[Finding]:
+    budget, memory, limit = default_host_budget_bytes(), psutil.virtual_memory(), cgroup_limit_bytes()
+    of = format_bytes(memory.total) + ("" if limit is None else f", control group {format_bytes(limit)}")
+    ranks = processes_on_this_machine()
+    shared = f", shared by {ranks} processes" if ranks > 1 else ""
+    device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    problem = ""
+    if budget < _SMALL_SHARE * device:
+        problem = (
+            f"that is little beside the GPU's {format_bytes(device)}: what does not fit stays on the device, with a "
+            "warning. Give the container more memory, or run fewer processes"
+        )
+    elif memory.available < budget:
+        problem = f"only {format_bytes(memory.available)} are free now"
+    yield Finding("memory to pin", f"{format_bytes(budget)} of {of}{shared}", problem)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    # CUDA's driver pins for a process whatever this says; containers that enforce it fail to start it at all.
+    yield Finding("locked memory (ulimit -l)", "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft))
+
+
+def _nodes() -> Iterator[Finding]:
+    nodes = memory_nodes()
+    yield Finding("memory nodes (NUMA)", str(len(nodes) or 1))
+    for index in range(torch.cuda.device_count() if len(nodes) > 1 else 0):
+        node = node_of(torch.device("cuda", index))
+        near = set() if node is None else cpus_of(node)
+        far = bool(near) and not near & os.sched_getaffinity(0)
+        problem = f"this process may use no CPU of it: copies cross the machine. numactl --cpunodebind={node}"
+        yield Finding(f"node of GPU {index}", "unknown" if node is None else str(node), problem if far else "")
+
+
+def _allocator() -> Iterator[Finding]:
+    name = next((n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(n)), None)
+    settings = f"{name}={os.environ[name]}" if name else "torch's defaults"
+    problem = ""
+    if torch.cuda.is_available() and torch.cuda.get_allocator_backend() != "native":
+        problem = "peaks of steps can be read from torch's own allocator only: remove backend:..."
+    elif torch.cuda.is_available() and "expandable_segments:True" not in settings:
+        problem = "PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps: a tight budget then fits the device"
+    yield Finding("allocator", settings, problem)
+
+
+def _variables() -> Iterator[Finding]:
+    there = {n: v for n, v in os.environ.items() if n.startswith("FXOFFLOAD_")}
+    unknown = sorted(set(there) - set(_VARIABLES))
+    off = environment.everything_disabled()
+    problem = f"{environment.DISABLE_VARIABLE} is set: plain Inductor, nothing is offloaded. Unset it" if off else ""
+    if unknown:
+        problem = f"nothing reads {', '.join(unknown)}; the variables are {', '.join(_VARIABLES)}"
+    yield Finding("variables", ", ".join(f"{n}={v}" for n, v in sorted(there.items())) or "none set", problem)
+    folder = cache.folder()
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    writable = os.access(parent, os.W_OK)
+    yield Finding(
+        "cache",
+        str(folder),
+        "" if writable else f"nobody may write there: measurements are made anew each time. Set {cache.CACHE_VARIABLE}",
+    )
