@@ -42,7 +42,7 @@ class Options:
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several
         processes of one machine train, 0.006 less is aimed at: they wait for each other.
     profile: rates to plan with, in place of this machine's: a shipped profile's name (``"h200"``) or a file that
-        ``python -m fxoffload.machine measure --out FILE`` wrote.
+        ``fxoffload profile measure --out FILE`` wrote.
     recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``); ``"default"`` saves what
         AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is no contraction, random number,
         collective or sort: fewer bytes to keep or offload, for little time.

@@ -77,7 +77,7 @@ def plan(
         model: as it would be compiled, before it is sharded or wrapped for several GPUs.
         example_kwargs: keyword arguments of one call; tensors of the sizes to plan for, on any device.
         example_args: positional arguments of the same call.
-        device: a shipped profile's name, a profile's file (``python -m fxoffload.machine measure``), or a profile.
+        device: a shipped profile's name, a profile's file (``fxoffload profile measure``), or a profile.
         activation_budget: in bytes or as "12GiB", see ``Options``.
         max_slowdown: see ``Options``; 0.02 where neither is given.
         options: further fields of ``Options``, as in training. Without ``host_budget`` the host's memory bounds

@@ -185,8 +185,7 @@ def _parse(text: str) -> MachineProfile:
     schema = found.pop("schema", None)
     if schema != SCHEMA or isinstance(schema, bool):
         raise OptionsError(
-            f"expected schema {SCHEMA}, found {schema!r}; "
-            "measure it again with: python -m fxoffload.machine measure --out FILE"
+            f"expected schema {SCHEMA}, found {schema!r}; measure it again with: fxoffload profile measure --out FILE"
         )
     _check_names(found, MachineProfile)
     parts = {name: _within(name, lambda name=name: _parse_part(found[name], CopyCurve)) for name in _CURVES}

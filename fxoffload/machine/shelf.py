@@ -31,7 +31,7 @@ def load_profile(path_or_name: str | Path) -> MachineProfile:
         raise OptionsError(
             f"expected a machine profile's file or a shipped name, found {str(path_or_name)!r}"
             f"{suggestion(str(path_or_name), shipped_names())} ({error}); shipped are {', '.join(shipped_names())}, "
-            "and python -m fxoffload.machine measure --out FILE writes a file"
+            "and fxoffload profile measure --out FILE writes a file"
         ) from None
     return MachineProfile.from_json(text, str(path))
 
