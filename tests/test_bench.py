@@ -221,12 +221,12 @@ def test_the_command_prints_and_writes(whole_run: Report, monkeypatch: pytest.Mo
         tell("a variant")
         return whole_run
 
-    monkeypatch.setattr("fxoffload.cli.bench.measure", measure)
+    monkeypatch.setattr("fxoffload.bench.run.bench", measure)
     done = CliRunner().invoke(app, ["bench", "--json", str(tmp_path / "b.json")])
     assert done.exit_code == 0 and "A REHEARSAL" in done.output
     assert json.loads((tmp_path / "b.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(whole_run)))
     empty = dataclasses.replace(whole_run, rows=[Row("Inductor", "failed", "why", 1.0)])
-    monkeypatch.setattr("fxoffload.cli.bench.measure", lambda *_: empty)
+    monkeypatch.setattr("fxoffload.bench.run.bench", lambda *_: empty)
     assert CliRunner().invoke(app, ["bench"]).exit_code == 1
 
 

@@ -18,7 +18,7 @@ from benchmarks.run_suite import Process
 from benchmarks.save_figure import save_figure
 from benchmarks.schema import write_atomically
 from benchmarks.suite import Run
-from fxoffload.cli import bench as bench_module
+from fxoffload.bench import run, show
 from fxoffload.cli.app import app
 from fxoffload.files import replace_file
 from fxoffload.machine import cache
@@ -38,8 +38,8 @@ def bench_json(path: Path) -> None:
             return "{}"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_module, "measure", lambda *_: Report())
-        patch.setattr(bench_module, "render", lambda report: "")
+        patch.setattr(run, "bench", lambda *_: Report())
+        patch.setattr(show, "render", lambda report: "")
         CliRunner().invoke(app, ["bench", "--json", str(path)])
 
 
