@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.derived import case_label
+from benchmarks.published import EAGER_PEERS
 from benchmarks.save_figure import save_figure
 from benchmarks.schema import Record, Report
 
 GIB = 1 << 30
 CURVES = {"auto": ("fxoffload, plans", "C0", "o"), "torch_budget": ("torch activation_memory_budget", "C1", "s")}
+NAMES = {"inductor": "Inductor", "checkpoint": "Inductor + full checkpointing", **EAGER_PEERS}
 PANEL_INCHES = (6.4, 4.8)
 MARKERS = "Dv^P*Xph"
 
@@ -49,7 +51,7 @@ def _panel(panel: Any, records: list[Record]) -> None:
             panel.plot(*zip(*points, strict=True), color=color, marker=marker, label=label)
     for index, record in enumerate(r for r in records if r.variant.kind not in CURVES):
         marker = MARKERS[index // len(MARKERS) % len(MARKERS)]  # colors repeat after ten
-        panel.plot(*_point(record), color=f"C{index + 2}", marker=marker, linestyle="", label=record.variant.label)
+        panel.plot(*_point(record), color=f"C{index + 2}", marker=marker, linestyle="", label=_name(record))
     plans = [r for r in records if r.result.plan is not None]
     predicted = [(p.predicted["peak_bytes"] / GIB, p.predicted["step_ms"]) for r in plans if (p := r.result.plan)]
     if predicted:
@@ -58,6 +60,10 @@ def _panel(panel: Any, records: list[Record]) -> None:
     panel.set_ylabel("step, ms")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
+
+
+def _name(record: Record) -> str:
+    return NAMES.get(record.variant.label, record.variant.label).replace("`", "")
 
 
 def _point(record: Record) -> tuple[float, float]:

@@ -128,6 +128,24 @@ CONVERSIONS = ("seconds [quartiles]", "GB/s", "of its baseline's rate", "peak RS
 
 TABLES = (
     Table(
+        "readme",
+        ("step ms [quartiles]", "against inductor", "peak GiB", "host GiB"),
+        (
+            Rows(
+                README_PEERS,
+                {
+                    "inductor": "Inductor",
+                    "checkpoint": "Inductor + full checkpointing",
+                    "trl": EAGER_PEERS["trl"],
+                    "trl_checkpoint": EAGER_PEERS["trl_checkpoint"],
+                    "auto": "fxoffload, default",
+                    "auto@activation_budget=1.02*checkpoint": "fxoffload, 1.02x checkpointing's peak",
+                },
+            ),
+            Rows(README_STACK, _torch("0.5")),
+        ),
+    ),
+    Table(
         "readme-activations",
         ("budget GiB", "step ms [quartiles]", "against inductor", "peak GiB"),
         (
