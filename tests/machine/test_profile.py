@@ -161,7 +161,7 @@ class TestJson:
     @pytest.mark.parametrize("schema", [None, 0, 2, "1", True])
     def test_another_schema(self, schema: object) -> None:
         with pytest.raises(
-            OptionsError, match=r"expected schema 1, found .*python -m fxoffload\.machine measure --out"
+            OptionsError, match=r"expected schema 1, found .*fxoffload profile measure --out"
         ):
             MachineProfile.from_json(changed(schema=schema))
 
