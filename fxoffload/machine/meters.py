@@ -55,11 +55,13 @@ class Meter(Protocol):
         device: that it runs on.
         least_ms: operators that take less by estimate are not worth a measurement.
         warm_up_s: what ``undisturbed`` takes itself.
+        sustained_ms: after so much work the device is as fast as in a step.
     """
 
     device: torch.device
     least_ms: float
     warm_up_s: float
+    sustained_ms: float
 
     def why_not(self) -> str:
         """Why nothing can be measured now; "" where it can."""
@@ -93,7 +95,7 @@ class Meter(Protocol):
 class HostMeter:
     """The CPU: wall time, no peaks."""
 
-    least_ms = warm_up_s = 0.0
+    least_ms = warm_up_s = sustained_ms = 0.0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -138,6 +140,7 @@ class CudaMeter:
 
     least_ms = 0.01  # kernels this short take as long as a launch
     warm_up_s = 0.6
+    sustained_ms = 200.0  # see [Note: Sustained rates] in ``clocks``
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
