@@ -11,7 +11,8 @@ README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
 README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh100-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
-README_STOCK = "2026-11-26-h200-stock-qwen3.json"
+README_STOCK, README_STOCK_TORCH = "2026-11-27-h200-stock-qwen3.json", "2026-11-26-h200-stock-qwen3.json"
+README_STOCK_LONG = "2026-11-27-h200-stock-llama-3b.json"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ STREAM = (
 )
 CONVERSIONS = ("seconds [quartiles]", "GB/s", "of its baseline's rate", "peak RSS GiB", "above imports MiB")
 
+_STOCK = {
+    "inductor": "Inductor",
+    "checkpoint": "Inductor + gradient_checkpointing",
+    "auto": "fxoffload, default",
+    "auto@activation_budget=1.05*checkpoint": "fxoffload, budget of 1.05x checkpointing's peak",
+}
+
 TABLES = (
     Table(
         "readme",
@@ -170,15 +178,13 @@ TABLES = (
         (
             Rows(
                 README_STOCK,
-                {
-                    "inductor": "Inductor",
-                    "checkpoint": "Inductor + gradient_checkpointing",
-                    **_torch("0.5"),
-                    "auto": "fxoffload, default",
-                    "auto@activation_budget=1*smallest": "fxoffload, the smallest budget",
-                },
+                _STOCK | {"auto@activation_budget=1*smallest": "fxoffload, the smallest budget"},
+                of="Qwen3-8B, 8 layers",
             ),
+            Rows(README_STOCK_TORCH, _torch("0.5"), of="the same, a day before"),
+            Rows(README_STOCK_LONG, _STOCK, of="Llama 3.2-3B, 28 layers"),
         ),
+        of="model",
     ),
     Table(
         "readme-peers",

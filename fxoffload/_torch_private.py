@@ -45,6 +45,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_backward(work: Callable[[], None]) -> None:
+    """Call ``work`` when autograd has ended the backward in which this is called, after what was asked for so before;
+    at once outside of one. Not called where the backward raises."""
+    if in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(work)
+    else:
+        work()
+
+
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ theirs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")
 _ASSERTIONS = aten_names("_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size")
 _COMPARES = aten_names("eq ne lt le gt ge")
 _ALIGNED = 16  # elements, of the groups of a grouped product
+_STD = 0.02  # of random values; ``initializer_range`` of most models
 
 
 class NotMadeUpError(Exception):
@@ -95,6 +97,34 @@ class _RandomState:
         return torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
 
 
+# What floating-point inputs of one allocation lie in: device, bytes, dtype of the first view of it.
+_Kind = tuple[torch.device, int, torch.dtype]
+
+
+class Shared:
+    """Memory of floating-point inputs, which segments that run one after another may have in common: what one of them
+    leaves there are still floating-point values."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[_Kind, list[torch.Tensor]] = {}
+
+    def take(self, kind: _Kind, index: int) -> torch.Tensor:
+        """The tensor of ``kind`` with that number, which is made if there are no more than ``index``."""
+        found = self._tensors.setdefault(kind, [])
+        while len(found) <= index:
+            found.append(_random(kind))
+        return found[index]
+
+
+def nbytes_shared(all_made: Sequence[MadeUp]) -> int:
+    """Bytes of the inputs of all of them, where one ``Shared`` is used."""
+    most: Counter[_Kind] = Counter()
+    for made in all_made:
+        most |= made.kinds()
+    own = max((made.nbytes - sum(k[1] * n for k, n in made.kinds().items()) for made in all_made), default=0)
+    return own + sum(kind[1] * count for kind, count in most.items())
+
+
 class MadeUp:
     """Makes inputs.
 
@@ -120,9 +150,14 @@ class MadeUp:
         self._fills = [self._fill(v) for v in inputs]
         self.nbytes = sum(self._sizes)
 
-    def make(self) -> list[Any]:
-        """New inputs, in the order of ``inputs``."""
-        return self._make(range(len(self._views)))
+    def make(self, shared: Shared | None = None) -> list[Any]:
+        """New inputs, in the order of ``inputs``. ``shared``: the memory of floating-point values."""
+        return self._make(range(len(self._views)), shared)
+
+    def kinds(self) -> Counter[_Kind]:
+        """How many allocations of each kind hold floating-point values only."""
+        members = self._members(self._views)
+        return Counter(kind for place, of in members.items() if (kind := self._kind(place, of)) is not None)
 
     def make_integers(self, inputs: list[Any]) -> list[Any]:
         """``inputs`` with new tensors for the integers: a run may have reused their memory, and left no valid indices
@@ -133,13 +168,17 @@ class MadeUp:
             found[i] = tensor
         return found
 
-    def _make(self, wanted: Sequence[int]) -> list[Any]:
+    def _make(self, wanted: Sequence[int], shared: Shared | None = None) -> list[Any]:
         views = [self._views[i] for i in wanted]
-        members: dict[int, list[_View]] = {}
-        for view in views:
-            if isinstance(view, _View):
-                members.setdefault(view.memory, []).append(view)
-        memory = {place: self._allocate(place, of) for place, of in members.items()}
+        taken: Counter[_Kind] = Counter()
+        memory: dict[int, torch.Tensor] = {}
+        for place, of in self._members(views).items():
+            kind = self._kind(place, of)
+            if kind is None:
+                memory[place] = torch.zeros(self._sizes[place], dtype=torch.uint8, device=self._devices[place])
+            else:
+                memory[place] = _random(kind) if shared is None else shared.take(kind, taken[kind])
+                taken[kind] += 1
         made: list[Any] = []
         for i, view in zip(wanted, views, strict=True):
             if not isinstance(view, _View):
@@ -151,13 +190,20 @@ class MadeUp:
             made.append(tensor)
         return made
 
-    def _allocate(self, place: int, members: list[_View]) -> torch.Tensor:
-        """Random where all that it holds are floating-point values, else zeros."""
-        device = self._devices[place]
-        found = torch.zeros(self._sizes[place], dtype=torch.uint8, device=device)
-        if all(_is_float(v.dtype) for v in members):
-            _fill_randomly(found.view(members[0].dtype))
+    @staticmethod
+    def _members(views: Iterable[object]) -> dict[int, list[_View]]:
+        """Views by allocation."""
+        found: dict[int, list[_View]] = {}
+        for view in views:
+            if isinstance(view, _View):
+                found.setdefault(view.memory, []).append(view)
         return found
+
+    def _kind(self, place: int, members: Sequence[_View]) -> _Kind | None:
+        """Of an allocation that holds floating-point values only; None: it holds zeros at first."""
+        if not all(_is_float(v.dtype) for v in members):
+            return None
+        return self._devices[place], self._sizes[place], members[0].dtype
 
     def _view(self, node: fx.Node, places: dict[int, int], device: torch.device) -> _View | _RandomState | int | None:
         value = node.meta.get("val")
@@ -212,14 +258,19 @@ def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _fill_randomly(flat: torch.Tensor) -> None:
-    """Random values: a GPU multiplies zeros with less power, and so faster. The generator is not the user's."""
-    generator = torch.Generator(flat.device).manual_seed(0)
-    if flat.dtype.itemsize > 1:
-        flat.normal_(generator=generator)
-        return
-    for part in flat.split(1 << 24):  # 8-bit floats
-        part.copy_(torch.empty(part.shape, device=flat.device).normal_(generator=generator))
+def _random(kind: _Kind) -> torch.Tensor:
+    """Random values, as bytes: a GPU multiplies zeros with less power, and so faster. As small as initial weights, so
+    that attention is not to one key alone. The generator is not the user's."""
+    device, nbytes, dtype = kind
+    found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    flat = found.view(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    if dtype.itemsize > 1:
+        flat.normal_(std=_STD, generator=generator)
+    else:
+        for part in flat.split(1 << 24):  # 8-bit floats, to which small values are zeros
+            part.copy_(torch.empty(part.shape, device=device).normal_(generator=generator))
+    return found
 
 
 def _even(count: int, total: int, is_from_zero: bool) -> torch.Tensor:

@@ -121,9 +121,11 @@ class Planning:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What of the budget the graph may take; None: there is none."""
+        """What of the budget the graph may take; None: there is none. Activation checkpointing's peak is a graph's."""
         budget = self.goal.budget_bytes
-        return None if budget is None else max(budget - self.library_bytes, 1)
+        if budget is None or self.goal.is_checkpointing:
+            return budget
+        return max(budget - self.library_bytes, 1)
 
     def run(self, *, tries: bool = False) -> Planned | None:
         """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
@@ -152,13 +154,13 @@ class Planning:
             return None
         scheduler = self._scheduler(draft)
         found = scheduler.keep_all()
-        self.goal = self.asked.at_checkpointing(found.peak_bytes + self.library_bytes)
+        self.goal = self.asked.at_checkpointing(found.peak_bytes)
         self._obeyed = draft, scheduler
         planned = self._run()
         if planned is None:
             return None
         instead = "with the recomputation of" if planned.draft is draft else "in place of"
-        costs = f"{format_bytes(found.peak_bytes + self.library_bytes)} in {found.step_ms:.3g} ms"
+        costs = f"{format_bytes(found.peak_bytes)} in {found.step_ms:.3g} ms"
         plan = replace(
             planned.plan,
             checkpointing=Prediction.of(found),
@@ -194,7 +196,7 @@ class Planning:
             within = "activation checkpointing's peak" if self.goal.is_checkpointing else "the budget"
             summary = (
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
-                f"{format_bytes(self.limit_bytes + self.library_bytes)}: nothing is done"
+                f"{format_bytes(self.goal.budget_bytes or self.limit_bytes)}: nothing is done"
             )
             return self._nothing(base, baseline, summary)
         search = RecomputeSearch(

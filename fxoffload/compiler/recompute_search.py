@@ -29,7 +29,7 @@ _SAME = 0.001
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
 _SOLVER_S = 3.0
-# How often a smallest budget is raised to what its drafts need.
+# How often a smallest budget is raised to what its drafts need, and what the solver may promise to more than the limit.
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 
@@ -44,7 +44,7 @@ class Try:
 
     Attributes:
         limit_bytes: the limit that it was found within; asked for again, it is found again.
-        promised: by the solver, of this choice.
+        promised: what the solver said of this choice; None where it was not asked.
     """
 
     draft: Draft
@@ -55,13 +55,12 @@ class Try:
 
     @property
     def ms(self) -> float:
-        """Of its step."""
+        """Milliseconds of its step; infinite where nothing meets the objective."""
         return math.inf if self.schedule is None else self.schedule.simulation.step_ms
 
     def promise_for(self, limit_bytes: int) -> int:
-        """Bytes that the solver promises of a choice whose draft takes ``limit_bytes``, by what it did of this one."""
-        if self.promised is None:
-            return limit_bytes
+        """Bytes to ask the solver for, so that a draft takes ``limit_bytes``: this one took less than promised."""
+        assert self.promised is not None
         offload = [n in self.promised.offloaded for n in self.scheduler.names]
         return limit_bytes + self.promised.peak_bytes - least_peak_bytes(self.scheduler.step, offload)
 
@@ -207,7 +206,7 @@ class RecomputeSearch:
 
     def as_fast(self, most_ms: float, baseline: Simulation) -> list[Try]:
         """Choices with their schedules of the least peak that take at most ``most_ms``; the one that ``within`` finds
-        for the least of these peaks, if that is as fast.
+        for the least of these peaks, if that takes no longer either.
 
         Args:
             baseline: plain Inductor's step.
@@ -227,11 +226,8 @@ class RecomputeSearch:
         if best is None or best.schedule is None:
             return tries
         # As a budget its memory may be found another choice for. What the plan says has to be what its budget gets.
-        for more in (0.0, _CLOSE, 2 * _CLOSE):
-            again = fastest(self.within(round(best.schedule.simulation.peak_bytes * (1 + more))))
-            if again is not None and again.ms <= most_ms:
-                return [again]
-        return tries
+        again = fastest(self.within(best.schedule.simulation.peak_bytes))
+        return [again] if again is not None and again.ms <= most_ms else tries
 
     def _solved_as_fast(
         self, choices: Choices, most_ms: float, baseline_ms: float, aim: Callable[[Scheduler], Schedule | None]

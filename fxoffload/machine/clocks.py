@@ -15,10 +15,11 @@ slower in its first 150 ms). So such work is repeated for ``SUSTAIN_MS`` before 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -106,6 +107,18 @@ class CudaClock:
     def once_ms(self, work: Callable[[], object]) -> float:
         """Device milliseconds of this one call of ``work``, without a warm-up."""
         return self._queued_ms(work, 1)
+
+    def each_ms(self, works: Sequence[Callable[[], object]]) -> list[float]:
+        """Device milliseconds of each of ``works``, queued one after another."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
+        self._wait()
+        self.hold()
+        events[0].record()
+        for work, end in zip(works, events[1:], strict=True):
+            work()
+            end.record()
+        self._wait()
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
     def sustain(self) -> None:
         """Keep the device busy for SUSTAIN_MS; see [Note: Sustained rates]."""

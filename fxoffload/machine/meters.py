@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -55,11 +55,13 @@ class Meter(Protocol):
         device: that it runs on.
         least_ms: operators that take less by estimate are not worth a measurement.
         warm_up_s: what ``undisturbed`` takes itself.
+        sustained_ms: after so much work the device is as fast as in a step.
     """
 
     device: torch.device
     least_ms: float
     warm_up_s: float
+    sustained_ms: float
 
     def why_not(self) -> str:
         """Why nothing can be measured now; "" where it can."""
@@ -77,6 +79,10 @@ class Meter(Protocol):
         """Milliseconds of this one call of ``work``."""
         ...
 
+    def each_ms(self, works: Sequence[Work]) -> list[float]:
+        """Milliseconds of each of ``works``, which run one after another without a pause."""
+        ...
+
     def peak_bytes(self, work: Work) -> int | None:
         """Most bytes allocated while ``work`` runs, above those at its beginning; None where that is not known."""
         ...
@@ -89,7 +95,7 @@ class Meter(Protocol):
 class HostMeter:
     """The CPU: wall time, no peaks."""
 
-    least_ms = warm_up_s = 0.0
+    least_ms = warm_up_s = sustained_ms = 0.0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -108,6 +114,9 @@ class HostMeter:
 
     def once_ms(self, work: Work) -> float:
         return self._clock.once_ms(work)
+
+    def each_ms(self, works: Sequence[Work]) -> list[float]:
+        return [self.once_ms(work) for work in works]
 
     def peak_bytes(self, work: Work) -> int | None:
         work()
@@ -131,6 +140,7 @@ class CudaMeter:
 
     least_ms = 0.01  # kernels this short take as long as a launch
     warm_up_s = 0.6
+    sustained_ms = 200.0  # see [Note: Sustained rates] in ``clocks``
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -183,6 +193,10 @@ class CudaMeter:
     def once_ms(self, work: Work) -> float:
         assert self._clock is not None
         return self._clock.once_ms(work)
+
+    def each_ms(self, works: Sequence[Work]) -> list[float]:
+        assert self._clock is not None
+        return self._clock.each_ms(works)
 
     def peak_bytes(self, work: Work) -> int | None:
         memory, history = cuda_memory(self.device), cuda_history(self.device)
@@ -244,39 +258,61 @@ def _room(device: torch.device, now: _Bytes) -> int:
     return max(min(now.most_allocated - now.allocated, now.most_reserved - now.reserved, free) - _SPARE_BYTES, 0)
 
 
-def _lifting_sizes(device: torch.device, nbytes: int) -> list[int] | None:
-    """Sizes of allocations that are served from cached memory and take exactly ``nbytes`` together; None where there
-    are none."""
-    found: list[int] = []
-    left: list[int] = []
-    for block in sorted(_cached_blocks(device, "large"), reverse=True):
-        if block <= nbytes:
+class _Cached(NamedTuple):
+    """A block that is cached, or a part of it. ``stream``: that it is cached for; None: the current one."""
+
+    size: int
+    stream: int | None = None
+
+
+def _lifting_sizes(device: torch.device, nbytes: int) -> list[_Cached] | None:
+    """Allocations that are served from cached memory and take exactly ``nbytes`` together; None where there are
+    none."""
+    found: list[_Cached] = []
+    left: list[_Cached] = []
+    for block in sorted(_cached_blocks(device, "large"), key=lambda b: -b.size):
+        if block.size <= nbytes:
             found.append(block)
-            nbytes -= block
+            nbytes -= block.size
         else:
             left.append(block)
     if nbytes == 0:
         return found
-    # The allocator takes the smallest block that fits.
     is_large = nbytes > _SMALL_BYTES
-    fitting = [b for b in (left if is_large else _cached_blocks(device, "small")) if b >= nbytes]
-    if not fitting or (is_large and min(fitting) - nbytes <= _SMALL_BYTES):
-        return None
-    return [*found, nbytes]
+    fitting = [b for b in (left if is_large else _cached_blocks(device, "small")) if b.size >= nbytes]
+    for stream in dict.fromkeys(b.stream for b in fitting):
+        # The allocator takes the smallest block that fits.
+        smallest = min(b.size for b in fitting if b.stream == stream)
+        if not is_large or smallest - nbytes > _SMALL_BYTES:
+            return [*found, _Cached(nbytes, stream)]
+    return None
 
 
-def _cached_blocks(device: torch.device, kind: str) -> list[int]:
-    """Bytes of each block that is cached for the current stream, outside private pools."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+def _cached_blocks(device: torch.device, kind: str) -> list[_Cached]:
+    """Each block that is cached outside private pools."""
+    current = torch.cuda.current_stream(device).cuda_stream
     segments = [
         s
         for s in torch.cuda.memory_snapshot()
         if s["device"] == device.index
-        and s["stream"] == stream
         and s["segment_type"] == kind
         and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)
     ]
-    return [b["size"] for s in segments for b in s["blocks"] if b["state"] == "inactive"]
+    return [
+        _Cached(b["size"], None if s["stream"] == current else s["stream"])
+        for s in segments
+        for b in s["blocks"]
+        if b["state"] == "inactive"
+    ]
+
+
+def _allocate(device: torch.device, block: _Cached) -> torch.Tensor:
+    if block.stream is None:
+        return torch.empty(block.size, dtype=torch.uint8, device=device)
+    is_default = block.stream == 0
+    stream = torch.cuda.default_stream(device) if is_default else torch.cuda.ExternalStream(block.stream, device)
+    with torch.cuda.stream(stream):
+        return torch.empty(block.size, dtype=torch.uint8, device=device)
 
 
 def _restore_peaks(device: torch.device, before: _Bytes) -> None:
@@ -285,7 +321,7 @@ def _restore_peaks(device: torch.device, before: _Bytes) -> None:
         return
     torch.cuda.reset_peak_memory_stats(device)
     sizes = _lifting_sizes(device, max(before.most_allocated - now.allocated, 0))
-    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes or ()]
+    held = [_allocate(device, block) for block in sizes or ()]
     del held
     now = _bytes(device)
     if (now.most_allocated, now.most_reserved) != (before.most_allocated, before.most_reserved):

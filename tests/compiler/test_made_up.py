@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
+from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, Shared, nbytes_shared, why_not
 from fxoffload.passes.op_key import op_key
 
 aten = torch.ops.aten
@@ -76,6 +76,19 @@ def test_memory_is_shared_as_the_inputs_share_theirs() -> None:
     assert bool((second[:2] == 7.0).all())
     assert not bool((third == 7.0).any())
     assert maker(gm).nbytes == 8 * 4 * 4 + 16
+
+
+def test_memory_that_segments_have_in_common() -> None:
+    def two(a: Tensor, b: Tensor, i: Tensor) -> Tensor:
+        return (a + b)[i]
+
+    indices = (torch.zeros(n, dtype=torch.long) for n in (4, 6))
+    first, second = (maker(traced(two, torch.randn(8), torch.randn(8), i)) for i in indices)
+    shared = Shared()
+    (a, b, i), (c, d, j) = first.make(shared), second.make(shared)
+    assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr())
+    assert len({a.data_ptr(), b.data_ptr(), i.data_ptr(), j.data_ptr()}) == 4
+    assert nbytes_shared([first, second]) == 2 * 32 + 48
 
 
 def test_the_users_random_numbers_are_not_drawn() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxoffload.machine import meters
-from fxoffload.machine.meters import HostMeter, _Bytes
+from fxoffload.machine.meters import HostMeter, _Bytes, _Cached
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -20,9 +20,16 @@ FREE = 1000 * MIB
 class Device:
     """Counters of a caching allocator that has nothing but these blocks to give."""
 
-    def __init__(self, now: _Bytes, large: tuple[int, ...] = (), small: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        now: _Bytes,
+        large: tuple[int, ...] = (),
+        small: tuple[int, ...] = (),
+        others: tuple[_Cached, ...] = (),
+    ) -> None:
         self.now = now
-        self.blocks = {"large": list(large), "small": list(small)}
+        blocks = {"large": [*large, *others], "small": list(small)}
+        self.blocks = {k: [b if isinstance(b, _Cached) else _Cached(b) for b in found] for k, found in blocks.items()}
         self.resets = 0
 
     def reset(self, device: torch.device) -> None:
@@ -66,6 +73,10 @@ GIVEN_BACK = _Bytes(100 * MIB, 500 * MIB, 120 * MIB, 520 * MIB)
         (Device(HIGHER, large=(10 * MIB + 512, 50 * MIB)), 0),
         (Device(HIGHER, large=(9 * MIB,), small=(512,)), 0),
         (Device(LEVEL._replace(most_allocated=100 * MIB + 1024), small=(4096,)), FREE),
+        # What is cached for other streams: FSDP gathers parameters on one of them.
+        (Device(HIGHER, large=(4 * MIB,), others=(_Cached(6 * MIB, 7),)), FREE),
+        (Device(HIGHER, large=(10 * MIB + 512,), others=(_Cached(12 * MIB, 7),)), FREE),
+        (Device(HIGHER, others=(_Cached(10 * MIB + 512, 7), _Cached(12 * MIB, 7))), 0),
         (Device(LEVEL._replace(most_allocated=100 * MIB + 1024), large=(4 * MIB,)), 0),
         # Reset, the peak of what is reserved could not be raised again: no higher than it was.
         (Device(GIVEN_BACK, large=(400 * MIB,)), 400 * MIB - 256 * MIB),

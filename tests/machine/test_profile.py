@@ -160,9 +160,7 @@ class TestJson:
 
     @pytest.mark.parametrize("schema", [None, 0, 2, "1", True])
     def test_another_schema(self, schema: object) -> None:
-        with pytest.raises(
-            OptionsError, match=r"expected schema 1, found .*fxoffload profile measure --out"
-        ):
+        with pytest.raises(OptionsError, match=r"expected schema 1, found .*fxoffload profile measure --out"):
             MachineProfile.from_json(changed(schema=schema))
 
     def test_no_object(self) -> None:

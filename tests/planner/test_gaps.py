@@ -431,6 +431,9 @@ class Recorded(Rehearsed):
         self.ended += read and self.is_open
         self.is_open = False
 
+    def freed_bytes_after(self, memory: Memory) -> int:
+        return 0
+
     def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
         return 0
 

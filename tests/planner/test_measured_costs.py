@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import measuring, planning, session
+from fxoffload.compiler import measuring, planning, session, time_segments
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
@@ -187,7 +188,7 @@ def test_there_is_an_end_to_it(measure_with: Callable[[Meter], None], monkeypatc
     meter = Slow()
     measure_with(meter)
     assert step(tower()).basis == "operators"
-    assert meter.runs == ["once", "operator"] * 2 + ["once"] * 4 + ["peak"]
+    assert meter.runs == ["once", "operator"] * 2 + ["once", "peak", "once"]
     assert fxoffload.stats().costs_estimated.keys() == {measuring.NO_TIME}
     assert fxoffload.stats().measuring_ms == pytest.approx(3600)
 
@@ -229,8 +230,51 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
     assert plan.calibrated is None
     stats = fxoffload.stats()
     assert 0 < stats.num_segments_measured == meter.runs.count("peak") < len(plan.simulation.boundaries)
-    assert meter.runs.count("once") == 4 * stats.num_segments_measured + stats.num_ops_measured
+    num_rounds = 2 * len(plan.simulation.boundaries)
+    assert meter.runs.count("once") == stats.num_segments_measured + num_rounds + stats.num_ops_measured
     assert "ran on this device before the first step" in str(plan)
+
+
+def test_each_call_is_timed_at_its_place_in_the_step(measure_with: Callable[[Meter], None]) -> None:
+    """Calls of one code take what they took there."""
+
+    class Slower(Told):
+        def each_ms(self, works: Sequence[Work]) -> list[float]:
+            super().each_ms(works)
+            return [float(place) for place in range(1, len(works) + 1)]
+
+    measure_with(Slower())
+    plan = step(tower())
+    assert plan.simulation is not None
+    times = [b.end_ms - b.begin_ms for b in plan.simulation.boundaries]
+    assert times == pytest.approx(range(1, len(times) + 1))
+
+
+@pytest.mark.parametrize(("limit_ms", "count"), [(100, 8), (50, 5), (20, 1), (1, 0)])
+def test_calls_are_left_out_evenly_where_time_is_short(limit_ms: float, count: int) -> None:
+    places = {("forward", f"layer{i}"): 1 + i for i in range(8)}
+    layer, head = Mock(places=places), Mock(places={("forward", "head"): 9})
+    layer.estimate.ms, head.estimate.ms = 4.0, 5.0
+    calls = time_segments._calls_of_round([head, layer], limit_ms)
+    timed = [("forward", f"layer{8 * i // count}") for i in range(count)]
+    assert calls == [*((layer, name) for name in timed), *((head, ("forward", "head")) for _ in range(min(count, 1)))]
+    if count:
+        found = time_segments._of_all(layer, {name: float(places[name]) for name in timed})
+        assert found.keys() == places.keys()
+        assert all(abs(ms - places[name]) <= 8 // count for name, ms in found.items())
+
+
+def test_segments_that_do_not_fit_together_are_timed_alone(measure_with: Callable[[Meter], None]) -> None:
+    class Small(Told):
+        def each_ms(self, works: Sequence[Work]) -> list[float]:
+            raise torch.OutOfMemoryError("on purpose")
+
+    meter = Small()
+    measure_with(meter)
+    plan = step(tower())
+    assert plan.basis == "segments"
+    stats = fxoffload.stats()
+    assert meter.runs.count("once") == 4 * stats.num_segments_measured + stats.num_ops_measured
 
 
 def test_peaks_other_than_the_draft_said(measure_with: Callable[[Meter], None]) -> None:

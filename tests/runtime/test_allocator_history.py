@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from fxoffload._torch_private import AllocatorEvent
+from fxoffload._torch_private import AllocatorEvent, after_backward
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.steps.step_memory import LiveBytes
 from tests.allocator import Allocator
 
 DEVICE = torch.device("cuda", 1)
@@ -241,3 +243,62 @@ def test_without_addresses_nothing_is_known_to_be_carried() -> None:
     allocator.free(5000)
     history.end()
     assert history.carried_bytes(turn_begin, allocator.read()) == 0
+
+
+# -- what is given back when a step ends -------------------------------------------------------------------------------
+
+
+def test_what_was_there_before_a_step_and_goes_with_its_end() -> None:
+    allocator = Allocator()
+    gathered, earlier, stays = (allocator.allocate(n) for n in (4000, 3000, 2000))
+    history = allocator.history()
+    inside = allocator.allocate(6000)
+    allocator.free(3000, address=earlier)
+    last_call_ended = allocator.read()
+    allocator.free(6000, address=inside)
+    allocator.free(4000, address=gathered)
+    allocator.pass_by(1000)
+    # Memory that is used again is the step's from then on.
+    allocator._note(True, 4000, 4096, gathered)
+    allocator.free(4000, address=gathered)
+    history.end()
+    assert stays
+    assert history.freed_bytes_after(last_call_ended) == 4096
+    assert history.freed_bytes_after(allocator.read()) == 0
+    assert history.freed_bytes_after(Memory(0, 0)) == 0
+
+
+def test_a_step_is_watched_until_its_backward_has_ended() -> None:
+    """FSDP2 lets go of a root module's parameters then."""
+    allocator = Allocator()
+    gathered = allocator.allocate(4096)
+    live = LiveBytes(history=allocator.history())
+    live.read(("forward", 0), [], allocator.read())
+    live.call_ended(allocator.read())
+
+    class Root(torch.autograd.Function):
+        """Behind the last call in the backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            after_backward(lambda: allocator.free(4096, address=gathered))
+            live.read(("backward", 0), [], allocator.read())
+            live.call_ended(allocator.read())
+            live.end()
+            assert live.others_bytes == 0
+            return grad
+
+    Root.apply(torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+    assert live.others_bytes == 4096
+    assert live.above_start() == {("forward", 0): 4096, ("backward", 0): 4096}
+    assert allocator.stops == 1
+
+
+def test_what_waits_for_a_backward_is_done_at_once_outside_of_one() -> None:
+    done: list[int] = []
+    after_backward(partial(done.append, 1))
+    assert done == [1]

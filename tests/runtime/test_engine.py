@@ -16,6 +16,7 @@ from torch import Tensor
 import fxoffload
 from fxoffload import ModifiedInputError
 from fxoffload._torch_compat import StorageRef
+from fxoffload.runtime import engine as engine_module
 from fxoffload.runtime.copies.streams import HostCopies, Wait
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena
@@ -279,6 +280,24 @@ def test_copies_give_way_where_the_host_waits_for_the_device(waits: bool) -> Non
     bench.take(group.in_need_order())
     assert streams.names().count("reload") == 1
     assert streams.gave_way == [waits, waits]
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_used", "gives_way"), [(0, True, True), (0, False, False), (1 << 20, True, False)]
+)
+def test_a_long_queue_of_reloads_lets_tables_of_fsdp_pass(
+    monkeypatch: pytest.MonkeyPatch, limit: int, is_used: bool, gives_way: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "LONG_QUEUE_BYTES", limit)
+    monkeypatch.setattr(engine_module, "fsdp2_is_used", lambda: is_used)
+    streams = Recorder()
+    bench = Bench(streams)
+    group = bench.save(2)
+    bench.engine.release(0)
+    streams.gave_way.clear()
+    bench.request(group)
+    bench.take(group.in_need_order())
+    assert streams.gave_way == [gives_way]
 
 
 def test_a_block_that_was_read_from_is_not_written_before() -> None:

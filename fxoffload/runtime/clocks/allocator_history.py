@@ -137,6 +137,23 @@ class AllocatorHistory:
         stays = Counter(nbytes for nbytes, i in made.values() if i < end)
         return sum(min(n, stays[nbytes]) * _rounded(nbytes) for nbytes, n in found.items())
 
+    def freed_bytes_after(self, memory: Memory) -> int:
+        """Bytes of what was there before the record began and was freed after that read: what is given back when a
+        step ends. 0 where that is not known."""
+        begin = self._place_of(memory)
+        if begin is None or not all(e.address for e in self._taken):
+            return 0
+        made: set[int] = set()
+        found = 0
+        for i, event in enumerate(self._taken):
+            if event.is_allocation:
+                made.add(event.address)
+            elif event.address in made:
+                made.discard(event.address)
+            elif i >= begin:
+                found += _rounded(event.nbytes)
+        return found
+
     def _place_of(self, memory: Memory) -> int | None:
         """How many events there were when it was read."""
         allocations = memory.num_allocations - self._first.num_allocations

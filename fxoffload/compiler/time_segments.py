@@ -1,0 +1,117 @@
+"""Times of segments on made-up inputs.
+
+[Note: In the order of the step] A GPU lowers its clocks after some ten milliseconds of hard work, so the same code
+takes longer at one place of a step than at another. On an H200, eight equal layers of Qwen3 took from 13.8 ms (the
+first that the backward reaches) to 11.9 (the last); alone, 11.4, so that the step was predicted 7 % too fast
+(2026-11-27, ``h200-stock-qwen3``). So the calls of a step are timed one after another, as in a step, where time and
+memory allow.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fxoffload.compiler.distinct_segments import CallName, DistinctSegment
+from fxoffload.compiler.made_up import Shared, nbytes_shared
+from fxoffload.compiler.measuring import Allowance, reason_of
+from fxoffload.machine.meters import Meter
+
+log = logging.getLogger(__name__)
+
+# Rounds over the calls of a step, at least: the last one counts, the others bring the device where a step leaves it.
+_ROUNDS = 2
+# Runs of a segment that is timed alone.
+_ALONE = 3
+# Room for more than the estimate, as a factor.
+MARGIN = 1.25
+
+
+def time_segments(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allowance) -> dict[CallName, float]:
+    """Milliseconds of calls. Those of a segment that failed are missing.
+
+    Args:
+        ran: segments whose kernels are tuned.
+        meter: measures.
+        allowance: is spent, where ``Allowance.spending`` is on.
+    """
+    if found := _in_rounds(ran, meter, allowance):
+        return found
+    times = {d: _alone_ms(d, meter, allowance) for d in ran}
+    return {name: ms for d, ms in times.items() if ms is not None for name in d.places}
+
+
+# -- in the order of the step ------------------------------------------------------------------------------------------
+
+
+def _in_rounds(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allowance) -> dict[CallName, float]:
+    """See [Note: In the order of the step]. Empty where that is not possible."""
+    calls = _calls_of_round(ran, 1e3 * allowance.left_s)
+    if not calls or MARGIN * _round_bytes(ran) > meter.room_bytes():
+        return {}
+    shared, times = Shared(), [0.0]
+    try:
+        total_ms, num_rounds = 0.0, 0
+        # A graph of one layer has short rounds.
+        while num_rounds < _ROUNDS or (total_ms < meter.sustained_ms and allowance.left_s > 0):
+            times = meter.each_ms([_work(d, shared) for d, _ in calls])
+            total_ms, num_rounds = total_ms + sum(times), num_rounds + 1
+    except Exception as error:
+        log.info("segments are timed alone: %s", reason_of(error))
+        return {}
+    of_calls = dict(zip((name for _, name in calls), times, strict=True))
+    return {name: ms for d in ran for name, ms in _of_all(d, of_calls).items()}
+
+
+def _calls_of_round(ran: Sequence[DistinctSegment], limit_ms: float) -> list[tuple[DistinctSegment, CallName]]:
+    """In the order of the step: all calls, or as many of each segment as can run in ``limit_ms``; empty where one of
+    each takes longer."""
+
+    def rounds_ms(count: int) -> float:
+        return _ROUNDS * sum(min(count, len(d.places)) * d.estimate.ms for d in ran)
+
+    most = max((len(d.places) for d in ran), default=0)
+    count = next((n for n in range(most, 0, -1) if rounds_ms(n) <= limit_ms), 0)
+    calls = [(d, name) for d in ran for name in _spread(list(d.places), count)]
+    return sorted(calls, key=lambda call: call[0].places[call[1]])
+
+
+def _spread(names: Sequence[CallName], count: int) -> list[CallName]:
+    """``count`` of ``names``, evenly."""
+    return list(names) if count >= len(names) else [names[len(names) * i // count] for i in range(count)]
+
+
+def _round_bytes(ran: Sequence[DistinctSegment]) -> int:
+    return nbytes_shared([d.made for d in ran if d.made is not None]) + max(d.temp_bytes for d in ran)
+
+
+def _work(distinct: DistinctSegment, shared: Shared) -> Callable[[], None]:
+    assert distinct.made is not None
+    args: list[Any] = distinct.made.make(shared)
+    return lambda: distinct.run(args)
+
+
+def _of_all(distinct: DistinctSegment, timed: dict[CallName, float]) -> dict[CallName, float]:
+    """Each call takes what the nearest one in the step took of those that were timed."""
+    places = distinct.places
+    known = [name for name in places if name in timed]
+    return {name: timed[min(known, key=lambda k: abs(places[k] - place))] for name, place in places.items()}
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+def _alone_ms(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> float | None:
+    """The median of a few runs, of one where no time is left; None where it fails."""
+    assert distinct.made is not None
+    times: list[float] = []
+    try:
+        inputs = distinct.made.make()
+        while len(times) < _ALONE and (not times or allowance.left_s > 0):
+            args = distinct.made.make_integers(inputs)
+            times.append(meter.once_ms(lambda: distinct.run(args)))  # noqa: B023
+    except Exception as error:
+        log.info("a segment is not timed: %s", reason_of(error))
+    return statistics.median(times) if times else None
