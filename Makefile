@@ -1,6 +1,10 @@
-# make demo   a small Qwen3 trained with and without offloading, in its own environment
-# make test   lint, types and the CPU tests, in their own environment
+# make demo       a small Qwen3 trained with and without offloading, in its own environment
+# make test       lint, types and the CPU tests, in their own environment
 # make test-all   the same, with the tests that take long
+# make types      types alone
+# make pytest     the CPU tests alone; PYTEST_ARGS="-k budget" some of them
+# make docs       the documentation, served on http://127.0.0.1:8000
+# make clean      removes the environments and what was built
 #
 # TORCH may carry pip arguments: make test TORCH="torch==2.11.0 --index-url https://..."
 # A change of TORCH, of pyproject.toml or of this file installs again.
@@ -18,10 +22,10 @@ test_stamp := .venv-test/$(stamp)
 # What make test leaves out.
 LEFT_OUT := gpu or slow
 
-.PHONY: help demo test test-all types pytest clean
+.PHONY: help demo test test-all types pytest docs clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n 's/^# \(make [a-z]\)/\1/p' Makefile
 
 demo: $(demo_stamp)
 	.venv-demo/bin/python docs/examples/demo.py
@@ -39,6 +43,9 @@ types: $(test_stamp)
 
 pytest: $(test_stamp)
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not ($(LEFT_OUT))" -n 2 $(PYTEST_ARGS)
+
+docs: $(test_stamp)
+	.venv-test/bin/python -m mkdocs serve --strict
 
 # torch goes first and alone, so that no other requirement chooses its build.
 $(demo_stamp): pyproject.toml Makefile

@@ -25,8 +25,9 @@ def compile(
     Args:
         model: a module or a function; None gives a decorator.
         mode: of Inductor, for example "max-autotune-no-cudagraphs".
-        fullgraph, dynamic: as for ``torch.compile``.
-        options: see ``fxoffload.Options``: ``activation_budget="12GiB"``, ``max_slowdown=0.05``, ...
+        fullgraph: as for ``torch.compile``.
+        dynamic: likewise.
+        **options: see ``fxoffload.Options``: ``activation_budget="12GiB"``, ``max_slowdown=0.05``, ...
 
     Returns:
         What ``torch.compile`` returns: for a module, a module of the same parameters.

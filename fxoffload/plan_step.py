@@ -26,7 +26,8 @@ def profile_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pl
     Args:
         step: one forward and backward, as training runs them: the same modules, modes and sizes, no optimizer. It is
             called at most four times.
-        args, kwargs: of ``step``.
+        *args: of ``step``.
+        **kwargs: of ``step``.
 
     Returns:
         The plans made meanwhile, those of single graphs too; empty where everything was planned before.

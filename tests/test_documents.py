@@ -13,7 +13,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from fxoffload.options import Options
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
