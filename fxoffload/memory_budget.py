@@ -122,6 +122,36 @@ def activation_budget(
     return left
 
 
+@dataclass(frozen=True)
+class Lasting:
+    """Bytes on an empty device of which a training step takes nothing away.
+
+    Attributes:
+        device: its memory.
+        parameters: and buffers.
+        gradients: of what is trained.
+        state: of the optimizer.
+    """
+
+    device: int
+    parameters: int
+    gradients: int
+    state: int
+
+
+def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile) -> Lasting:
+    """What a model that lies elsewhere (on meta, say) takes on a device. Arguments and errors: see
+    ``activation_budget``."""
+    target = _target(model, device)
+    with torch.no_grad():
+        return Lasting(
+            target.memory.total,
+            _to_move([*model.parameters(), *model.buffers()], target),
+            _gradient_bytes(model.parameters(), target, persist=True),
+            _state_bytes(optimizer, target, None),
+        )
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """What is in use now. ``device``: as ``resolve`` gives it.
 

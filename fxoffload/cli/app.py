@@ -20,6 +20,7 @@ from fxoffload.cli.bench import bench
 from fxoffload.cli.doctor import doctor
 from fxoffload.cli.moe import app as moe
 from fxoffload.cli.moe_tables import printable
+from fxoffload.cli.plan import plan
 from fxoffload.cli.profile import app as profile
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -27,6 +28,7 @@ app.add_typer(moe, name="moe")
 app.add_typer(profile, name="profile")
 app.command()(bench)
 app.command()(doctor)
+app.command()(plan)
 
 
 class InterruptedBySignal(BaseException):

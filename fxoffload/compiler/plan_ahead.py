@@ -88,11 +88,13 @@ def plan(
         BudgetError: (a ValueError) no plan fits into the budget. Graphs that each fit into it alone, but not side by
             side, warn.
         OptionsError: (a ValueError) an unknown device or a bad option.
+        TypeError: the model, or the arguments of the call, are not what they have to be.
         UnsupportedError: (a NotImplementedError) nothing to plan: no parameter or output requires grad, no layers,
             nothing saved that could move; or the model reads the value of a tensor between graphs, does not run on
             fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
+    _check_call(model, example_args, example_kwargs)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
             "expected parameters that require grad, found none: without a backward nothing is saved. Call "
@@ -103,6 +105,31 @@ def plan(
         args, kwargs = tuple(example_args), dict(example_kwargs or {})
         found = _trace(model, args, kwargs, chosen)
     return replace(found, label=type(model).__name__, shape=_shape(model, args, kwargs))
+
+
+def _check_call(model: object, args: object, kwargs: object) -> None:
+    """Before Dynamo looks at the call, whose own message would be about a graph break."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module to plan, found {type(model).__name__}")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(
+            "expected the keyword arguments of one call, as in plan(model, {'input_ids': ids}), found "
+            f"{type(kwargs).__name__}; positional ones go to example_args=(...)"
+        )
+    if not isinstance(args, Sequence):
+        raise TypeError(f"expected example_args=(...), a sequence, found {type(args).__name__}")
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **dict(kwargs or {}))
+    except TypeError as error:
+        names = ", ".join(str(p) for p in signature.parameters.values() if p.name not in ("args", "kwargs"))
+        raise TypeError(
+            f"expected a call that {type(model).__name__}.forward({names}) takes, found one with {len(args)} "
+            f"positional arguments and {', '.join(map(repr, kwargs or {})) or 'no keywords'}: {error}"
+        ) from None
 
 
 def _options(options: Mapping[str, Any], profile: str, **goal: Any) -> Options:

@@ -314,6 +314,26 @@ def test_planning_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatc
         plan(Tower(3), example_args=(example_input(),))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"example_kwargs": {"z": 1}}, r"Linear\.forward\(input: .*\) takes, found one with 0 .* 'z': "),
+        ({}, "found one with 0 positional arguments and no keywords: missing a required argument: 'input'"),
+        ({"example_args": (1, 2)}, "found one with 2 positional arguments and no keywords: too many"),
+        ({"example_kwargs": torch.zeros(1)}, r"plan\(model, {'input_ids': ids}\), found Tensor; .* example_args="),
+        ({"example_args": torch.zeros(1)}, r"expected example_args=\(\.\.\.\), a sequence, found Tensor"),
+    ],
+)
+def test_a_call_that_the_model_does_not_take(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fxoffload.plan(nn.Linear(2, 2), **call)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module to plan, found function"):
+        fxoffload.plan(lambda x: x, {})  # type: ignore[arg-type]
+
+
 def test_nothing_to_plan() -> None:
     x = example_input()
     with pytest.raises(UnsupportedError, match="parameters that require grad, found none"):
