@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxoffload.compiler.measure_segments import _Distinct, _measure
+from fxoffload.compiler.distinct_segments import DistinctSegment
+from fxoffload.compiler.measure_segments import _prepare
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.compiler.segments import SegmentCall
-from fxoffload.machine.meters import HostMeter
+from fxoffload.compiler.time_segments import time_segments
+from fxoffload.machine.meters import HostMeter, Work
 from fxoffload.passes.cut_segments import Segment
 from fxoffload.planner.steps import SegmentStep
 from tests.compiler.test_made_up import traced
@@ -38,8 +41,37 @@ def test_what_dies_in_a_segment_dies_in_the_run_that_tells_its_peak() -> None:
         return []
 
     call.fn = fn
-    distinct = _Distinct(segment, call, SegmentStep("layers_0"), frozenset({1}))
-    found = _measure(distinct, HostMeter(), Allowance())
-    assert isinstance(found, tuple) and found[0] > 0 and found[1] is None
-    assert held[:-1] == [[True, True, False]] * 4  # integers are new for each run
-    assert held[-1] == [True, False, True]
+    distinct = DistinctSegment(segment, call, SegmentStep("layers_0"), frozenset({1}), {("forward", "layers_0"): 0})
+    allowance = Allowance()
+    assert _prepare(distinct, HostMeter(), allowance) == ""
+    assert held == [[True, True, True], [True, False, True]]  # to tune kernels, and for the peak
+    del held[:]
+    times = time_segments([distinct], HostMeter(), allowance)
+    assert times.keys() == {("forward", "layers_0")} and min(times.values()) > 0
+    assert held == [[True, True, False]] * 2  # integers are new for each run, in every round
+
+
+def test_a_segment_alone_has_new_integers_for_each_run() -> None:
+    gm = traced(lambda table, index: table[index], torch.zeros(4), torch.zeros(3, dtype=torch.int64))
+    inputs = tuple(gm.graph.find_nodes(op="placeholder"))
+    nodes = tuple(n for n in gm.graph.nodes if n.op == "call_function")
+    segment = Segment("layers_0", "layers.0", nodes, inputs, nodes[-1:])
+    call, seen = SegmentCall(segment), []
+
+    def fn(args: list[Any]) -> list[Any]:
+        seen.append(args[1].tolist())
+        args[1].fill_(10**6)
+        return []
+
+    class NoRoom(HostMeter):
+        """For more than one segment's inputs."""
+
+        def each_ms(self, works: Sequence[Work]) -> list[float]:
+            raise torch.OutOfMemoryError("on purpose")
+
+    call.fn = fn
+    distinct = DistinctSegment(segment, call, SegmentStep("layers_0"), frozenset(), {("forward", "layers_0"): 0})
+    allowance = Allowance()
+    assert _prepare(distinct, NoRoom(), allowance) == ""
+    assert time_segments([distinct], NoRoom(), allowance).keys() == {("forward", "layers_0")}
+    assert seen == [[0, 1, 2]] * 5
