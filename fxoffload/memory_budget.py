@@ -32,6 +32,10 @@ _HOOKS = (
 )
 
 
+# Of a device's memory, what is counted on: the rest is for fragments, for what libraries allocate, and for errors.
+DEVICE_FRACTION = 0.9
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of a device now. What the caching allocator holds without using it counts as free.
@@ -69,7 +73,7 @@ def activation_budget(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    device_fraction: float = 0.9,
+    device_fraction: float = DEVICE_FRACTION,
     device: torch.device | str | Path | MachineProfile | None = None,
     gradients_persist: bool = True,
     state_bytes: int | str | None = None,

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import OptionsError
-from fxoffload.memory_budget import Lasting, lasting
+from fxoffload.memory_budget import DEVICE_FRACTION, Lasting, lasting
 from fxoffload.planner.plan import Plan
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
@@ -58,8 +58,8 @@ class Fit:
     plan: Plan
 
     def fits(self, row: Row) -> bool:
-        """Whether the device has room for it."""
-        return row.total_bytes <= self.lasting.device
+        """Whether it leaves the device a tenth of its memory, as ``activation_budget`` does."""
+        return row.total_bytes <= DEVICE_FRACTION * self.lasting.device
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,7 +91,8 @@ def plan_config(
         device: a shipped profile or a profile's file.
         lora: rank of adapters on all linear layers; None: all is trained.
         optimizer: one of ``OPTIMIZERS``, with torch's defaults.
-        ranks: that share parameters, gradients and state evenly, as FSDP does.
+        ranks: that share parameters, gradients and state evenly, as FSDP does. What it gathers for a layer is not
+            counted.
         dtype: one of ``DTYPES``, of parameters.
         goal: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given.
 
@@ -134,9 +135,8 @@ def plan_config(
 
 def _row(name: str, ms: float, without: int, peak: int, shared: Lasting, ranks: int) -> Row:
     stays = shared.parameters + shared.state
-    # On one device the graph's own gradients are in its peak; ranks hold their parts of them from layer to layer.
-    total = stays + (max(peak, without + shared.gradients) if ranks > 1 else peak)
-    return Row(name, ms, without, total)
+    # One device has the gradients that its graph returns, where they are at the peak; ranks keep their parts of them.
+    return Row(name, ms, without, stays + (without + shared.gradients if ranks > 1 else peak))
 
 
 def _check(value: str, known: Mapping[str, object], what: str) -> None:

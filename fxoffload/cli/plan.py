@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -86,4 +87,4 @@ def _show(found: Fit, ranks: int) -> None:
         for point in found.plan.frontier:
             points.add_row(f"{point.budget_bytes / _GIB:.2f}", f"{point.step_ms:.1f}")
         console.print(points)
-    console.print(f"{found.plan.summary}. By estimate, before anything ran.")
+    console.print(f"{escape(found.plan.summary)}. By estimate, before anything ran.")

@@ -117,11 +117,11 @@ class Shared:
 
 
 def nbytes_shared(all_made: Sequence[MadeUp]) -> int:
-    """Bytes of the inputs of all of them, where one ``Shared`` is used."""
+    """Bytes of the inputs of all of them at once, where one ``Shared`` is used: what is not shared counts each time."""
     most: Counter[_Kind] = Counter()
     for made in all_made:
         most |= made.kinds()
-    own = max((made.nbytes - sum(k[1] * n for k, n in made.kinds().items()) for made in all_made), default=0)
+    own = sum(made.nbytes - sum(k[1] * n for k, n in made.kinds().items()) for made in all_made)
     return own + sum(kind[1] * count for kind, count in most.items())
 
 

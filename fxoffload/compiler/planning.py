@@ -192,11 +192,12 @@ class Planning:
             return None
         first = self._scheduler(base)
         baseline = first.keep_all()
-        if self.limit_bytes is not None and baseline.peak_bytes <= self.limit_bytes and not first.fixed:
+        budget, limit = self.goal.budget_bytes, self.limit_bytes
+        if budget is not None and limit is not None and baseline.peak_bytes <= limit and not first.fixed:
             within = "activation checkpointing's peak" if self.goal.is_checkpointing else "the budget"
             summary = (
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
-                f"{format_bytes(self.goal.budget_bytes or self.limit_bytes)}: nothing is done"
+                f"{format_bytes(budget)}: nothing is done"
             )
             return self._nothing(base, baseline, summary)
         search = RecomputeSearch(

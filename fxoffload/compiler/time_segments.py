@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 from fxoffload.compiler.distinct_segments import CallName, DistinctSegment
 from fxoffload.compiler.made_up import Shared, nbytes_shared
@@ -49,7 +49,7 @@ def time_segments(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allow
 def _in_rounds(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allowance) -> dict[CallName, float]:
     """See [Note: In the order of the step]. Empty where that is not possible."""
     calls = _calls_of_round(ran, 1e3 * allowance.left_s)
-    if not calls or MARGIN * _round_bytes(ran) > meter.room_bytes():
+    if not calls or MARGIN * _round_bytes([d for d, _ in calls]) > meter.room_bytes():
         return {}
     shared, times = Shared(), [0.0]
     try:
@@ -83,14 +83,14 @@ def _spread(names: Sequence[CallName], count: int) -> list[CallName]:
     return list(names) if count >= len(names) else [names[len(names) * i // count] for i in range(count)]
 
 
-def _round_bytes(ran: Sequence[DistinctSegment]) -> int:
-    return nbytes_shared([d.made for d in ran if d.made is not None]) + max(d.temp_bytes for d in ran)
+def _round_bytes(called: Sequence[DistinctSegment]) -> int:
+    """Of a round: the inputs of all calls are there when it begins."""
+    return nbytes_shared([d.made for d in called if d.made is not None]) + max(d.temp_bytes for d in called)
 
 
 def _work(distinct: DistinctSegment, shared: Shared) -> Callable[[], None]:
     assert distinct.made is not None
-    args: list[Any] = distinct.made.make(shared)
-    return lambda: distinct.run(args)
+    return partial(distinct.run, distinct.made.make(shared))
 
 
 def _of_all(distinct: DistinctSegment, timed: dict[CallName, float]) -> dict[CallName, float]:
@@ -110,8 +110,7 @@ def _alone_ms(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> 
     try:
         inputs = distinct.made.make()
         while len(times) < _ALONE and (not times or allowance.left_s > 0):
-            args = distinct.made.make_integers(inputs)
-            times.append(meter.once_ms(lambda: distinct.run(args)))  # noqa: B023
+            times.append(meter.once_ms(partial(distinct.run, distinct.made.make_integers(inputs))))
     except Exception as error:
         log.info("a segment is not timed: %s", reason_of(error))
     return statistics.median(times) if times else None

@@ -23,7 +23,7 @@ autograd made is watched (``Watch.of``): a leaf may be a parameter, whose memory
 
 [Note: Long queues]
 Where the head is the peak of a step, all that follows it fits, and the backward begins with reloads of gigabytes. FSDP2
-sends a table of sizes to the device for each layer, which then waited for all of them: 63 ms behind 3.8 GiB in a step
+sends a table of sizes to the device for each layer, which then waited for all of them: 63 ms behind 3.7 GiB in a step
 of 405 (two H200s, 2026-11-27, ``h200-stock-fsdp``). So a long queue of reloads gives way ([Note: Giving way]).
 
 Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and

@@ -88,7 +88,7 @@ def test_memory_that_segments_have_in_common() -> None:
     (a, b, i), (c, d, j) = first.make(shared), second.make(shared)
     assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr())
     assert len({a.data_ptr(), b.data_ptr(), i.data_ptr(), j.data_ptr()}) == 4
-    assert nbytes_shared([first, second]) == 2 * 32 + 48
+    assert nbytes_shared([first, second, second]) == 2 * 32 + 32 + 48 + 48
 
 
 def test_the_users_random_numbers_are_not_drawn() -> None:

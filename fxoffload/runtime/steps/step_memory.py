@@ -86,7 +86,8 @@ class LiveBytes:
         """The step's last call has run. See [Note: The end of a backward]."""
         if self.gap_times is not None:
             self.gap_times.end()
-        after_backward(self._end_with_backward)
+        if self._others is not None or self._history is not None:
+            after_backward(self._end_with_backward)
 
     def _end_with_backward(self) -> None:
         others, self._others = self._others, None
