@@ -71,12 +71,13 @@ _RECORD_FUNCTION: Any = getattr(_PROFILER, "_RecordFunctionFast", torch.profiler
 
 class AllocatorEvent(NamedTuple):
     """One allocation, or one free that was asked for. ``nbytes``: as asked for, not as rounded. ``has_frames``: it was
-    recorded with a traceback. ``address``: 0 where it is not known."""
+    recorded with a traceback. ``address``: 0 where it is not known. ``stream``: the handle of the one that owns it."""
 
     is_allocation: bool
     nbytes: int
     has_frames: bool
     address: int = 0
+    stream: int = 0
 
 
 def records_allocator_events() -> bool:
@@ -103,7 +104,7 @@ def allocator_events() -> list[list[AllocatorEvent]]:
     kinds = {"alloc": True, "free_requested": False}
     return [
         [
-            AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames")), e.get("addr", 0))
+            AllocatorEvent(kinds[e["action"]], e["size"], bool(e.get("frames")), e.get("addr", 0), e.get("stream", 0))
             for e in trace
             if e["action"] in kinds
         ]

@@ -28,7 +28,10 @@ _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")
 _ASSERTIONS = aten_names("_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size")
 _COMPARES = aten_names("eq ne lt le gt ge")
 _ALIGNED = 16  # elements, of the groups of a grouped product
-_STD = 0.02  # of random values; ``initializer_range`` of most models
+# Of random values: of parameters and what else outlives a call (``initializer_range`` of most models), and of
+# activations and gradients, which die in it. A GPU's power depends on the values, and so do its clocks: see
+# [Note: In the order of the step] in ``time_segments``.
+_STD, _STD_OF_DYING = 0.02, 1.0
 
 
 class NotMadeUpError(Exception):
@@ -102,26 +105,32 @@ _Kind = tuple[torch.device, int, torch.dtype]
 
 
 class Shared:
-    """Memory of floating-point inputs, which segments that run one after another may have in common: what one of them
-    leaves there are still floating-point values."""
+    """Memory of floating-point inputs that calls of segments have in common, if they run one after another.
 
-    def __init__(self) -> None:
+    Args:
+        has_dying: it serves inputs that die in a call, too. The call may reuse their memory, so later calls find other
+            values there: still of floating point, but less random, which takes less power and time.
+    """
+
+    def __init__(self, *, has_dying: bool = False) -> None:
+        self.has_dying = has_dying
         self._tensors: dict[_Kind, list[torch.Tensor]] = {}
 
     def take(self, kind: _Kind, index: int) -> torch.Tensor:
         """The tensor of ``kind`` with that number, which is made if there are no more than ``index``."""
         found = self._tensors.setdefault(kind, [])
         while len(found) <= index:
-            found.append(_random(kind))
+            found.append(_random(kind, len(found), _STD))
         return found[index]
 
 
-def nbytes_shared(all_made: Sequence[MadeUp]) -> int:
+def nbytes_shared(all_made: Sequence[MadeUp], *, has_dying: bool = False) -> int:
     """Bytes of the inputs of all of them at once, where one ``Shared`` is used: what is not shared counts each time."""
+    kinds = [made.kinds(has_dying=has_dying) for made in all_made]
     most: Counter[_Kind] = Counter()
-    for made in all_made:
-        most |= made.kinds()
-    own = sum(made.nbytes - sum(k[1] * n for k, n in made.kinds().items()) for made in all_made)
+    for of_one in kinds:
+        most |= of_one
+    own = sum(m.nbytes - sum(k[1] * n for k, n in of.items()) for m, of in zip(all_made, kinds, strict=True))
     return own + sum(kind[1] * count for kind, count in most.items())
 
 
@@ -132,6 +141,7 @@ class MadeUp:
         inputs: values that ``nodes`` take from outside.
         nodes: that read them.
         device: tensors elsewhere are on the CPU.
+        dying: positions of inputs that die in the call.
 
     Attributes:
         nbytes: of all inputs together.
@@ -140,13 +150,20 @@ class MadeUp:
         NotMadeUpError: for some input there is nothing to make up.
     """
 
-    def __init__(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], device: torch.device) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        device: torch.device,
+        dying: Collection[int] = (),
+    ) -> None:
         self._inputs = tuple(inputs)
         self._inside = frozenset(nodes)
         self._sizes: list[int] = []  # of the allocations, in bytes
         self._devices: list[torch.device] = []
         places: dict[int, int] = {}
         self._views = [self._view(v, places, device) for v in inputs]
+        self._dying = {v.memory for i in dying if isinstance(v := self._views[i], _View)}
         self._fills = [self._fill(v) for v in inputs]
         self.nbytes = sum(self._sizes)
 
@@ -154,10 +171,11 @@ class MadeUp:
         """New inputs, in the order of ``inputs``. ``shared``: the memory of floating-point values."""
         return self._make(range(len(self._views)), shared)
 
-    def kinds(self) -> Counter[_Kind]:
-        """How many allocations of each kind hold floating-point values only."""
-        members = self._members(self._views)
-        return Counter(kind for place, of in members.items() if (kind := self._kind(place, of)) is not None)
+    def kinds(self, *, has_dying: bool) -> Counter[_Kind]:
+        """How many allocations of each kind a ``Shared`` has of them."""
+        members = self._members(self._views).items()
+        found = [self._kind(place, of) for place, of in members if has_dying or place not in self._dying]
+        return Counter(kind for kind in found if kind is not None)
 
     def make_integers(self, inputs: list[Any]) -> list[Any]:
         """``inputs`` with new tensors for the integers: a run may have reused their memory, and left no valid indices
@@ -176,8 +194,10 @@ class MadeUp:
             kind = self._kind(place, of)
             if kind is None:
                 memory[place] = torch.zeros(self._sizes[place], dtype=torch.uint8, device=self._devices[place])
+            elif shared is None or (place in self._dying and not shared.has_dying):
+                memory[place] = _random(kind, place, _STD_OF_DYING if place in self._dying else _STD)
             else:
-                memory[place] = _random(kind) if shared is None else shared.take(kind, taken[kind])
+                memory[place] = shared.take(kind, taken[kind])
                 taken[kind] += 1
         made: list[Any] = []
         for i, view in zip(wanted, views, strict=True):
@@ -258,15 +278,15 @@ def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _random(kind: _Kind) -> torch.Tensor:
-    """Random values, as bytes: a GPU multiplies zeros with less power, and so faster. As small as initial weights, so
-    that attention is not to one key alone. The generator is not the user's."""
+def _random(kind: _Kind, seed: int, std: float) -> torch.Tensor:
+    """Random values, as bytes: a GPU multiplies zeros with less power, and so faster. The generator is not the
+    user's."""
     device, nbytes, dtype = kind
     found = torch.empty(nbytes, dtype=torch.uint8, device=device)
     flat = found.view(dtype)
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     if dtype.itemsize > 1:
-        flat.normal_(std=_STD, generator=generator)
+        flat.normal_(std=std, generator=generator)
     else:
         for part in flat.split(1 << 24):  # 8-bit floats, to which small values are zeros
             part.copy_(torch.empty(part.shape, device=device).normal_(generator=generator))

@@ -87,7 +87,7 @@ def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> s
     if _RUNS * distinct.estimate.ms / 1e3 > allowance.left_s:
         return NO_TIME
     try:
-        distinct.made = made = MadeUp(segment.inputs, segment.nodes, meter.device)
+        distinct.made = made = MadeUp(segment.inputs, segment.nodes, meter.device, distinct.dying)
         if MARGIN * (made.nbytes + distinct.estimate.temp_bytes) > meter.room_bytes():
             return NO_ROOM
         inputs = made.make()

@@ -91,6 +91,21 @@ def test_memory_that_segments_have_in_common() -> None:
     assert nbytes_shared([first, second, second]) == 2 * 32 + 32 + 48 + 48
 
 
+def test_memory_that_dies_in_a_call_is_its_own() -> None:
+    """Where there is room: the call may leave other values in it."""
+    gm = traced(lambda a, b: a + b, torch.randn(8), torch.randn(8))
+    made = MadeUp(gm.graph.find_nodes(op="placeholder"), list(gm.graph.nodes), CPU, dying={1})
+    shared = Shared()
+    (a, b), (c, d) = made.make(shared), made.make(shared)
+    assert a.data_ptr() == c.data_ptr() and b.data_ptr() != d.data_ptr()
+    assert torch.equal(b, d) and bool((b.std() > 10 * a.std()).all())
+    assert nbytes_shared([made, made]) == 32 + 2 * 32
+    tight = Shared(has_dying=True)
+    (a, b), (c, d) = made.make(tight), made.make(tight)
+    assert (a.data_ptr(), b.data_ptr()) == (c.data_ptr(), d.data_ptr())
+    assert nbytes_shared([made, made], has_dying=True) == 2 * 32
+
+
 def test_the_users_random_numbers_are_not_drawn() -> None:
     gm = traced(lambda a: a * 2, torch.zeros(100))
     torch.manual_seed(3)

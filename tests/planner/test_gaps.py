@@ -431,7 +431,7 @@ class Recorded(Rehearsed):
         self.ended += read and self.is_open
         self.is_open = False
 
-    def freed_bytes_after(self, memory: Memory) -> int:
+    def freed_bytes_after(self, memory: Memory, stream: int | None = None) -> int:
         return 0
 
     def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:

@@ -264,14 +264,16 @@ def test_what_was_there_before_a_step_and_goes_with_its_end() -> None:
     history.end()
     assert stays
     assert history.freed_bytes_after(last_call_ended) == 4096
+    assert history.freed_bytes_after(last_call_ended, stream=0) == 4096
+    assert history.freed_bytes_after(last_call_ended, stream=7) == 0
     assert history.freed_bytes_after(allocator.read()) == 0
     assert history.freed_bytes_after(Memory(0, 0)) == 0
 
 
 def test_a_step_is_watched_until_its_backward_has_ended() -> None:
-    """FSDP2 lets go of a root module's parameters then."""
+    """FSDP2 lets go of a root module's parameters then, and the first call of the embeddings that it was given."""
     allocator = Allocator()
-    gathered = allocator.allocate(4096)
+    gathered, embeddings = allocator.allocate(4096), allocator.allocate(2048)
     live = LiveBytes(history=allocator.history())
     live.read(("forward", 0), [], allocator.read())
     live.call_ended(allocator.read())
@@ -287,14 +289,15 @@ def test_a_step_is_watched_until_its_backward_has_ended() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             after_backward(lambda: allocator.free(4096, address=gathered))
             live.read(("backward", 0), [], allocator.read())
+            allocator.free(2048, address=embeddings)
             live.call_ended(allocator.read())
             live.end()
             assert live.others_bytes == 0
             return grad
 
     Root.apply(torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
-    assert live.others_bytes == 4096
-    assert live.above_start() == {("forward", 0): 4096, ("backward", 0): 4096}
+    assert live.others_bytes == 4096 + 2048
+    assert live.above_start() == {("forward", 0): 4096 + 2048, ("backward", 0): 4096 + 2048}
     assert allocator.stops == 1
 
 

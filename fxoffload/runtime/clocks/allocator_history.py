@@ -137,9 +137,16 @@ class AllocatorHistory:
         stays = Counter(nbytes for nbytes, i in made.values() if i < end)
         return sum(min(n, stays[nbytes]) * _rounded(nbytes) for nbytes, n in found.items())
 
-    def freed_bytes_after(self, memory: Memory) -> int:
-        """Bytes of what was there before the record began and was freed after that read: what is given back when a
-        step ends. 0 where that is not known."""
+    def freed_bytes_after(self, memory: Memory, stream: int | None = None) -> int:
+        """Bytes that existed before the record began and were freed after this read: a step gives them back.
+
+        Args:
+            memory: the read.
+            stream: the handle of the stream that owns them; None: of any.
+
+        Returns:
+            Bytes; 0 where the record does not tell.
+        """
         begin = self._place_of(memory)
         if begin is None or not all(e.address for e in self._taken):
             return 0
@@ -150,7 +157,7 @@ class AllocatorHistory:
                 made.add(event.address)
             elif event.address in made:
                 made.discard(event.address)
-            elif i >= begin:
+            elif i >= begin and stream in (None, event.stream):
                 found += _rounded(event.nbytes)
         return found
 

@@ -43,11 +43,14 @@ class OnOtherStreams:
         read: what is allocated.
         compute: the handle of the compute stream.
         args: of the first call.
+
+    Attributes:
+        compute: that handle.
     """
 
     def __init__(self, read: Callable[[], Iterable[Block]], compute: int, args: Iterable[Any]) -> None:
         self._read = read
-        self._compute = compute
+        self.compute = compute
         self._given = [StorageRef(a) for a in _plain(args)]
         self._first = self._bytes()
 
@@ -60,7 +63,7 @@ class OnOtherStreams:
         found: Counter[int] = Counter()
         without = {ref.address() for ref in self._given}  # FSDP1 empties them, and fills them elsewhere
         for stream, address, nbytes in self._read():
-            if stream != self._compute and address not in without:
+            if stream != self.compute and address not in without:
                 found[stream] += nbytes
         return found
 

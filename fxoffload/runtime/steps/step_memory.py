@@ -5,7 +5,8 @@ Neither is thread-safe: ``fxoffload.runtime.steps.calls`` has a lock.
 
 [Note: The end of a backward] FSDP2 gathers the parameters of a root module (embedding and head: 2.3 GiB of Qwen3-8B's
 shape) before the step's first call, and lets go of them when autograd has ended the backward, after its last call. So
-a step is watched until then: what was there when it began, and is freed behind its last call, is the step's.
+a step is watched until then. What existed when it began and is freed in its backward belongs to the step: those
+parameters, and what eager code made for the first call (embeddings of 64 MiB, rotary tables).
 """
 
 from __future__ import annotations
@@ -98,11 +99,14 @@ class LiveBytes:
         except RuntimeError as error:
             log.info("what other streams have is not known: %s", error)
         turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
-        if self._history is not None and turn is not None:
+        if self._history is None:
+            return
+        if turn is not None:
             self.carried_bytes = self._history.carried_bytes(turn.first, turn.last) or 0
             self.others_bytes += self.carried_bytes
-        if self._history is not None and self._ended is not None:
-            self.others_bytes += self._history.freed_bytes_after(self._ended)
+        if (begin := self._ended if turn is None else turn.last) is not None:
+            # Those of other streams are counted above.
+            self.others_bytes += self._history.freed_bytes_after(begin, None if others is None else others.compute)
 
     def drop(self) -> None:
         """The step is not what it was to be: nothing that was not ended is looked at any more."""
