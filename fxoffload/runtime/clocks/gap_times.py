@@ -60,7 +60,7 @@ class GapTimes:
             return dict(self._found)
 
     def drop(self) -> None:
-        """The step is not what it was to be."""
+        """The step is not the expected one: forget its events."""
         with self._lock:
             self._found = self._found or {}
             self._release()

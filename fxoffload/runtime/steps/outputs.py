@@ -38,7 +38,7 @@ class Outputs:
     Attributes:
         zeros: for the gradients of all outputs; empty: autograd makes them.
         are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None where there
-            are none, or nobody knows: several forwards ran before it.
+            are none, or where several forwards ran before it.
         have_gradients: whether the last backward was given gradients of them; None where there are none.
     """
 
