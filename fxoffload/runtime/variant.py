@@ -1,13 +1,13 @@
-"""Runs variants of a compiled graph: the same computation, with other values saved and others computed again.
+"""Runs variants of a compiled graph: the same computation, with other values saved and others recomputed.
 
-AOTAutograd knows one forward and one backward (variant 0) and calls them with what it saved. A variant takes what
-variant 0 takes and returns as many values, so that each call may run another one::
+AOTAutograd knows one forward and one backward (variant 0), and calls the backward with the values that variant 0 saves.
+A variant takes the arguments of variant 0 and returns as many values. So each call may run another one::
 
     variant 0    return (out,   primals_1, primals_2, mm,      gelu)        saves
     variant 1    return (out,   primals_1, <token>,   <empty>, <empty>)     the token's bundle: view, primals_5
 
-A graph input that both save stays in its slot, where autograd itself notices that somebody modified it, and so does a
-size, where sizes vary. All else is in the bundle; the backward asks it which variant ran.
+A graph input that both save stays in its slot, where autograd itself notices that it was modified. So does a size,
+where sizes vary. All else is in the bundle; the backward asks it which variant ran.
 """
 
 from __future__ import annotations
