@@ -20,8 +20,8 @@ class Handle:
 
     Args:
         what: for messages.
-        transition: is charged with the time that somebody waits.
-        finish: the rest of the work, done by who waits first. May be called again, and by several threads.
+        transition: is charged with the time that callers wait.
+        finish: the rest of the work, done by the first waiter. May be called repeatedly, and by several threads.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Handle:
         return self
 
     def report(self) -> None:
-        """Raises what went wrong, if something did and the transition is over. Nobody else need say it then."""
+        """Raises the error of a transition that is over and has failed. It counts as reported then."""
         if self._error is not None:
             self.is_reported = True
             raise self._error
 
     def has_failed(self) -> bool:
-        """Whether something went wrong that nobody was told yet."""
+        """Whether the transition failed and its error was not raised yet."""
         return self._error is not None and not self.is_reported
 
     def done(self) -> bool:

@@ -28,7 +28,7 @@ class Inventory:
     """The models, optimizers and other tensors of a ``PhaseManager``.
 
     Parameters of an optimizer that no model has are master copies, and belong to its state. Where there is no model at
-    all they are somebody else's, and left alone, as are their gradients.
+    all, they belong to other code, and are left alone, as are their gradients.
 
     Attributes:
         models: by name; the name of a single model is "".
@@ -63,7 +63,7 @@ class Inventory:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The models, and behind them the modules in ``extra``, by name. A module that is both is named once."""
+        """The models, then the modules in ``extra``, by name. A module that is both is named once."""
         return self.walk().modules
 
     def walk(self) -> Walk:
@@ -79,7 +79,7 @@ class Inventory:
         return sorted(groups, key=(PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA).index)
 
     def gradient_owners(self) -> list[tuple[str, Tensor]]:
-        """Whatever may have a ``.grad``: the models' parameters and master copies."""
+        """Tensors that may have a ``.grad``: the models' parameters and master copies."""
         return list(self.walk().gradient_owners())
 
     def kept_by_fsdp(self) -> Collection[int]:
@@ -322,7 +322,7 @@ class Walk:
 
 
 def _require_tensors(name: str, value: Any) -> None:
-    # Plain data beside tensors (the decay of an EMA) needs no memory on a device; of anything else nobody knows.
+    # Plain data next to tensors (the decay of an EMA) needs no memory on a device; other objects may hold some.
     leaves_in_it = tree_leaves(value)
     is_tree = len(leaves_in_it) != 1 or leaves_in_it[0] is not value
     allowed = (Tensor, nn.Module, type(None), *((bool, int, float, complex, str) if is_tree else ()))

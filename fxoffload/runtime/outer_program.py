@@ -81,9 +81,9 @@ class OuterCall:
     largest_offload: int = 0  # Most bytes that one segment of this forward moved so far.
     before_layers: int = 0  # Bytes moved before any layer did: no window is known yet.
     window: int = 0  # Bytes that this backward reloads ahead unless a budget is set.
-    keeps_turn: bool = False  # whether its last saved values stay on the device
-    windows: Windows | None = None  # of a plan
-    watches: Mapping[int, Watch] = field(default_factory=dict)  # storages of inputs that are not waited for
+    keeps_turn: bool = False  # Whether its last saved values stay on the device.
+    windows: Windows | None = None  # Of a plan.
+    watches: Mapping[int, Watch] = field(default_factory=dict)  # Storages of inputs that are not waited for.
     recorder: Recorder | None = None  # of a call that is measured
     has_tokens: bool = True  # whether this backward was given any
 

@@ -2,8 +2,8 @@
 
 [Note: Switches of a thread]
 PyTorch has context managers (``torch.no_grad``, ``torch.cuda.device``, modes) that are entered and left in Python.
-The exception of a signal in the middle leaves a thread switched for good. So code that may run in the caller's thread at
-any time uses a function from here. See [Note: Asynchronous exceptions] in ``fxoffload.runtime.transactions``.
+The exception of a signal in the middle leaves a thread switched for good. So code that may run in the caller's thread
+at any time uses a function from here. See [Note: Asynchronous exceptions] in ``fxoffload.runtime.transactions``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients that leave, are dropped or must not be there, and backward passes that must not add to what is away."""
+"""Gradients that leave, are dropped or must not be there, and backward passes that must not add to away gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxoffload.phases.inventory import Inventory
 
 
 class Gradients:
-    """What a ``PhaseManager`` does with gradients.
+    """How a ``PhaseManager`` treats gradients.
 
     Args:
         inventory: knows who has gradients.

@@ -64,11 +64,11 @@ def _allocator_settings() -> str:
 class Returner:
     """Returns memory to the driver slice by slice while an offload goes on, where that is worth it.
 
-    Expandable segments are unmapped beside copies (18.5 GB: 347 ms with the copy, 410 ms after it). ``cudaFree`` waits
+    Expandable segments are unmapped during copies (18.5 GB: 347 ms with the copy, 410 ms after it). ``cudaFree`` waits
     for the device (385 ms against 376: not worth it).
 
     Args:
-        wanted: whether somebody waits for the memory.
+        wanted: whether a caller waits for the memory.
     """
 
     def __init__(self, wanted: bool) -> None:

@@ -8,8 +8,8 @@ across a chunk border is split in two, because one copy may not touch two regist
 Rejected: PyTorch's caching host allocator, which rounds every block up to a power of two (up to twice the memory), and
 fixed slabs, which lose their ends. Background threads do the pinning while the model compiles (see
 [Note: Chunk threads] in ``fxoffload.runtime.host_memory.chunk_threads``). A step waits only for memory that is not
-ready yet, and never later, unless memory was trimmed. The arena books the memory that it has or is about to have, so that other
-processes do not count on it (``fxoffload.runtime.host_memory.ledger``).
+ready yet, and never later, unless memory was trimmed. The arena books the memory that it has or is about to have, so
+that other processes do not count on it (``fxoffload.runtime.host_memory.ledger``).
 
 [Note: Trim]
 ``trim`` gives chunks at the end of the range back while steps go on. It takes all of them out of the free list at once,

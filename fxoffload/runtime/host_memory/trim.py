@@ -7,8 +7,8 @@ everything above the highest block of those steps goes.
 
 That is done once for each plan. The need of every other plan that still exists stays, as it was seen. So does memory
 that was pinned for graphs that are in no such plan (a model that is one graph). So memory does not come and go where
-steps of an actor and of a critic take turns. Memory that is pinned later (for a longer evaluation, say) stays. Where sizes
-vary from call to call nothing goes: the next batch may be as long as the longest one.
+steps of an actor and of a critic take turns. Memory that is pinned later (for a longer evaluation, say) stays. Where
+sizes vary from call to call nothing goes: the next batch may be as long as the longest one.
 
 The thread that begins the second step trims, between two steps. The driver lets everything on the device end before it
 gives the first chunk up, whichever thread asks for it, and takes 2.1 ms for each of 128 MiB after that. Rejected: a
