@@ -3,7 +3,7 @@
 [Note: States]
 Every storage is in one of the states of ``Where``; a group is where its storages are. A call moves only storages that
 are not there yet, so that repeating one does nothing. A call that meets a transition under way joins it (the same
-direction) or waits for it (the other direction). A transition that fails puts back what it had moved, and its handle
+direction) or waits for it (the other direction). A transition that fails undoes its moves, and its handle
 raises.
 
 [Note: Interrupted transitions]
