@@ -32,7 +32,7 @@ def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_by
     files = _Files()
     try:
         with ThreadPoolExecutor(workers) as pool:
-            # A failure is raised by result(), and what was queued behind it is cancelled.
+            # result() raises a failure; jobs that are still queued are cancelled.
             futures = [pool.submit(job) for job in _jobs(experts, files, report)]
             try:
                 return {name: text for future in futures for name, text in future.result()}

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class CheckpointError(ValueError):
-    """Base of this package's errors: what was expected, what was found, what to do."""
+    """Base of this package's errors. Each says the expectation, the finding, and what to do."""
 
 
 class BrokenCheckpointError(CheckpointError):

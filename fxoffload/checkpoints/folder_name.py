@@ -14,7 +14,8 @@ from fxoffload.checkpoints.errors import CheckpointError, shortened
 def folder_name(folder: object, expected: str, error: type[CheckpointError] = CheckpointError) -> str:
     """The text of ``folder``, which messages call ``expected``.
 
-    Raises TypeError for what is neither a str nor a path of one, and ``error`` for a text that names no folder.
+    Raises TypeError for an object that is neither a str nor a path of one, and ``error`` for a text that names no
+    folder.
     """
     text = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(text, str):

@@ -17,9 +17,9 @@ from fxoffload.checkpoints.side_files import compare_side_files
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proved. ``fingerprint`` is a hash over all checksums: the same for the same weights in any layout.
+    """A proof that weights agree. ``fingerprint`` is a hash of all checksums: equal for equal weights in any layout.
 
-    ``notes`` say in sentences what was compared otherwise, or not at all.
+    ``notes`` are sentences about parts that were compared otherwise, or not at all.
     """
 
     num_tensors: int

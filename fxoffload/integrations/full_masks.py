@@ -22,7 +22,7 @@ def drop_full_mask(batch: Mapping[str, Any], *, right_padding: bool = False) -> 
 
     Args:
         batch: the keyword arguments of a model. A mask that is not of shape (batch, tokens) stays.
-        right_padding: drop a mask too that only masks tokens behind the last one of each row. In causal attention no
+        right_padding: drop a mask too that only masks tokens after the last one of each row. In causal attention no
             token sees a later one, so that logits and gradients of real tokens are the same without it; logits of the
             padding are others. Only for causal models, with labels of -100 on the padding, and not for losses that read
             the mask themselves (the load balancing of mixture-of-experts models does).

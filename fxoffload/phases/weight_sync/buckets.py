@@ -6,7 +6,8 @@ A few buffers are kept on the device, each as large as the largest bucket needs.
 landings    Of buckets i + 1 and i + 2. Tensors that need no gathering are copied here, and gathers write here. There is
             one slot for each rank. This rank's slot is copied from the host, or from the stage; the gather fills the
             others in place. Two, for else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket.
-            Three where tensors are gathered and none is cast, for else nothing would be copied while one is gathered.
+            Three where tensors are gathered and none is cast: else nothing would be copied during a gather.
+
 stage       Of bucket i + 3: this rank's parts of gathered tensors that are cast first, as they are copied from the
             host.
 

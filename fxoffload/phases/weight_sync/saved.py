@@ -1,10 +1,11 @@
 """The weights of transformers models as ``save_pretrained`` writes them.
 
 [Note: As saved]
-An inference engine's loader knows the names and shapes of checkpoints. Models of transformers
-have others in memory: the experts of a layer in one tensor, ``mlp`` for ``block_sparse_moe``, other prefixes. So weights are
-handed out as the outermost transformers models would be saved: tied ones once, under the name that is saved. Weights
-outside of such models keep their names. So do models with adapters or a quantizer, which are saved in another way.
+An inference engine's loader knows the names and shapes of checkpoints. Models of transformers have others in memory:
+the experts of a layer in one tensor, ``mlp`` for Mixtral's ``block_sparse_moe``, other prefixes in vision models. So
+weights are handed out as the outermost transformers models would be saved: tied ones once, under the name that is
+saved. Weights outside of such models keep their names. So do models with adapters or a quantizer, which are saved in
+another way.
 
 The question goes to a twin of the model: the same classes and configs without wrappers (torch.compile, FSDP, DDP,
 activation checkpointing). Nor has it the classes that ``fully_shard`` makes, which transformers' mappings do not know.
