@@ -190,7 +190,7 @@ def _plan_tensor(
     for position, expert in enumerate(numbers):
         target = position * part_bytes
         pieces = [_piece(block, expert, p, parameter, shape, form) for p in projections]
-            # An empty part is a copy of nothing in every form: a step of no bytes to reorder has no size to plan by.
+        # An empty part is a copy of nothing in every form: a step of no bytes to reorder has no size to plan by.
         if not part_bytes or all(piece.taken.contiguous and piece.put.contiguous for piece in pieces):
             steps += [_copy(piece, shape, dtype, target) for piece in pieces]
         else:

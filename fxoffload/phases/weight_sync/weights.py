@@ -4,8 +4,8 @@
 Each tensor that ``stream_weights`` hands out has memory of its own and belongs to the caller. The caller may keep and
 write it, also after the stream has ended. So ``dict(stream)`` is the whole model on the device. A loop that keeps
 nothing has the last tensor until it gets the next one. That one, and every kept tensor, comes on top of the stream's
-own memory. It is PyTorch's memory as any other: allocated on the stream that is current at ``next()``. To use it on another
-stream, call ``record_stream``, or let the first stream wait before the last reference goes.
+own memory. It is PyTorch's memory as any other: allocated on the stream that is current at ``next()``. To use it on
+another stream, call ``record_stream``, or let the first stream wait before the last reference goes.
 
 Rejected: views of a buffer, which later buckets overwrite. Nothing tells a view that is still needed from the variable
 of a loop. It may be needed by ``dict(stream)``, a numpy array, or a handle that was sent to another process.
