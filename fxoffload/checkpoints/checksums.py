@@ -102,7 +102,7 @@ def _part(
     files: _Files,
     report: Report,
 ) -> list[tuple[str, str]]:
-    """The checksums of what one expert has in a tensor that all experts share."""
+    """The checksums of one expert's part of a tensor that all experts share."""
     shape = tensor.shape[1:]
     size = tensor.num_bytes // tensor.shape[0]
     data = np.empty(size, dtype=np.uint8)

@@ -175,7 +175,7 @@ def verify(
 
     Weights that are not the model's are compared byte by byte; the notes of the result name them.
 
-    Raises MismatchError, which names what differs, and the errors of ``convert`` for a checkpoint that cannot be read.
+    Raises MismatchError, which names the differences, and the errors of ``convert`` for a checkpoint it cannot read.
     """
     pair = open_experts(source, pattern), open_experts(output, pattern)
     return verify_experts(*pair, _check_workers(workers), _stage(progress, "verify"))

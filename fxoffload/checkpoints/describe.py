@@ -1,4 +1,4 @@
-"""What a checkpoint is: layout, family, layers, experts, dtypes, bytes."""
+"""The description of a checkpoint: layout, family, layers, experts, dtypes, bytes."""
 
 from __future__ import annotations
 

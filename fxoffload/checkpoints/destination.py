@@ -157,7 +157,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _weights(folder: Path) -> set[str]:
-    """What the checkpoint in ``folder`` says its weights are."""
+    """The names of weight files that the checkpoint in ``folder`` lists, or may have."""
     try:
         names = read_json(folder / INDEX_NAME, finite=False)["weight_map"].values()
         listed = {name for name in names if isinstance(name, str) and name.endswith(".safetensors")}

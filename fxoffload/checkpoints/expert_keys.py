@@ -65,7 +65,7 @@ class KeyReader:
         self._any_expert = re.compile(rf"(?P<block>(?P<prefix>{stem})\d+\.(?:{shared}))\.(?:\d+\..+|{merged})")
 
     def read(self, name: str) -> ExpertKey | None:
-        """What ``name`` is, or None when it does not belong to an expert."""
+        """The meaning of ``name``, or None when it does not belong to an expert."""
         if match := self._single.fullmatch(name):
             parameter = match["parameter"] if match["parameter"] in PARAMETERS else None
             return self._key(match, int(match["expert"]), self._projection_of[match["projection"]], parameter)

@@ -1,4 +1,4 @@
-"""Reads the JSON of a checkpoint, which may come from anybody: what would harm or hold up a reader is refused."""
+"""Reads the JSON of a checkpoint, which may come from anywhere: it refuses JSON that would harm or hold up a reader."""
 
 from __future__ import annotations
 

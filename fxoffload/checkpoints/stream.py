@@ -34,7 +34,7 @@ class _OpenShard:
 
 @dataclass
 class _Job:
-    """What the workers share; ``lock`` guards all of it."""
+    """The state that the workers share; ``lock`` guards all of it."""
 
     folder: Path
     mode: int

@@ -1,4 +1,4 @@
-"""Does the output hold what the source holds, bit for bit?"""
+"""Verifies that the output holds the same weights as the source, bit for bit."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _outside_the_index(experts: Experts) -> set[str]:
 
 
 def _compare_metadata(source: Experts, output: Experts) -> None:
-    """What the source's shards say in their headers, where they agree with each other."""
+    """The metadata in the headers of the source's shards, where they agree with each other."""
     ours, theirs = source.checkpoint, output.checkpoint
     where = f"{theirs.folder} against {ours.folder}"
     _raise_for_difference(

@@ -115,7 +115,7 @@ def causal_attention(
     """transformers' ``sdpa_attention_forward``, on blocks where ``causal_mask`` made the mask of one block.
 
     Raises:
-        ValueError: an argument of the model asks for what SDPA does not have.
+        ValueError: an argument of the model asks for a feature that SDPA does not have.
     """
     for name in _BEYOND_SDPA:
         if kwargs.get(name) is not None:

@@ -53,5 +53,5 @@ def _masks_nothing(mask: Tensor, *, right_padding: bool) -> bool:
     kept = mask.bool()
     if not right_padding:
         return bool(kept.all())
-    # Kept tokens come first: none is kept behind one that is not. A row without any would have nothing to attend to.
+    # Kept tokens come first: none is kept after one that is not. A row without any would have nothing to attend to.
     return bool(kept[:, :1].all() and (kept[:, 1:] <= kept[:, :-1]).all())

@@ -1,4 +1,4 @@
-"""One ``PhaseManager`` for each model and optimizer that a framework hands to us again and again."""
+"""One ``PhaseManager`` for each model and optimizer that a framework hands to us repeatedly."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Aliases:
         self._seen += [weakref.ref(value) for value in state_dict.values() if isinstance(value, Tensor)]
 
     def leave(self, manager: PhaseManager) -> None:
-        """Sends those away that lie in what the manager has just offloaded."""
+        """Sends those away that lie in storages which the manager has just offloaded."""
         self._manager = weakref.ref(manager)
         offloaded = {held.storage._cdata: held for held in _holdings(manager)}
         if offloaded and not self._searched:
@@ -149,7 +149,7 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 
 
 def _tensors_on(storages: Collection[int], manager: PhaseManager) -> Iterator[Tensor]:
-    """Detached tensors at home that lie in these storages, but for what FSDP keeps for itself."""
+    """Detached tensors at home that lie in these storages, but for those that FSDP keeps for itself."""
     kept = {id(t) for model in manager.models.values() for _, t in sharded.held_tensors(model, emptied=True)}
     for thing in gc.get_objects():
         # Not isinstance(): that asks proxies for their __class__, and they may raise.

@@ -119,7 +119,7 @@ class PhaseCallback(TrainerCallback):
         self.manager.onload(OPTIMIZER, wait=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The state leaves, behind whatever comes next; not if a checkpoint is to be written."""
+        """The state leaves in the background; not if a checkpoint is to be written."""
         if control.should_save:
             self._return_for_save()
         else:
@@ -133,7 +133,7 @@ class PhaseCallback(TrainerCallback):
             self._return_for_save()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """With ``save_strategy="best"`` a checkpoint may be written, which is known when no callback is asked again."""
+        """With ``save_strategy="best"`` a checkpoint may be written; the decision comes after all callbacks."""
         if self._manager is not None and args.save_strategy == "best":
             self._return_for_save()
 

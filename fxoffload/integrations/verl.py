@@ -183,7 +183,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own, so that ``unpatch`` does not take ours from those who imported it from here."""
+    """A function of its own, so that ``unpatch`` does not take ours from modules that imported it from here."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -12,7 +12,7 @@ from fxoffload.runtime.transactions import Latch
 
 
 class Handle:
-    """What ``offload`` and ``onload`` return.
+    """The result of ``offload`` and ``onload``, to wait for.
 
     Of a transition that fails and is never waited for, the manager's next call raises the error.
 
@@ -39,8 +39,8 @@ class Handle:
         """Blocks until every byte has arrived, and for an offload until its memory was given back.
 
         Raises:
-            what went wrong on the way. What an offload had moved is back on the device; of an onload, what had arrived
-                stays there and the rest is on the host.
+            the error of the transition. Tensors that an offload had moved are back on the device. After an onload,
+                those that had arrived stay on the device and the rest is on the host.
             RuntimeError: it is under way in the process that this one was forked from.
         """
         if not self.done():
@@ -70,7 +70,7 @@ class Handle:
         return self._over.is_open
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Called by whoever moves the bytes. The first time counts."""
+        """Called by the thread that moves the bytes. The first time counts."""
         if not self.done():
             self._error = error
         self._over.open()

@@ -1,4 +1,4 @@
-"""Which tensors belong to which group, read again at every transition: optimizers make their state late."""
+"""Which tensors belong to which group, read at every transition: optimizers make their state late."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Inventory:
         return list(found.values())
 
     def warn_of_immovable(self, device_types: Collection[str]) -> None:
-        """Logs once, for each size that they come to, what stays on the device because it cannot be emptied."""
+        """Logs the tensors that stay on the device because they cannot be emptied, once for each total size."""
         found = self.immovable(device_types)
         nbytes = sum(size for _, size in found)
         if not nbytes or nbytes in self._reported:
@@ -190,7 +190,7 @@ class Inventory:
 
 
 class Walk:
-    """One look at all tensors: what several groups need to know is asked of the modules once.
+    """One look at all tensors, which asks the modules once for facts that several groups need.
 
     To be used at once and thrown away: modules and optimizers change.
     """
@@ -336,7 +336,7 @@ def _require_tensors(name: str, value: Any) -> None:
 
 
 def can_be_emptied(storage: torch.UntypedStorage, device_type: str) -> bool:
-    """Whether torch owns the memory of a storage on such a device, so that it may be freed and allocated again.
+    """Whether torch owns the memory of a storage on such a device, so that it may be freed and allocated anew.
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """

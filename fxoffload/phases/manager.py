@@ -52,7 +52,7 @@ _KEPT_TRANSITIONS = 10_000
 class PhaseManager:
     """Moves parameters, gradients, optimizer state and buffers between a device and pinned host memory.
 
-    Every tensor object, its strides and what shares memory with it stay as they are; see ``Phase`` for who is where.
+    Every tensor object, its strides and its sharing of memory stay as they are; see ``Phase`` for where each group is.
 
     Args:
         model: a module, or a sequence or mapping of modules: plain, compiled, DDP, FSDP1, FSDP2, DTensor, LoRA.
@@ -126,7 +126,7 @@ class PhaseManager:
         self._reserve()
         self._transit.warn_of_what_stays(GROUPS)
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -217,7 +217,7 @@ class PhaseManager:
         Raises:
             ValueError: an unknown group.
             torch.OutOfMemoryError: the device has no room; everything is on the host as before. With ``wait=False`` the
-                handle, or the manager's next call, raises it, and what had arrived by then stays on the device.
+                handle, or the manager's next call, raises it; tensors that had arrived by then stay on the device.
         """
         return self._onload(groups, wait, "")
 
@@ -263,7 +263,7 @@ class PhaseManager:
     def phase(
         self, phase: Phase | str, then: Phase | str | None = None
     ) -> contextlib.AbstractContextManager[PhaseManager]:
-        """Enters a phase; a block inside another one's enters the outer phase again at its end, also by an exception.
+        """Enters a phase; a block inside another one's returns to the outer phase at its end, also by an exception.
 
         With ``then``, the groups that the next phase does not need begin to leave at the end of the block instead, if
         it ends without an exception. After one, errors on the way to the outer phase are logged.

@@ -1,4 +1,4 @@
-"""What transitions took: one record each, and one flat dict for loggers."""
+"""Times and bytes of transitions: one record each, and one flat dict for loggers."""
 
 from __future__ import annotations
 

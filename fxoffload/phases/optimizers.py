@@ -174,7 +174,7 @@ def _written(path: Iterable[Any]) -> str:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What an object keeps, if it may be a part of some state: torch's own objects (a DeviceMesh) are not."""
+    """The attributes of an object, if it may be a part of some state: torch's own objects (a DeviceMesh) are not."""
     kind = type(thing)
     if (
         isinstance(thing, (type, nn.Module))

@@ -1,4 +1,4 @@
-"""The phases of a colocated RL step, and what each of them needs on the device."""
+"""The phases of a colocated RL step, and the groups that each of them needs on the device."""
 
 from __future__ import annotations
 

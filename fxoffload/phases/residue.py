@@ -1,4 +1,4 @@
-"""Tensors that are still on a device after an offload, and who holds them."""
+"""Tensors that are still on a device after an offload, and the objects that hold them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Residue:
         dtype: of that tensor.
         device: where it is.
         tensors: how many tensors share it.
-        held_by: who refers to them, in words; empty where only C++ does (an autograd graph).
+        held_by: the objects that refer to them, in words; empty where only C++ does (an autograd graph).
     """
 
     nbytes: int
@@ -148,7 +148,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
-    """None for what has no memory of its own: wrappers (their inner tensors are listed), sparse and away tensors."""
+    """None for tensors without memory of their own: wrappers (their inner tensors are listed), sparse and away ones."""
     try:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return None

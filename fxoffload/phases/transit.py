@@ -524,7 +524,7 @@ class Transit:
         return True
 
     def _stand_back(self) -> None:
-        """Else this thread has the lock again before one that waits for it, to read something now, wakes up."""
+        """Let waiting readers go first: else this thread takes the lock before one of them wakes up."""
         for _ in range(_PATIENCE):
             if not self._readers:
                 return
@@ -550,7 +550,7 @@ class Transit:
         """Storages that have arrived meanwhile are on the device."""
         self._settle(self.ledger.arrived())
 
-    # -- whoever wants to know -----------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @transaction
     def where(self, group: str) -> Where:
@@ -586,7 +586,7 @@ class Transit:
             gc.collect()  # frames of an interrupted call may hold blocks
         return self.image.release()
 
-    # -- whoever wants to use it ---------------------------------------------------------------------------------------
+    # -- uses of tensors -----------------------------------------------------------------------------------------------
 
     def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """See ``fxoffload.phases.moving.storages.Owner``."""
@@ -707,7 +707,7 @@ class Transit:
             self._gradients.guard()
 
     def _settle(self, holdings: Iterable[Holding]) -> None:
-        """These are on the device again."""
+        """These are on the device: their tensors and guards are as they were."""
         self.ledger.settle(list(holdings))
         if not self.ledger.holds((GRADS,)):
             self._gradients.unguard()

@@ -59,7 +59,7 @@ on_reset(_resets.forget)
 
 
 def check() -> None:
-    """Called by whoever plans, on any thread.
+    """Called while planning, on any thread.
 
     Raises:
         PlanCancelled: the model that this thread plans for was forgotten meanwhile.

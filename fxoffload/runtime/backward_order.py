@@ -67,7 +67,7 @@ class BackwardOrder:
         return self._count - 1
 
     def backward(self, number: int, waiting: Sequence[Waiting]) -> None:
-        """The backward of ``number`` begins. ``waiting``: what waited for its backward so far, the oldest first."""
+        """The backward of ``number`` begins. ``waiting``: forwards that waited for theirs, the oldest first."""
         self._events = hash((self._events, "backward", number))
         index = next((i for i, w in enumerate(waiting) if w.number == number), None)
         _remember(self._next, self._behind, (number, self._events))

@@ -69,7 +69,7 @@ def _is_value(value: Any) -> bool:
 
 
 def bundle_token(bundle: Bundle) -> Tensor:
-    """A tensor that stands for a bundle in what autograd saves."""
+    """A tensor that stands for a bundle among the values that autograd saves."""
     token = empty_token()
     setattr(token, _ATTRIBUTE, bundle)
     return token

@@ -158,7 +158,7 @@ class CopyEngine:
         # Serials that were handed out since the queue was made. Late ones still stand in it, and must not be reloaded a
         # second time.
         self._taken: set[int] = set()
-        self._ahead: dict[int, _Ahead] = {}  # by serial; holds what dead transfers have left there too
+        self._ahead: dict[int, _Ahead] = {}  # by serial; also of dead transfers
         self._ahead_bytes = 0
         self._reclaimed_bytes = 0
         self._landing: Sequence[Tensor] = ()  # targets of the reloads that are being started
@@ -475,7 +475,7 @@ class CopyEngine:
             )
 
     def host_budget_bytes(self, budgets: Budgets) -> int:
-        """The user's budget; by default the process' share of the machine less what other devices' arenas hold."""
+        """The user's budget; by default the process' share of the machine less the memory of other devices' arenas."""
         if budgets.host is not None:
             return budgets.host
         return default_host_budget_bytes() - sum(e.arena.reserved_bytes for e in engines() if e is not self)
@@ -487,7 +487,7 @@ class CopyEngine:
         self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
     def pin(self, nbytes: int, budgets: Budgets) -> bool:
-        """As ``reserve``, and returns when that is over: whether so much is there. Steps of other threads go on."""
+        """As ``reserve``, and returns when that is over: whether ``nbytes`` are there. Steps of other threads go on."""
         self.reserve(nbytes, budgets)
         return self.arena.wait_until_grown() and self.arena.reserved_bytes >= nbytes
 

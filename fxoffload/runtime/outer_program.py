@@ -1,8 +1,8 @@
-"""Outer graphs, ready to run: they call segments and do what the ``fxoffload`` ops between them say.
+"""Outer graphs, ready to run: they call segments and run the ``fxoffload`` ops between them.
 
 An outer graph is compiled once into a list of steps on numbered slots. Each step knows which slots nothing reads after
 it, and empties them before it calls out: a segment that is handed the only reference to an input can free it early.
-What to keep and what to offload is up to the call (``OuterCall``); the same steps serve all.
+Each call (``OuterCall``) chooses which values to keep and which to offload; the same steps serve all.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Movable:
 
 @dataclass
 class OuterCall:
-    """One run of an outer graph: what its steps share."""
+    """One run of an outer graph: the state that its steps share."""
 
     engine: CopyEngine
     options: RuntimeOptions
@@ -188,7 +188,7 @@ class OuterProgram:
         self.movables = tuple(movables)
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
-        # Whether what the forward saves last may stay where it is.
+        # Whether the last saved values may stay where they are.
         self.has_turn = options.keeps_turn and any(m.of_turn for m in self.movables)
         self._movable_at = 0
         self._build(_Steps(outer))
@@ -196,7 +196,7 @@ class OuterProgram:
     def _build(self, steps: _Steps) -> None:
         graph = steps.outer.graph
         placeholders = graph.find_nodes(op="placeholder")
-        # Of a backward: what hooks may have handed back in another layout.
+        # Of a backward: saved values that hooks may have handed back in another layout.
         saved = placeholders if self.copies is not None else ()
         self.layouts = {i: found for i, n in enumerate(saved) if (found := layout_of(n)) is not None}
         steps.slots_of(placeholders)
@@ -352,8 +352,8 @@ def _distinct(transfers: Any) -> list[Transfer]:
 def _by_storage(
     slots: list[Any], where: list[int], min_bytes: int, device: torch.device
 ) -> list[tuple[list[int], list[Tensor]]]:
-    """Slots and tensors of each storage of ``device`` that is large enough to move. What shares memory at trace time
-    shares it at run time too, unless Inductor chose to copy.
+    """Slots and tensors of each storage of ``device`` that is large enough to move. Values that share memory at trace
+    time share it at run time too, unless Inductor chose to copy.
 
     A value may be on another device than its trace says: attention without dropout returns its seed and offset on the
     host, and fake tensors of them are on the GPU.

@@ -28,6 +28,6 @@ def begin_thread(device: int | None) -> None:
 
 
 def use_device(device: int | None) -> None:
-    """For what this thread does next."""
+    """For the next work of this thread."""
     if device is not None:
         torch.cuda.set_device(device)

@@ -25,7 +25,7 @@ class TurnWatch:
         """Asked when the forward begins, with the groups that wait for their backward.
 
         One forward's last values may stay, not those of every microbatch. A forward that another graph's forward
-        follows is not the turn: it is told so here, by the one that follows, and moves everything from then on.
+        follows is not the turn: the one that follows notes that here, and it moves everything from then on.
         """
         kept = [g for g in live if g.kept_turn_of is not None]
         for group in kept:

@@ -75,7 +75,7 @@ def transaction(
 
 
 def _undo(mendable: Mendable, lock: ForkSafeRLock) -> None:
-    """A transaction raises. What cannot be mended now is torn still, and the next one raises the reason."""
+    """A transaction raises. State that cannot be mended now stays torn, and the next one raises the reason."""
     if lock.is_mine():
         lock.let_go()
     with contextlib.suppress(Exception), lock:
@@ -92,7 +92,7 @@ class Latch:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def open(self) -> None:
-        """Lets everybody go on. May be called again."""
+        """Lets all waiters go on. May be called twice."""
         self.is_open = True
         self._tokens.put(None)
 

@@ -199,7 +199,7 @@ class Slot:
 
 
 def make_token(slot: Slot) -> Tensor:
-    """A tensor that stands for an offloaded one in what autograd saves."""
+    """A tensor that stands for an offloaded one among the values that autograd saves."""
     token = empty_token()
     setattr(token, _TOKEN_ATTRIBUTE, slot)
     return token

@@ -1,4 +1,4 @@
-"""What a plan tells the executor: which storages leave, and how many bytes may be under way at each point of a step."""
+"""A plan's orders to the executor: the storages that leave, and the most bytes under way at each point of a step."""
 
 from __future__ import annotations
 

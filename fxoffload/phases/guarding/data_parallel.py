@@ -80,5 +80,5 @@ def watch_forwards(watcher: Watcher) -> None:
 
 
 def ignore_forwards(watcher: Watcher) -> None:
-    """Ends that. May be called again, and before."""
+    """Ends that. May be called twice, and before ``watch_forwards``."""
     _forwards.ignore(watcher)

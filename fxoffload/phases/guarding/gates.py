@@ -49,7 +49,7 @@ class Gates:
         self.remove()
         self._is_whole = False
         if self._callers is None:
-            # Once: looking for who compiled a model takes a pass over all Python objects.
+            # Once: the search for compiled wrappers of a model takes a pass over all Python objects.
             self._callers = [caller for model in self._models.values() for caller in optimized_modules_of(model)]
         for caller in self._callers:
             self._gate(caller, _tensors_under(caller), "the forward of the compiled model")

@@ -324,7 +324,7 @@ def gradients_under(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_of(optimizer: Any) -> Iterator[Tensor]:
-    """What a step of an optimizer reads and writes: parameters, gradients and state."""
+    """The tensors that a step of an optimizer reads and writes: parameters, gradients and state."""
     yield from stepped_by(optimizer)
     yield from state_of(optimizer)
 

@@ -32,7 +32,7 @@ _MOST_THINGS, _MOST_ITEMS = 2000, 100  # that are looked at, and of one collecti
 
 
 class Override:
-    """One method of one object, to be replaced again and again.
+    """One method of one object, to be replaced repeatedly.
 
     Args:
         target: the object.
@@ -75,7 +75,7 @@ class Override:
         return self.remove
 
     def remove(self) -> None:
-        """Takes it away. May be called again, and before ``put``."""
+        """Takes it away. May be called twice, and before ``put``."""
         self._on = False
         attributes, name = self._target.__dict__, self._name
         if attributes.get(name) is not self._ours:

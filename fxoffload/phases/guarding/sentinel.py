@@ -37,7 +37,7 @@ from fxoffload.sizes import format_bytes
 
 
 class OffloadedError(RuntimeError):
-    """Something that is on the host was used as if it were on the device. The message says what to call."""
+    """A tensor that is on the host was used as if it were on the device. The message names the call that helps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +62,7 @@ class _Away:
 
 
 _RECORD = "_fxoffload_away"
-# What may be asked of a tensor without its memory. Names of methods, functions and attributes.
+# Methods, functions and attributes that need no memory of a tensor.
 _METADATA = frozenset(
     """__hash__ __len__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides
     _post_accumulate_grad_hooks _version device dim dtype element_size get_device grad grad_fn is_coalesced

@@ -177,7 +177,7 @@ def _initialize(model: nn.Module) -> None:
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
-    """What an FSDP module gathers: its shards, also while its attributes are the gathered parameters."""
+    """The shards that an FSDP module gathers, also while its attributes are the gathered parameters."""
     return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
 
 

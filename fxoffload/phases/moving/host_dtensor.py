@@ -93,7 +93,7 @@ class HostDTensor(DTensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Written as a plain DTensor: whoever reads it needs no fxoffload.
+        # Written as a plain DTensor: its reader needs no fxoffload.
         return _plain(self).__reduce_ex__(protocol)
 
 

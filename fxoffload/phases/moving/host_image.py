@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class HostMemoryError(MemoryError):
-    """The machine has no memory for what should leave the device."""
+    """The host has no memory for tensors that should leave the device."""
 
 
 class _Total:
-    """What the bookings of an image may be together."""
+    """The limit for all bookings of an image together."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -78,8 +78,8 @@ class HostImage:
 
     Args:
         pinner: registers memory with the device's driver.
-        limit_bytes: how much may be pinned; asked at every growth. Without ``pin``: how much there may be.
-        total_limit_bytes: how much there may be, pinned and pageable together; None for what the machine has. See
+        limit_bytes: most pinned bytes; asked at every growth. Without ``pin``: most bytes.
+        total_limit_bytes: most bytes, pinned and pageable together; None for the machine's limits. See
             [Note: Limits of the image].
         pin: False to take pageable memory for everything, without a warning.
         ledger: None for the one that all processes share.
@@ -136,7 +136,7 @@ class HostImage:
         )
 
     def free(self, block: HostBlock) -> None:
-        """Return a block. ``block.fence``: what the next owner must wait for before it writes."""
+        """Return a block. The next owner waits for ``block.fence`` before it writes."""
         self._arena_of(block).free(block, None)
 
     def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, Tensor]]:

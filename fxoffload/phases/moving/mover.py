@@ -212,7 +212,7 @@ class Mover:
         self.copies(device).reload_waits_for_compute()
 
     def give_up(self, holding: Holding) -> None:
-        """It stays on the host: empties it again, when nothing is being copied to it any more."""
+        """It stays on the host: empties its storage, when nothing is being copied to it any more."""
         holding.where = Where.HOST
         self.clear(holding)
 

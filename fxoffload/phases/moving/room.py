@@ -39,7 +39,7 @@ from fxoffload.phases.moving.storages import Holding
 # The first pieces are small, so that copies begin soon; with expandable segments the last, so that they end soon.
 FIRST_ROOM_BYTES = 128 << 20
 ROOM_BYTES = 1 << 30
-# Behind other work.
+# In the background.
 ROOM_BEHIND_BYTES = 256 << 20
 # Sizes up to this have a pool of their own in the allocator; sizes are multiples of ``_GRANULE``.
 _SMALL = 1 << 20
@@ -56,8 +56,8 @@ class Room:
     def __init__(self) -> None:
         self._expandable = has_expandable_segments()
         self._useless: dict[torch.device, int] = {}  # idle, but not to be had
-        self._proved: dict[torch.device, int] = {}  # idle, and to be had: so much at a time
-        self._believed: dict[torch.device, int] = {}  # may be allocated before the allocator is asked again
+        self._proved: dict[torch.device, int] = {}  # idle, and to be had: most bytes at a time
+        self._believed: dict[torch.device, int] = {}  # may be allocated before the next look at the allocator
 
     def pieces(self, holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
         """The holdings bit by bit. There is room for a bit, which is to be allocated before the next is asked for."""
@@ -76,7 +76,7 @@ class Room:
         return needed > self._believed.get(gpus[0], 0) and needed > self._usable(gpus[0])[0]
 
     def make_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
-        """Room for the next storages, behind other work.
+        """Room for the next storages, in the background.
 
         Args:
             upcoming: that are to have room, and ``lacks`` says that they have not.

@@ -56,7 +56,7 @@ class Holding:
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
         weak: refers to the storage when ``storage`` no longer does.
-        watched: the tensors, while it is found out who else holds them.
+        watched: the tensors, during the search for other references to them.
     """
 
     storage: torch.UntypedStorage
@@ -107,7 +107,7 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     Empty for a tensor that cannot be taken apart: a sparse one, a wrapper without ``__tensor_flatten__``.
     """
     kind = type(tensor)
-    # The first two are what nearly every tensor is, and need not be asked for methods that they do not have.
+    # Nearly every tensor has one of the first two classes, which need not be asked for methods that they lack.
     if kind is Tensor or kind is nn.Parameter:
         return [tensor] if tensor.layout is torch.strided else []
     if is_made_like_dtensor(kind):  # nearly every other

@@ -121,7 +121,7 @@ class BucketStream:
             for i in range(self._plan.landings):
                 landing = self._ledger.take((self._plan.landing_bytes,), torch.uint8, self._stage.device)
                 self._landings.append(landing)
-                self._copies.reload_waits_for_compute()  # whoever had the memory before
+                self._copies.reload_waits_for_compute()  # earlier users of the memory come first
                 with self._still.copying():
                     if i == 0:
                         self._fill_stage(0)

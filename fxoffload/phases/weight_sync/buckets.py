@@ -34,11 +34,11 @@ _LEAST_STAGE_SHARE = 0.05  # where little is gathered among much that is not
 
 @dataclass(frozen=True)
 class Load:
-    """What one tensor needs.
+    """The needs of one tensor.
 
     Attributes:
         name: for messages.
-        lane: tensors of one lane are gathered together; None for what needs no gathering.
+        lane: tensors of one lane are gathered together; None for one that needs no gathering.
         ranks: over which it is gathered.
         elements: of the largest part that a rank holds.
         source_item: bytes of an element on the host.

@@ -96,7 +96,7 @@ class Recipe:
 
         Args:
             inputs: contiguous.
-            computed: receives what other outputs need too.
+            computed: receives results that other outputs need too.
         """
         if self.cut is not None:
             view = inputs[self.inputs[0]].as_strided(*self.cut)

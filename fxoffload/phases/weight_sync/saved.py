@@ -160,7 +160,7 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
         most = max(most, sum(waiting.values()) + whole)
         for (_, shape), names in unit.regions.items():
             nbytes = math.prod(shape) * unit.dtype.itemsize
-            own = nbytes if nbytes != whole else 0  # a part of what FSDP1 flattened is copied
+            own = nbytes if nbytes != whole else 0  # a part of a tensor that FSDP1 flattened is copied
             for name in names:
                 steps = saved.steps[name] if saved is not None else []
                 kept = saved.kept_bytes(name) if saved is not None else 0
@@ -178,7 +178,7 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
 
 
 def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
-    """Of one model, by the names in its checkpoint behind ``prefix``."""
+    """Of one model, by the names in its checkpoint after ``prefix``."""
     try:
         # In a thread of its own the caller's modes do not hold: inference mode runs other operators.
         return aside(lambda: _record(prefix, modules, weights))
@@ -216,7 +216,7 @@ def _twin(prefix: str, modules: Modules, tensors: Mapping[str, Tensor]) -> tuple
 
     See [Note: As saved].
     """
-    # The last of one name is what the wrappers wrap.
+    # The last of one name is the module that the wrappers wrap.
     inner = {name: module for name, module in modules if name == prefix or _is_below(name, prefix)}
     made: dict[int, nn.Module] = {}
     twins: dict[str, nn.Module] = {}

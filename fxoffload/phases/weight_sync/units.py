@@ -55,7 +55,7 @@ class Unit:
 
     Attributes:
         named: the tensors that are handed out of it.
-        local: the plain tensor on this rank; perhaps away. May have padding behind.
+        local: the plain tensor on this rank; perhaps away. May have padding at its end.
         aliases: other tensors on its storage, by one of which the manager may know it.
         shape: of the whole.
         cuts: how the whole is cut over ranks; none where nothing is gathered.
@@ -109,7 +109,7 @@ class Unit:
         return math.prod(self.own_shape) * self.source_dtype.itemsize
 
     def without_tensors(self) -> Unit:
-        """The same without tensors, to be used again for tensors that are like these."""
+        """The same without tensors, to be reused for tensors that are like these."""
         _ = self.load, self.landed_dtype, self.own_bytes, self.numel
         return self.with_tensors(None, ())  # type: ignore[arg-type]
 

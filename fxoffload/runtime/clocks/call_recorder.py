@@ -54,7 +54,7 @@ class Recorder:
             order, and nothing was compiled since the first of these calls began.
 
     Attributes:
-        dropped: of a forward, whether it has ended and does not count; set by who made it.
+        dropped: of a forward, whether it has ended and does not count; set by its maker.
     """
 
     __slots__ = (

@@ -317,7 +317,7 @@ class ChainClock:
         while self._unread and self._unread[0].has_completed():
             step = self._unread.popleft()
             self._samples.append(step.samples())
-            step.drop()  # its events are used again
+            step.drop()  # its events are reused
 
     def ready(self) -> bool:
         """Whether all that is to be measured was measured, and the device has passed it. Never waits."""

@@ -11,7 +11,7 @@ from fxoffload.runtime.steps.held import CallAt
 
 log = logging.getLogger(__name__)
 
-# Whoever plans waits so long for the device to pass the step.
+# The planner waits at most this long for the device to pass the step.
 _PATIENCE_S = 20.0
 _POLL_S = 1e-3
 

@@ -94,7 +94,7 @@ class SegmentClock:
     def begin(self, phase: Phase, signature: Hashable = (), forward: Recorder | None = None) -> Recorder | None:
         """A call begins: its recorder, or None if this call is not measured.
 
-        ``signature``: calls with different ones are kept apart (sizes; what a policy decided, for bytes and phases). Of
+        ``signature``: calls with different ones are kept apart (sizes; a policy's decisions, for bytes and phases). Of
         a backward it is its forward's where that is known.
         ``forward``: of a backward, the recorder of its forward. Without it the forward that waits is taken, as long as
         never more than one did; then the backward counts for times, without bytes.

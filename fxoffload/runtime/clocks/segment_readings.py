@@ -111,7 +111,7 @@ class Readings:
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that
-        beginning: the largest of the exact ones, None where none is known. What runs between the two counts too."""
+        beginning: the largest of the exact ones, None where none is known. Code between the two counts too."""
         return max((s.peak for s in self.samples["backward"] if s.peak is not None), default=None)
 
     def peak_bounds_bytes(self) -> tuple[int, int] | None:

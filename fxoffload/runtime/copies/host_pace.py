@@ -22,7 +22,7 @@ class HostPace:
         self._found_idle: deque[bool] = deque(maxlen=_LOOKED_AT)
 
     def looked(self, *, idle: bool) -> None:
-        """``idle``: what the host had launched when it looked last is done."""
+        """``idle``: all work is done that the host had launched at its last look."""
         self._found_idle.append(idle)
 
     @property

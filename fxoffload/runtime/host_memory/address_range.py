@@ -62,7 +62,7 @@ class HostRange:
         return found
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Return the memory behind some whole pages to the operating system; the addresses stay."""
+        """Return the memory of some whole pages to the operating system; the addresses stay."""
         # madvise() keeps the GIL: a piece at a time, so that no other thread waits for all of it.
         for at in range(start, start + nbytes, _PIECE):
             try:

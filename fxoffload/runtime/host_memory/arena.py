@@ -96,7 +96,7 @@ class HostBlock:
 
     Attributes:
         span: where it lies.
-        home: tells the arena that it is a range of, as that was made or as a fork left it.
+        home: identifies its arena, as that was made or as a fork left it.
     """
 
     __slots__ = ("__weakref__", "home", "span")
@@ -147,7 +147,7 @@ class HostArena:
         pinner: registers chunks with the device driver.
         capacity_bytes: addresses to reserve; no memory is used for them until the arena grows.
         exact: grow by pages, not by huge pages: as much memory as was asked for and no more.
-        chunk_bytes: what one thread registers at a time, and so the largest piece; None for ``MAX_CHUNK_BYTES``.
+        chunk_bytes: bytes that one thread registers at a time, and so the largest piece; None for ``MAX_CHUNK_BYTES``.
         warn: log a warning where memory that was asked for cannot be had. Else only ``refusal`` tells.
         booking: None for one in the ledger that all processes share.
 
@@ -202,7 +202,7 @@ class HostArena:
         """No chunk is ready."""
         self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
         self._free = FreeList()
-        self._cut: Span | None = None  # what a trim has taken out of the free list and not given back yet
+        self._cut: Span | None = None  # the chunks that a trim has taken out of the free list and not given back yet
         self._in_tensors: dict[int, Span] = {}  # by their start: freed, but users have tensors of them
         self._highest = 0  # see ``highest_bytes``
         self._failed: BaseException | None = None
@@ -596,7 +596,7 @@ class HostArena:
         self._changes.notify()
 
     def _end_cutting_for_good(self, start: int, end: int) -> None:
-        """Whoever had the chunk in hand was interrupted, before or after the driver let go of it."""
+        """The thread that had the chunk in hand was interrupted, before or after the driver let go of it."""
         if self._borders[-1] == end:
             self._borders.pop()
         if self._cut is not None:
@@ -644,7 +644,7 @@ class HostArena:
         return False
 
     def _grow_to(self, nbytes: int, limit_bytes: int, *, whole: bool) -> bool:
-        """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all. No
+        """Have the threads grow to ``nbytes`` within the limit and the room for bookings; ``whole``: or not at all. No
         trim is under way."""
         # The last chunk under a limit may end between two huge pages, but not between two pages.
         granule = mmap.PAGESIZE if self._exact else _PAGE
@@ -674,7 +674,7 @@ class HostArena:
         log.debug("pinned %d MiB at %.1f GB/s", end - start >> 20, (end - start) / 1e9 / (time.perf_counter() - began))
 
     def undo(self, start: int, end: int, *, is_backed: bool) -> None:
-        """Take a chunk's memory away again. Called by the threads."""
+        """Take the memory of a chunk back. Called by the threads."""
         if self._range is None:
             return
         try:

@@ -13,7 +13,7 @@ _OWN = Path("/proc/self/cgroup")
 @dataclass(frozen=True, slots=True)
 class Group:
     """A group with a limit. ``path``: below the hierarchy's root, "/" for the root itself. ``used_bytes``: without the
-    file pages that the kernel gives back before it kills anybody."""
+    file pages that the kernel gives back before it kills a process."""
 
     path: str
     limit_bytes: int

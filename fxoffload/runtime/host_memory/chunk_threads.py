@@ -27,7 +27,7 @@ MAX_THREADS = 16
 
 
 class ChunkOwner(Protocol):
-    """What the threads do with a chunk.
+    """The operations of the threads on a chunk.
 
     ``back`` is called by several threads and without the lock. ``publish`` (in order; once more where it was
     interrupted) and ``settle`` (all threads have ended, and the first error) are called in a transaction of the owner,
@@ -113,7 +113,7 @@ class ChunkThreads:
             has_ended = owner.transact(lambda: self._end(owner))
 
     def _begin(self) -> None:
-        """Whoever has started this thread may have been interrupted before it was noted."""
+        """The thread that has started this one may have been interrupted before it was noted."""
         if threading.current_thread() not in self._threads:
             self._threads.append(threading.current_thread())
 
@@ -145,7 +145,7 @@ class ChunkThreads:
         self._changes.notify()
 
     def _end(self, owner: ChunkOwner) -> bool:
-        """The last thread gives back what cannot be published and tells how it went. False where more was asked for
+        """The last thread gives back chunks that cannot be published, and settles. False where more was asked for
         since this one found nothing left: it counted as one that would do it."""
         if not self._is_over():
             return False

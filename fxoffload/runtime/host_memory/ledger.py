@@ -1,4 +1,4 @@
-"""Who has booked how much of this machine's memory, so that two processes do not count on the same bytes.
+"""Bookings of this machine's memory, so that two processes do not count on the same bytes.
 
 [Note: Ledger]
 Each process has one file in a folder of its user, named by its process number and its start time. So the file of a
@@ -149,7 +149,7 @@ class Ledger:
         self._shrink_if_idle()
 
     def _shrink_if_idle(self) -> None:
-        """Whoever is in a transaction does it when that is over: maybe this thread, which a finalizer interrupts."""
+        """A thread in a transaction does it when that is over: maybe this thread, which a finalizer interrupts."""
         while self._shrinking and not self._torn:
             self._do_shrinking()
 
@@ -182,7 +182,7 @@ class Ledger:
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def _room(self, others: Sequence[ledger_files.Entry], limits: Sequence[Group], share: float) -> tuple[int, str]:
-        """How many more bytes may be booked, and what keeps it from being more."""
+        """How many more bytes may be booked, and why not more."""
         tightest: tuple[int, str] | None = None
         for group in limits:
             name = f"control group {group.path}" if group.path else "machine"

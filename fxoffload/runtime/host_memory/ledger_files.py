@@ -1,4 +1,4 @@
-"""The files of the ledger: what one process has booked, and whether it still runs."""
+"""The files of the ledger: the bookings of one process, and whether it still runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether the steps of one plan meet their budget, step by step.
 
 Each step's peak is read (``fxoffload.runtime.clocks.step_peak``). Where the reads leave it open whether a step met the
-budget, the following ones are recorded, until one that allocates as much has told. What becomes of a plan that is
-exceeded is up to who made it.
+budget, the following ones are recorded, until one that allocates as much has told. The caller decides what to do
+with a plan that is exceeded.
 """
 
 from __future__ import annotations

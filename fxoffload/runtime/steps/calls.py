@@ -76,7 +76,7 @@ class Site:
         sizes: of its calls, where they vary; None: they do not.
         edges: of the graph.
         planner: plans a chain that begins here.
-        may_follow: whether the graph does what a plan says, at the moment.
+        may_follow: whether the graph follows a plan, at the moment.
         may_keep: whether it computes as the plan says, but keeps everything.
         followed: the choice for the forward that begins now; None: it runs as it does without a plan.
         written: inputs, by their names in ``edges``, that were modified between some call and its backward.
@@ -90,7 +90,7 @@ class Site:
         alone: of a graph with a plan of its own.
         control: of such a graph, where its plan can be corrected.
         has_budget: whether its steps have one, as far as they are planned.
-        gives_up: tells that no chain which begins here will be planned.
+        gives_up: called when no chain that begins here will be planned.
     """
 
     calls: StepCalls

@@ -61,7 +61,7 @@ class Follower(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to be measured or planned again."""
+        """Whether nothing is left to be measured or planned anew."""
         ...
 
     def step_begins(self) -> StepRecording | None:
@@ -75,17 +75,17 @@ class Following:
 
     Attributes:
         sites: the graphs, in the order of the forwards.
-        choices: what the call at each place does.
+        choices: of the call at each place.
         shown: kept alive for as long as the plan is.
-        prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
-            the thread that runs the forwards, when a step begins.
+        prepare: compiles variants of graphs, so that the first step can follow; called once, on the thread that runs
+            the forwards, when a step begins.
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
         follower: measures steps that follow it; None: nothing does.
         sizes: per call, the largest that it serves; empty where no sizes vary.
         budget_bytes: that its steps are to meet; None: there is none.
-        is_least: nothing was found that meets it, which was said: it is not made again because of that.
+        is_least: no plan was found that meets it, and a warning said so: it is not made anew because of that.
         spare_bytes: that its prediction leaves of the budget.
-        least: choices of the least peak, followed while a plan that was exceeded is made again; empty: there are none.
+        least: choices of the least peak, followed while a plan that was exceeded is made anew; empty: there are none.
         costs_time: whether it moves or recomputes anything.
         first: choices of its first step, which needs memory to tune new variants' kernels; empty: as in all steps.
             That step is neither measured nor judged.
@@ -96,7 +96,7 @@ class Following:
     shown: object = None
     prepare: Callable[[], None] | None = None
     otherwise: Callable[[], Following] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that makes it ready
     follower: Follower | None = None
     sizes: tuple[Sizes, ...] = ()
     budget_bytes: int | None = None
@@ -107,7 +107,7 @@ class Following:
     first: tuple[Choice, ...] = ()
 
     def begin_first(self) -> Following:
-        """What its first step follows."""
+        """The plan for its first step."""
         found = replace(self, choices=self.first, first=(), follower=None, budget_bytes=None)
         self.first = ()
         return found
@@ -189,7 +189,7 @@ class Planner(Protocol):
             sites: of the calls.
             seen: of them.
             sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
-            meanwhile: is given what to follow until the plan is there; None: no step runs until then.
+            meanwhile: called with a plan to follow until this one is there; None: no step runs until then.
         """
         ...
 
@@ -325,7 +325,7 @@ class SizedChain:
         plan: that steps follow.
         num_plans: how many there were.
         num_misses: how many steps in a row were another chain than the one that was planned.
-        correction: why the plan is being made again; None: it is not.
+        correction: why the plan is being made anew; None: it is not.
         meanwhile: followed while a plan is being made; None: nothing is.
         margin_bytes: see ``Seen``.
         num_corrections: consecutive corrections so far.
@@ -359,7 +359,7 @@ class SizedChain:
 
     @property
     def ready(self) -> Following | None:
-        """The plan, if a step can follow it at once; while it is made, what takes its place."""
+        """The plan, if a step can follow it at once; else the one that is followed meanwhile."""
         if self.plan is None:
             return self.meanwhile
         return self.plan if self.plan.prepare is None else self.meanwhile

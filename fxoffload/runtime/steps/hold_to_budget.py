@@ -122,7 +122,7 @@ class HoldToBudget:
             return
         if not loop.records_next:
             chain.num_corrections = 0
-        # Where sizes vary, so does what steps allocate.
+        # Where sizes vary, so do the allocations of steps.
         if loop.num_fallen < chain.fallen_steps or first.sizes is not None:
             return
         if chain.plan is None and not peak.is_exact and loop.asks():
@@ -166,7 +166,7 @@ class HoldToBudget:
     def _correct(first: Site, chain: SizedChain, step: RunningStep, loop: BudgetLoop, excess: int) -> None:
         plan = chain.plan
         if chain.fallen_steps > FALLEN_STEPS:
-            chain.fallen_steps = _NEVER  # what went away comes back
+            chain.fallen_steps = _NEVER  # the memory that went away comes back
         if plan is None and len(step.calls) > 1:
             for call in step.calls:
                 if (site := call.site()) is not None and site.alone is not None:

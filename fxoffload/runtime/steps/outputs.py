@@ -1,4 +1,4 @@
-"""What becomes of a graph's outputs: whether the caller holds them, and whether gradients come from them."""
+"""The use of a graph's outputs: whether the caller holds them, and whether gradients come from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 
 @dataclass(frozen=True)
 class Zeros:
-    """What takes the place of a gradient that nothing comes from.
+    """The zeros in place of a gradient that nothing comes from.
 
     Attributes:
         position: of the backward's argument.

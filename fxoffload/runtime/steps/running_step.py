@@ -77,7 +77,7 @@ class RunningStep:
     has_several: bool = False  # it was recorded, and several forwards waited when the first backward began
     is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
-    keeps: bool = False  # a call computes what the plan says, and moves nothing
+    keeps: bool = False  # a call computes as the plan says, and moves nothing
     record: Record | None = None  # of a step that is complete
     live_bytes: LiveBytes = field(default_factory=LiveBytes)
     edges: EdgeWatch = field(default_factory=EdgeWatch)

@@ -157,7 +157,7 @@ class EdgeWatch:
             if item.ref.is_alive(in_flight.get(key, 0)):
                 item.until = self.now
             elif item.ref.is_expired():
-                # It does not come back; what gets its key next is something else.
+                # It does not come back; the next storage with its key is another one.
                 del self._by_key[key]
 
     def watch(self, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> bool:
