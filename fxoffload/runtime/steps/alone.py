@@ -2,7 +2,7 @@
 
 Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. Once
 they are seen in one step, the graphs that were cut into segments are planned together, like layers that are compiled
-each on its own. A graph that fits into the budget alone is plain Inductor's, and nothing of it can move: it warns.
+each on its own. A graph that fits into the budget alone is plain Inductor's. Nothing of it can move: a warning says so.
 """
 
 from __future__ import annotations

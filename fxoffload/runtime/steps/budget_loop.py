@@ -32,7 +32,7 @@ class BudgetLoop:
 
     Args:
         budget_bytes: that each of them is to meet.
-        is_exceeded: whether they are known to exceed it; then only changes are reported.
+        is_exceeded: whether they are known to exceed it; then ``ended`` finds no excess, and only a fall counts.
         num_skipped: how many of the first steps are not judged: kernels are tuned in them.
 
     Attributes:

@@ -6,8 +6,8 @@ same graphs, with the memory that passed between their calls. From the next step
 place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that was
 on the device in its first step (``fxoffload.runtime.steps.chains``).
 
-Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From
-the place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
+Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From the
+place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
 several forwards before a backward, a forward inside a backward, saved-tensor hooks, or an exception.
 """
 
