@@ -32,7 +32,7 @@ def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_by
     files = _Files()
     try:
         with ThreadPoolExecutor(workers) as pool:
-            # A failure is raised by result(), and what was queued behind it is cancelled.
+            # result() raises a failure; jobs that are still queued are cancelled.
             futures = [pool.submit(job) for job in _jobs(experts, files, report)]
             try:
                 return {name: text for future in futures for name, text in future.result()}
@@ -102,7 +102,7 @@ def _part(
     files: _Files,
     report: Report,
 ) -> list[tuple[str, str]]:
-    """The checksums of what one expert has in a tensor that all experts share."""
+    """The checksums of one expert's part of a tensor that all experts share."""
     shape = tensor.shape[1:]
     size = tensor.num_bytes // tensor.shape[0]
     data = np.empty(size, dtype=np.uint8)

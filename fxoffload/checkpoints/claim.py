@@ -1,7 +1,7 @@
-"""One run at a time for a destination: a locked file beside it, which says what the run has made there.
+"""One run at a time for a destination: a locked file next to it, which lists the folders that the run has made there.
 
-The lock ends with the process. What was written stays, so that the next run knows a killed run's folders from others
-of the same names, and removes or puts back only those.
+The lock ends with the process; the file stays. So the next run knows a killed run's folders from others of the same
+names, and removes or puts back only those.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Claim:
 
 
 def take_claim(path: Path) -> Claim:
-    """Lock ``path``. Raises DestinationError where another process has it, or where nobody can."""
+    """Lock ``path``. Raises DestinationError where another process has it, or where it cannot be locked."""
     while True:
         file = _open(path)
         try:

@@ -1,4 +1,4 @@
-"""Values of config.json, or an error that says what they should be."""
+"""Values of config.json, or an error that says which are expected."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 Folder = str | os.PathLike[str]
-# Called with what is done ("convert", "verify"), bytes done and bytes in all, from any thread.
+# Called with the stage ("convert", "verify"), bytes done and bytes in all, from any thread.
 StageProgress = Callable[[str, int, int], None]
 
 DEFAULT_SHARD_SIZE = "5GB"
 
 
 class Options(TypedDict, total=False):
-    """What ``convert`` takes beside the folders and the layout; see there."""
+    """The options of ``convert`` after the folders and the layout; see there."""
 
     form: str | None
     shard_size: int | str
@@ -52,10 +52,10 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done. ``seconds`` is wall time without the verification, the sync to the disk included.
+    """The result of ``convert``. ``seconds`` is wall time without the verification, the sync to the disk included.
 
-    A layout is "mixed" where towers differ. ``num_shards`` counts files outside the index too. ``notes`` say in
-    sentences what could not be checked, what is not kept and what is not converted.
+    A layout is "mixed" where towers differ. ``num_shards`` counts files outside the index too. ``notes`` are sentences
+    about checks that could not be made, and about data that is not kept or not converted.
     """
 
     source_layout: Layout | Mixed
@@ -87,11 +87,12 @@ def convert(
 ) -> Conversion:
     """Write the checkpoint in folder ``source`` into the new folder ``target``, its experts in the layout ``to``.
 
-    ``to`` is "experts" (a tensor for each expert: gate and up [I, H], down [H, I]), "stacked" (gate_proj and up_proj
-    [E, I, H], down_proj [E, H, I]) or "fused" (gate_up_proj [E, 2I, H], gate first; or another of the family's forms,
-    by default its first: ``form``). E experts, I intermediate and H hidden features. The layout of the source is
-    detected, for each tower by itself. dtypes, all other tensors and all other files stay as they are; config.json is
-    not edited.
+    The layout of the source is detected, for each tower by itself. dtypes, all other tensors and all other files stay
+    as they are; config.json is not edited. ``to`` is one of these (E experts, I intermediate and H hidden features):
+
+    - "experts": a tensor for each expert: gate and up [I, H], down [H, I].
+    - "stacked": gate_proj and up_proj [E, I, H], down_proj [E, H, I].
+    - "fused": gate_up_proj [E, 2I, H], gate first; or another of the family's forms, by default its first (``form``).
 
     ``towers``: other layouts than ``to``, by how the names of a tower begin: {"mtp.": "experts"}.
     ``shard_size``: most bytes of tensors in a file (a larger tensor has its own), as bytes or as "5GB".
@@ -174,7 +175,7 @@ def verify(
 
     Weights that are not the model's are compared byte by byte; the notes of the result name them.
 
-    Raises MismatchError, which names what differs, and the errors of ``convert`` for a checkpoint that cannot be read.
+    Raises MismatchError, which names the differences, and the errors of ``convert`` for a checkpoint it cannot read.
     """
     pair = open_experts(source, pattern), open_experts(output, pattern)
     return verify_experts(*pair, _check_workers(workers), _stage(progress, "verify"))

@@ -1,4 +1,4 @@
-"""What a checkpoint is: layout, family, layers, experts, dtypes, bytes."""
+"""The description of a checkpoint: layout, family, layers, experts, dtypes, bytes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Inspection:
     """A whole checkpoint. ``layout`` is "mixed" where towers differ; ``form`` is set where all are fused in one form.
 
     ``bytes_by_dtype`` counts every tensor. ``extra_files`` hold tensors of the model and are not in the index;
-    ``foreign_weights`` are other weights, which are not converted, with the reason. ``notes`` say in sentences what
-    could not be checked, and what is not converted.
+    ``foreign_weights`` are other weights, which are not converted, with the reason. ``notes`` are sentences about
+    checks that could not be made and tensors that are not converted.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class Inspection:
 
 
 def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> Inspection:
-    """Read the headers of the checkpoint in ``folder`` and say what it is; no tensor is read.
+    """Read the headers of the checkpoint in ``folder`` and describe it; no tensor is read.
 
     ``pattern`` describes a family that is not known, as for ``convert``. Raises CheckpointError for a checkpoint that
     cannot be converted, as ``convert`` does.

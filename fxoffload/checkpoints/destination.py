@@ -19,7 +19,7 @@ MAX_LINKS = 64
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the result goes: ``final``, and what is beside it meanwhile (see publish.py)."""
+    """The folder ``final`` that the result goes to, and the paths next to it that are used meanwhile (publish.py)."""
 
     source: Checkpoint
     final: Path
@@ -48,7 +48,7 @@ class Destination:
 def choose_destination(source: Checkpoint, target: str | os.PathLike[str], *, overwrite: bool) -> Destination:
     """Check that ``target`` may be written, as far as that can be said without its lock. Raises DestinationError."""
     path = Path(folder_name(target, "a folder to write into", DestinationError))
-    # The parent as the kernel finds it: "link/../name" is beside what the link leads to.
+    # The parent as the kernel finds it: "link/../name" is next to the folder that the link leads to.
     final = Path(os.path.realpath(path) if path.name in ("", "..") else Path(os.path.realpath(path.parent), path.name))
     if final.is_symlink():
         raise DestinationError(f"{target} is a symbolic link; name the folder that it leads to")
@@ -157,7 +157,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _weights(folder: Path) -> set[str]:
-    """What the checkpoint in ``folder`` says its weights are."""
+    """The names of weight files that the checkpoint in ``folder`` lists, or may have."""
     try:
         names = read_json(folder / INDEX_NAME, finite=False)["weight_map"].values()
         listed = {name for name in names if isinstance(name, str) and name.endswith(".safetensors")}

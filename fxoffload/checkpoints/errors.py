@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class CheckpointError(ValueError):
-    """Base of this package's errors: what was expected, what was found, what to do."""
+    """Base of this package's errors. Each says the expectation, the finding, and what to do."""
 
 
 class BrokenCheckpointError(CheckpointError):
@@ -35,7 +35,7 @@ class DiskFullError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The output does not hold what the source holds."""
+    """The output differs from the source."""
 
 
 def some(keys: Iterable[str], limit: int = 5) -> str:
@@ -61,7 +61,7 @@ def ranges(numbers: Collection[int]) -> str:
 
 
 def gaps(numbers: Iterable[int], count: int) -> str:
-    """What ``numbers`` lack of 0 to ``count`` - 1, as ``ranges`` writes it; ``count`` may be any size."""
+    """The numbers from 0 to ``count`` - 1 that ``numbers`` lack, written as by ``ranges``; ``count`` may be huge."""
     found = [-1, *sorted({n for n in numbers if 0 <= n < count}), count]
     return ", ".join(_span(a + 1, b - 1) for a, b in pairwise(found) if b - a > 1)
 

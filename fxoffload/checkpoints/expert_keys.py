@@ -1,4 +1,4 @@
-"""From a tensor's name to what it is: which block of experts, which expert, which projection, which parameter."""
+"""From a tensor's name to its meaning: which block of experts, which expert, which projection, which parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MERGED_NAMES: dict[str, Stored] = {
 # One way to write each: experts.03 would come back from another layout as experts.3. Nine digits at most.
 NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _PARAMETER_OF_SUFFIX = {suffix: parameter for parameter, suffix in PARAMETERS.items()}
-# What GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 call their packed weights and what goes with them.
+# Names in GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4 of packed weights and of tensors that go with them.
 FOUR_BIT = re.compile(
     r"[._](qweight|qzeros|scales|g_idx|blocks|weight_packed|weight_shape|weight_zero_point|weight_g_idx"
     r"|weight_global_scale|weight_scale_2|input_global_scale|absmax|quant_map|nested_\w+|quant_state\..*)$"
@@ -65,7 +65,7 @@ class KeyReader:
         self._any_expert = re.compile(rf"(?P<block>(?P<prefix>{stem})\d+\.(?:{shared}))\.(?:\d+\..+|{merged})")
 
     def read(self, name: str) -> ExpertKey | None:
-        """What ``name`` is, or None when it does not belong to an expert."""
+        """The meaning of ``name``, or None when it does not belong to an expert."""
         if match := self._single.fullmatch(name):
             parameter = match["parameter"] if match["parameter"] in PARAMETERS else None
             return self._key(match, int(match["expert"]), self._projection_of[match["projection"]], parameter)

@@ -74,8 +74,8 @@ def _towers(*decoders: Tower, parts: str = "") -> tuple[Tower, ...]:
 class Family:
     """How one architecture stores its experts.
 
-    ``module`` follows ``layers.{layer}.`` in the keys, or another list's name and number; ``other_module`` may stand
-    there instead where experts share a tensor: what transformers calls it in memory, where the files have another name.
+    ``module`` follows ``layers.{layer}.`` in the keys, or another list's name and number. ``other_module`` may stand
+    there instead where experts share a tensor: transformers' name for it in memory, where the files have another one.
     ``projections`` are the names of gate, up and down in the layout of one tensor per expert. ``forms`` are those of
     the fused layout, the one to write first. A tower's section is where the model type was found, unless it says so.
     """

@@ -1,4 +1,4 @@
-"""The folders that a caller names: what can be a name, and errors that show the name as it was given."""
+"""The folders that a caller names: a check that they can be names, and errors that show the name as it was given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fxoffload.checkpoints.errors import CheckpointError, shortened
 def folder_name(folder: object, expected: str, error: type[CheckpointError] = CheckpointError) -> str:
     """The text of ``folder``, which messages call ``expected``.
 
-    Raises TypeError for what is neither a str nor a path of one, and ``error`` for a text that names no folder.
+    Raises TypeError for an object that is neither a str nor a path of one, and ``error`` for a text that names no
+    folder.
     """
     text = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
     if not isinstance(text, str):
@@ -37,7 +38,7 @@ def folder_name(folder: object, expected: str, error: type[CheckpointError] = Ch
 def about(folder: str | os.PathLike[str]) -> Iterator[None]:
     """CheckpointErrors raised inside name ``folder``, where they name nothing in it.
 
-    Raises what ``folder_name`` does before anything inside runs.
+    Raises as ``folder_name`` does, before anything inside runs.
     """
     text = folder_name(folder, "a checkpoint folder")
     shown = str(Path.cwd()) if Path(text) == Path() else text

@@ -1,4 +1,4 @@
-"""A checkpoint folder, read through its index: what is in it, and whether its files agree with each other.
+"""A checkpoint folder, read through its index: its tensors, and whether its files agree with each other.
 
 Only headers and JSON are read; no tensor is.
 """
@@ -27,7 +27,7 @@ _NO_FILE = (-1, -1)
 # Folders in each other, and folders in all: far above any checkpoint's. Links can make millions of a few.
 DEEPEST = 32
 MOST_FOLDERS = 100_000
-# Of the clone or the download and not of the model: they describe the source's files, and would be wrong beside others.
+# Of the clone or the download and not of the model: they describe the source's files, and would be wrong for others.
 NOT_COPIED = (".git", ".cache/huggingface")
 Identity = tuple[int, int]
 
@@ -218,7 +218,7 @@ def _other_files(root: Path, shards: Collection[str]) -> tuple[Path, ...]:
 def _walk(root: Path) -> Iterator[Path]:
     """Files below ``root`` relative to it, through links; the files of a folder come before those below it.
 
-    Not os.walk, which leaves out what it cannot read, and says nothing.
+    Not os.walk, which leaves out folders that it cannot read, and says nothing.
     """
     waiting, num_folders = [(Path(), _around(root))], 0
     while waiting:

@@ -24,7 +24,7 @@ class HeldBack:
             self._noted.append(number)
 
     def deliver(self) -> None:
-        """Handle what came, here and now; a handler may raise."""
+        """Handle the signals that came, here and now; a handler may raise."""
         while self._noted:
             number = self._noted.pop(0)
             self.handlers[number](number, None)

@@ -74,13 +74,13 @@ class Block:
 
     @property
     def weight_dtype(self) -> str:
-        """Of the weights, or of what is there instead of them."""
+        """Of the weights; "" where a quantized block has none."""
         return next((t.dtype for (_, p), those in self.tensors.items() if p == "weight" for t in those.values()), "")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A checkpoint and what its tensors are. ``others`` are not experts'.
+    """A checkpoint and the meaning of its tensors. ``others`` are not experts'.
 
     ``section`` is the dotted path of the config's part that counts the experts.
     """

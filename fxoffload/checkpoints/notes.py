@@ -1,4 +1,4 @@
-"""What a user should know of a checkpoint that is no error: what could not be checked, and what is not kept."""
+"""Notes to the user about a checkpoint that are no errors: checks that could not be made, data that is not kept."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def source_notes(experts: Experts) -> tuple[str, ...]:
 
 
 def output_notes(experts: Experts, targets: Targets, num_shards: int) -> tuple[str, ...]:
-    """Of what becomes of it, in sentences."""
+    """About the output, in sentences."""
     return (*_index(experts, num_shards), *_fused_scales(experts, targets))
 
 
 def verification_notes(source: Experts, output: Experts) -> tuple[str, ...]:
-    """Of what was compared otherwise than tensor by tensor, or not at all, in sentences."""
+    """About parts that were not compared tensor by tensor, or not at all, in sentences."""
     notes = []
     if source.checkpoint.foreign:
         notes.append(

@@ -1,6 +1,6 @@
 """Decide: every tensor of the output, and which bytes of the source it is made of. Nothing is read or written.
 
-Most of a conversion is bytes moved as they are: an expert's matrix is a row of bytes in all layouts but the transposed
+Most of a conversion is bytes moved as they are. An expert's matrix is a row of bytes in all layouts but the transposed
 forms of the fused one, whose elements change places.
 """
 
@@ -51,7 +51,7 @@ class Reorder:
 
     @property
     def buffer_bytes(self) -> int:
-        """What it needs in RAM: its output and its largest input."""
+        """The RAM that it needs: for its output and its largest input."""
         return self.num_bytes + max(piece.num_bytes for piece in self.pieces)
 
 
@@ -136,9 +136,9 @@ def _check_towers(experts: Experts, beginnings: Iterable[str]) -> None:
 
 
 def plan_conversion(experts: Experts, targets: Targets) -> list[OutputTensor]:
-    """The output's tensors in the order in which the source stores what they are made of.
+    """The output's tensors in the order in which the source stores their parts.
 
-    ``targets`` is what ``choose_targets`` says.
+    ``targets`` is the result of ``choose_targets``.
     """
     outputs = [
         OutputTensor(t.name, t.dtype, t.shape, (Copy(t.path, t.offset, t.num_bytes, 0),))
@@ -190,7 +190,7 @@ def _plan_tensor(
     for position, expert in enumerate(numbers):
         target = position * part_bytes
         pieces = [_piece(block, expert, p, parameter, shape, form) for p in projections]
-        # What is empty is a copy of nothing in every form: a step with no bytes to put in order has no size to plan by.
+        # An empty part is a copy of nothing in every form: a step of no bytes to reorder has no size to plan by.
         if not part_bytes or all(piece.taken.contiguous and piece.put.contiguous for piece in pieces):
             steps += [_copy(piece, shape, dtype, target) for piece in pieces]
         else:

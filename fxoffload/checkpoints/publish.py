@@ -1,13 +1,13 @@
-"""Nothing is lost: a checkpoint is built in a temporary folder beside its destination and renamed when it is whole.
+"""Nothing is lost: a checkpoint is built in a temporary folder next to its destination and renamed when it is whole.
 
-    .{name}.fxoffload-lock      locked from the first look at these to the last removal; says which are ours (claim.py)
-    .{name}.fxoffload-partial   being written
-    .{name}.fxoffload-old       what was at the destination, between the two renames that replace it; always whole
-    .{name}.fxoffload-trash     the same once it is replaced; only ever removed
+    .{name}.fxoffload-lock      Locked from the first look at these to the last removal; lists ours (claim.py).
+    .{name}.fxoffload-partial   Being written.
+    .{name}.fxoffload-old       The replaced checkpoint, between the two renames that replace it; always whole.
+    .{name}.fxoffload-trash     The same once it is replaced; only ever removed.
 
-A killed process leaves the first two, never a destination. The next run takes the lock, knows from it that nobody
-writes, and removes the folder that the lock names. If the process was killed between the two renames, the next run
-puts the old checkpoint back.
+A killed process leaves the first two, never a destination. The next run takes the lock, which shows that no other
+process writes, and removes the folder that the lock names. If the process was killed between the two renames, the next
+run puts the old checkpoint back.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_room(destination: Destination, num_bytes: int) -> None:
 def building(destination: Destination, num_bytes: int) -> Iterator[Path]:
     """The folder to write ``num_bytes`` into; renamed to its destination at the end, removed where an exception comes.
 
-    Raises DestinationError when another process is writing there, or what is there may not be replaced; DiskFullError
-    when there is no room, once a killed run's folder is gone.
+    Raises DestinationError when another process is writing there, or a checkpoint there may not be replaced;
+    DiskFullError when there is no room, once a killed run's folder is gone.
     """
     claim = take_claim(destination.lock)
     try:
@@ -151,6 +151,6 @@ def _publish(destination: Destination, claim: Claim) -> None:
 
 
 def _discard(destination: Destination) -> None:
-    """Remove what was replaced, under a name from which nothing is put back."""
+    """Remove the replaced checkpoint, under a name from which nothing is put back."""
     os.rename(destination.old, destination.trash)
     _remove(destination.trash)

@@ -1,4 +1,4 @@
-"""Reads the JSON of a checkpoint, which may come from anybody: what would harm or hold up a reader is refused."""
+"""Reads the JSON of a checkpoint, which may come from anywhere: it refuses JSON that would harm or hold up a reader."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def parse_json(path: Path, text: bytes, *, finite: bool = True) -> dict[str, Any
     """The object that ``text`` of the file at ``path`` is.
 
     Raises BrokenCheckpointError for anything but one object in UTF-8. So it does for a name that an object has twice,
-    for text that is not valid Unicode, for more than MOST_LEVELS lists and objects in each other, and for more than
-    MOST_MARKS brackets and commas.
+    and for text that is not valid Unicode. So it does for more than MOST_LEVELS lists and objects in each other, and
+    for more than MOST_MARKS brackets and commas.
     """
     num_marks = sum(text.count(mark) for mark in (b"[", b"{", b",")) if len(text) > MOST_MARKS else 0
     if num_marks > MOST_MARKS:

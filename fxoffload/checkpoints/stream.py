@@ -1,8 +1,7 @@
 """Do: write the shards of a plan with several workers, in bounded memory.
 
-Each worker takes the next step of the plan, so that one reads while another writes. What is in RAM: per worker a
-buffer of BUFFER_BYTES where the kernel cannot copy by itself, or the input and output of one expert where elements
-change places.
+Each worker takes the next step of the plan, so that one reads while another writes. RAM holds, per worker, a buffer of
+BUFFER_BYTES where the kernel cannot copy by itself, or the input and output of one expert where elements change places.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _OpenShard:
 
 @dataclass
 class _Job:
-    """What the workers share; ``lock`` guards all of it."""
+    """The state that the workers share; ``lock`` guards all of it."""
 
     folder: Path
     mode: int

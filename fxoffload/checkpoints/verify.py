@@ -1,4 +1,4 @@
-"""Does the output hold what the source holds, bit for bit?"""
+"""Verifies that the output holds the same weights as the source, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fxoffload.checkpoints.side_files import compare_side_files
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proved. ``fingerprint`` is a hash over all checksums: the same for the same weights in any layout.
+    """A proof that weights agree. ``fingerprint`` is a hash of all checksums: equal for equal weights in any layout.
 
-    ``notes`` say in sentences what was compared otherwise, or not at all.
+    ``notes`` are sentences about parts that were compared otherwise, or not at all.
     """
 
     num_tensors: int
@@ -92,7 +92,7 @@ def _outside_the_index(experts: Experts) -> set[str]:
 
 
 def _compare_metadata(source: Experts, output: Experts) -> None:
-    """What the source's shards say in their headers, where they agree with each other."""
+    """The metadata in the headers of the source's shards, where they agree with each other."""
     ours, theirs = source.checkpoint, output.checkpoint
     where = f"{theirs.folder} against {ours.folder}"
     _raise_for_difference(

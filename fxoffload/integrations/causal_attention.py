@@ -1,11 +1,11 @@
 """Attention of Hugging Face models without S x S masks: ``attn_implementation="fxoffload_causal_sdpa"``.
 
-Under ``torch.compile`` transformers' own "sdpa" builds a mask of S x S even where there is no padding: with torch 2.11
-always, with 2.13 for sliding windows and with ``use_cache=False``, where it takes all positions for packed ones.
-A mask leads to the memory-efficient kernel, which computes all pairs of tokens; without one, the causal kernel computes
-half of them. This implementation builds the mask only where the result needs it:
+Under ``torch.compile`` transformers' own "sdpa" builds a mask of S x S even where there is no padding. With torch 2.11
+it always does, with 2.13 for sliding windows and with ``use_cache=False``, where it takes all positions for packed
+ones. A mask leads to the memory-efficient kernel, which computes all pairs of tokens. Without one, the causal kernel
+computes half of them. This implementation builds the mask only where the result needs it:
 
-| attention_mask | what runs |
+| attention_mask | kernel |
 |---|---|
 | None, whole causal attention | the causal kernel |
 | None, a window at least as long as the sequence | the causal kernel |
@@ -59,8 +59,8 @@ def causal_mask(
     """The mask that ``causal_attention`` is called with; transformers' ``sdpa_mask`` has the arguments.
 
     Returns:
-        None where the kernel needs no mask; the mask of one block of W x 2 W (see ``window_mask``) for a window of W
-        tokens; else transformers' mask of q_length x kv_length.
+        None where the kernel needs no mask. For a window of W tokens the mask of one block of W x 2 W (see
+        ``window_mask``). Else transformers' mask of q_length x kv_length.
     """
     if attention_mask is None and not isinstance(q_offset, Tensor):
         if allow_is_bidirectional_skip and (local_size is None or kv_length <= local_size):
@@ -115,7 +115,7 @@ def causal_attention(
     """transformers' ``sdpa_attention_forward``, on blocks where ``causal_mask`` made the mask of one block.
 
     Raises:
-        ValueError: an argument of the model asks for what SDPA does not have.
+        ValueError: an argument of the model asks for a feature that SDPA does not have.
     """
     for name in _BEYOND_SDPA:
         if kwargs.get(name) is not None:
@@ -170,8 +170,8 @@ def _is_window(config: Any, local_size: int) -> bool:
 
 
 def _is_of_one_block(mask: Tensor, tokens: int) -> bool:
-    """Whether ``window_mask`` made it: no other mask has so many more keys than queries, and fewer queries than there
-    are."""
+    """Whether ``window_mask`` made it: only such a mask has twice as many keys as queries, and fewer queries than
+    there are."""
     rows, columns = mask.shape[-2:]
     return 1 < rows < tokens and columns == 2 * rows
 

@@ -22,7 +22,7 @@ def drop_full_mask(batch: Mapping[str, Any], *, right_padding: bool = False) -> 
 
     Args:
         batch: the keyword arguments of a model. A mask that is not of shape (batch, tokens) stays.
-        right_padding: drop a mask too that only masks tokens behind the last one of each row. In causal attention no
+        right_padding: drop a mask too that only masks tokens after the last one of each row. In causal attention no
             token sees a later one, so that logits and gradients of real tokens are the same without it; logits of the
             padding are others. Only for causal models, with labels of -100 on the padding, and not for losses that read
             the mask themselves (the load balancing of mixture-of-experts models does).
@@ -53,5 +53,5 @@ def _masks_nothing(mask: Tensor, *, right_padding: bool) -> bool:
     kept = mask.bool()
     if not right_padding:
         return bool(kept.all())
-    # Kept tokens come first: none is kept behind one that is not. A row without any would have nothing to attend to.
+    # Kept tokens come first: none is kept after one that is not. A row without any would have nothing to attend to.
     return bool(kept[:, :1].all() and (kept[:, 1:] <= kept[:, :-1]).all())

@@ -1,4 +1,4 @@
-"""One ``PhaseManager`` for each model and optimizer that a framework hands to us again and again."""
+"""One ``PhaseManager`` for each model and optimizer that a framework hands to us repeatedly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _manager_of(owner: Any, make: Callable[[], PhaseManager]) -> PhaseManager:
     if slot is not None and slot.manager is not None:
         return slot.manager
     manager = make()
-    # Not by setattr: some wrappers pass attributes on to what they wrap.
+    # Not by setattr: some wrappers pass attributes on to their inner object.
     vars(owner)[_ATTRIBUTE] = _Slot(manager)
     _managers.add(manager)
     return manager

@@ -66,7 +66,7 @@ class PhaseWorkerMixin:
         self.model.eval()
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Everything comes back; the optimizer state behind the first forward and backward. Train mode."""
+        """Everything comes back; the optimizer state during the first forward and backward. Train mode."""
         if self._left_to_worker("prepare_for_training", *args, **kwargs):
             return
         self.phases.onload(wait=False)

@@ -1,9 +1,9 @@
 """State dicts that are taken before a model is offloaded, and read after.
 
-verl's weight sync does this: load, ``params = model.state_dict()``, offload, then one parameter after the other is
-gathered and sent. Where a model is moved by ``.cpu()``, those tensors keep the old memory, all of it, until they are
+verl's weight sync does this: load, ``params = model.state_dict()``, offload. Then it gathers and sends one parameter
+after the other. Where a model is moved by ``.cpu()``, those tensors keep the old memory, all of it, until they are
 dropped. Here they share the storage that is emptied. So those that are alive then get a class of their own, as the
-model's tensors do, but instead of an error each gets memory with the right values when it is read. A write would be to
+model's tensors do. But they raise no error: each gets memory with the right values when it is read. A write would be to
 that memory, not to the model's, and is refused.
 
 A hook notices state dicts from our first call on. Those that were taken before are looked for once, among all tensors.
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Aliases:
-    """Tensors of a model's state dicts, as long as somebody else keeps them. Owner of the holdings of those away."""
+    """Tensors of a model's state dicts, while other code keeps them. Owner of the holdings of those that are away."""
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref[Tensor]] = []
@@ -51,7 +51,7 @@ class Aliases:
         self._seen += [weakref.ref(value) for value in state_dict.values() if isinstance(value, Tensor)]
 
     def leave(self, manager: PhaseManager) -> None:
-        """Sends those away that lie in what the manager has just offloaded."""
+        """Sends those away that lie in storages which the manager has just offloaded."""
         self._manager = weakref.ref(manager)
         offloaded = {held.storage._cdata: held for held in _holdings(manager)}
         if offloaded and not self._searched:
@@ -71,11 +71,11 @@ class Aliases:
                 send_away(((alias, plain), self._away[key][0]))
 
     def any_away(self) -> bool:
-        """Whether there are aliases that nobody has read since the offload."""
+        """Whether there are aliases that were not read since the offload."""
         return bool(self._away)
 
     def come_back(self) -> None:
-        """When the model has arrived: whatever nobody read shares the model's memory again."""
+        """When the model has arrived: aliases that were not read share the model's memory again."""
         for key in list(self._away):
             ours, _ = self._away.pop(key)
             self._bring_back(ours)
@@ -149,7 +149,7 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 
 
 def _tensors_on(storages: Collection[int], manager: PhaseManager) -> Iterator[Tensor]:
-    """Detached tensors at home that lie in these storages, but for what FSDP keeps for itself."""
+    """Detached tensors at home that lie in these storages, but for those that FSDP keeps for itself."""
     kept = {id(t) for model in manager.models.values() for _, t in sharded.held_tensors(model, emptied=True)}
     for thing in gc.get_objects():
         # Not isinstance(): that asks proxies for their __class__, and they may raise.

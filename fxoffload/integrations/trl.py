@@ -29,15 +29,17 @@ class PhaseCallback(TrainerCallback):
         phases = PhaseCallback()
         trainer = GRPOTrainer(model, ..., callbacks=[phases])
 
-    It leaves in the background when a step has ended, behind the optimizer and the learning rate's scheduler, and
-    returns right before the optimizer's next one; for a checkpoint, as sharded state may be gathered on the device (a
-    callback that orders one belongs in front of this one); and when ``train()`` or ``eval()`` of the optimizer itself
-    changes its mode (schedule-free ones turn the parameters over with what is in the state). Whoever generates on the
-    same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else away too.
+    The state leaves in the background when a step has ended, after the optimizer and the learning rate's scheduler. It
+    returns right before the optimizer's next step.
+
+    It also returns for a checkpoint, as sharded state may be gathered on the device: a callback that orders one belongs
+    in front of this one. And it returns when ``train()`` or ``eval()`` of the optimizer itself changes its mode:
+    schedule-free ones then convert the parameters, with the help of the state. If another engine generates on the same
+    GPU, wrap that in ``with phases.rollout():``, which sends everything else away too.
 
     Args:
-        early: the state returns when a step begins, hidden behind forward and backward, which then have less room. Not
-            for trainers that generate inside the step (GRPO), unless in ``rollout()``.
+        early: the state returns when a step begins, hidden by forward and backward, which then have less room. Not for
+            trainers that generate inside the step (GRPO), unless in ``rollout()``.
         device_types: whose tensors leave; by default as FXOFFLOAD_PHASES_DEVICE_TYPES says, else CUDA.
         options: of ``fxoffload.phases.PhaseManager``.
     """
@@ -117,7 +119,7 @@ class PhaseCallback(TrainerCallback):
         self.manager.onload(OPTIMIZER, wait=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The state leaves, behind whatever comes next; not if a checkpoint is to be written."""
+        """The state leaves in the background; not if a checkpoint is to be written."""
         if control.should_save:
             self._return_for_save()
         else:
@@ -131,7 +133,7 @@ class PhaseCallback(TrainerCallback):
             self._return_for_save()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """With ``save_strategy="best"`` a checkpoint may be written, which is known when no callback is asked again."""
+        """With ``save_strategy="best"`` a checkpoint may be written; the decision comes after all callbacks."""
         if self._manager is not None and args.save_strategy == "best":
             self._return_for_save()
 
@@ -162,8 +164,10 @@ class PhaseCallback(TrainerCallback):
 
 
 def _returned_for_modes(optimizer: Any, manager: PhaseManager) -> list[Callable[[], None]]:
-    """The state is on the device when the optimizer changes its mode; a call that asks for the mode it is in, as the
-    Trainer makes in front of every step, needs nothing. Returns what takes that away again."""
+    """Has the state on the device when the optimizer changes its mode. Returns functions that take that away again.
+
+    A call that asks for the present mode needs nothing: the Trainer makes one in front of every step.
+    """
     mode = ""
 
     def change(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

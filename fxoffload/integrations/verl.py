@@ -4,10 +4,12 @@
 
     fxoffload_verl.patch()  # in every worker process, before the workers offload for the first time
 
-The functions have verl's names and signatures. What differs: every object keeps its identity (parameters, state tensors
-and ``step``, which stays where it is); an offload is finished when it returns; a load returns while the copies still
-run, and whoever reads waits for its own; gradients and buffers go with the parameters; calling twice does nothing.
-Parameters that live on the CPU anyway (``CPUOffloadPolicy``) are left alone.
+The functions have verl's names and signatures, with these differences:
+
+- Every object keeps its identity: parameters, state tensors and ``step``, which stays where it is.
+- An offload is finished when it returns. A load returns while the copies still run, and readers wait for their own.
+- Gradients and buffers go with the parameters. Calling twice does nothing.
+- Parameters that live on the CPU anyway (``CPUOffloadPolicy``) are left alone.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
 
     Args:
         model: FSDP1, FSDP2 or any other module.
-        empty_cache: also gives what is freed back to the driver.
+        empty_cache: also gives freed memory back to the driver.
     """
     manager = manager_of_model(model)
     aliases = aliases_of(model)
@@ -55,7 +57,7 @@ def load_fsdp_model_to_gpu(model: nn.Module) -> None:
     aliases.warn_of_writes()
     handle = manager_of_model(model).onload(*_MODEL, wait=False)
     if aliases.any_away():
-        handle.wait()  # nobody would wait for them one by one
+        handle.wait()  # no reader would wait for them one by one
         aliases.come_back()
 
 
@@ -69,7 +71,7 @@ def offload_fsdp_optimizer(optimizer: Any) -> None:
 
 
 def load_fsdp_optimizer(optimizer: Any, device_id: Any) -> None:
-    """Moves an optimizer's state back. Returns at once; ``optimizer.step()`` waits for what is still on its way.
+    """Moves an optimizer's state back. Returns at once; ``optimizer.step()`` waits for copies that still run.
 
     Args:
         optimizer: as above.
@@ -98,7 +100,7 @@ def load_veomni_optimizer(optimizer: Any, device_id: Any) -> None:
     load_fsdp_optimizer(optimizer, device_id)
 
 
-# Where verl defines what is replaced. VeOmni's engine imports veomni, which need not be installed.
+# Where verl defines the functions that are replaced. VeOmni's engine imports veomni, which need not be installed.
 _FSDP_HOME = "verl.utils.fsdp_utils"
 _VEOMNI_HOME = "verl.workers.engine.veomni.utils"
 _FSDP = (offload_fsdp_model_to_cpu, load_fsdp_model_to_gpu, offload_fsdp_optimizer, load_fsdp_optimizer)
@@ -181,7 +183,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own, so that ``unpatch`` does not take ours from those who imported it from here."""
+    """A function of its own, so that ``unpatch`` does not take ours from modules that imported it from here."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -29,7 +29,7 @@ def claim(inventory: Inventory, device_types: frozenset[str]) -> None:
             return
         shared = _shared(inventory, device_types)
         if shared:
-            gc.collect()  # managers and what guards their models refer to each other
+            gc.collect()  # managers and the guards of their models refer to each other
             shared = _shared(inventory, device_types)
         if shared:
             more = f" and {len(shared) - 1} others" if len(shared) > 1 else ""

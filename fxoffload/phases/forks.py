@@ -1,8 +1,8 @@
-"""What a forked child may do with what its parent made: a check that names the fork.
+"""A check for objects that a forked child inherits: its error names the fork.
 
 [Note: Phases and fork]
 Locks are free in a child (``fxoffload.runtime.fork_safe_lock``). The threads that move bytes do not run in it, and the
-host image is not its own: what was away when it was forked stays away, and says so when it is touched.
+host image is not its own. A tensor that was away at the fork stays away, and says so when it is touched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 class Birthplace:
-    """The process in which something was made."""
+    """The process in which an object was made."""
 
     def __init__(self) -> None:
         self._process = os.getpid()

@@ -12,7 +12,7 @@ from fxoffload.runtime.transactions import Latch
 
 
 class Handle:
-    """What ``offload`` and ``onload`` return.
+    """The result of ``offload`` and ``onload``, to wait for.
 
     Of a transition that fails and is never waited for, the manager's next call raises the error.
 
@@ -20,8 +20,8 @@ class Handle:
 
     Args:
         what: for messages.
-        transition: is charged with the time that somebody waits.
-        finish: the rest of the work, done by who waits first. May be called again, and by several threads.
+        transition: is charged with the time that callers wait.
+        finish: the rest of the work, done by the first waiter. May be called repeatedly, and by several threads.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Handle:
         """Blocks until every byte has arrived, and for an offload until its memory was given back.
 
         Raises:
-            what went wrong on the way. What an offload had moved is back on the device; of an onload, what had arrived
-                stays there and the rest is on the host.
+            the error of the transition. Tensors that an offload had moved are back on the device. After an onload,
+                those that had arrived stay on the device and the rest is on the host.
             RuntimeError: it is under way in the process that this one was forked from.
         """
         if not self.done():
@@ -56,13 +56,13 @@ class Handle:
         return self
 
     def report(self) -> None:
-        """Raises what went wrong, if something did and the transition is over. Nobody else need say it then."""
+        """Raises the error of a transition that is over and has failed. It counts as reported then."""
         if self._error is not None:
             self.is_reported = True
             raise self._error
 
     def has_failed(self) -> bool:
-        """Whether something went wrong that nobody was told yet."""
+        """Whether the transition failed and its error was not raised yet."""
         return self._error is not None and not self.is_reported
 
     def done(self) -> bool:
@@ -70,7 +70,7 @@ class Handle:
         return self._over.is_open
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Called by whoever moves the bytes. The first time counts."""
+        """Called by the thread that moves the bytes. The first time counts."""
         if not self.done():
             self._error = error
         self._over.open()

@@ -1,4 +1,4 @@
-"""Which tensors belong to which group, read again at every transition: optimizers make their state late."""
+"""Which tensors belong to which group, read at every transition: optimizers make their state late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Inventory:
     """The models, optimizers and other tensors of a ``PhaseManager``.
 
     Parameters of an optimizer that no model has are master copies, and belong to its state. Where there is no model at
-    all they are somebody else's, and left alone, as are their gradients.
+    all, they belong to other code, and are left alone, as are their gradients.
 
     Attributes:
         models: by name; the name of a single model is "".
@@ -63,7 +63,7 @@ class Inventory:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The models, and behind them the modules in ``extra``, by name. A module that is both is named once."""
+        """The models, then the modules in ``extra``, by name. A module that is both is named once."""
         return self.walk().modules
 
     def walk(self) -> Walk:
@@ -79,7 +79,7 @@ class Inventory:
         return sorted(groups, key=(PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA).index)
 
     def gradient_owners(self) -> list[tuple[str, Tensor]]:
-        """Whatever may have a ``.grad``: the models' parameters and master copies."""
+        """Tensors that may have a ``.grad``: the models' parameters and master copies."""
         return list(self.walk().gradient_owners())
 
     def kept_by_fsdp(self) -> Collection[int]:
@@ -107,7 +107,7 @@ class Inventory:
         return list(found.values())
 
     def warn_of_immovable(self, device_types: Collection[str]) -> None:
-        """Logs once, for each size that they come to, what stays on the device because it cannot be emptied."""
+        """Logs the tensors that stay on the device because they cannot be emptied, once for each total size."""
         found = self.immovable(device_types)
         nbytes = sum(size for _, size in found)
         if not nbytes or nbytes in self._reported:
@@ -190,7 +190,7 @@ class Inventory:
 
 
 class Walk:
-    """One look at all tensors: what several groups need to know is asked of the modules once.
+    """One look at all tensors, which asks the modules once for facts that several groups need.
 
     To be used at once and thrown away: modules and optimizers change.
     """
@@ -322,7 +322,7 @@ class Walk:
 
 
 def _require_tensors(name: str, value: Any) -> None:
-    # Plain data beside tensors (the decay of an EMA) needs no memory on a device; of anything else nobody knows.
+    # Plain data next to tensors (the decay of an EMA) needs no memory on a device; other objects may hold some.
     leaves_in_it = tree_leaves(value)
     is_tree = len(leaves_in_it) != 1 or leaves_in_it[0] is not value
     allowed = (Tensor, nn.Module, type(None), *((bool, int, float, complex, str) if is_tree else ()))
@@ -336,7 +336,7 @@ def _require_tensors(name: str, value: Any) -> None:
 
 
 def can_be_emptied(storage: torch.UntypedStorage, device_type: str) -> bool:
-    """Whether torch owns the memory of a storage on such a device, so that it may be freed and allocated again.
+    """Whether torch owns the memory of a storage on such a device, so that it may be freed and allocated anew.
 
     ``resizable()`` is also true of CPU memory that is shared with other processes; resizing it ends the process.
     """

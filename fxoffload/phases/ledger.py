@@ -18,15 +18,15 @@ from fxoffload.phases.moving.storages import Holding, Owner, Where, plain_tensor
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.sizes import format_bytes
 
-# What a forward or a step needs first arrives first.
+# Groups that a forward or a step needs first arrive first.
 _RETURN_ORDER = (GRADS, BUFFERS, PARAMS, OPTIMIZER, EXTRA)
 
 
 class Ledger:
     """The book of a ``PhaseManager``, whose transactions call it.
 
-    What is just on the device is not held: its tensors are the user's to drop. Only its block in the host image is
-    remembered, by a weak reference to the storage, to be written again the next time.
+    It holds no tensor that is just on the device: those are the user's to drop. It only remembers its block in the host
+    image, by a weak reference to the storage, to write the block anew the next time.
 
     Args:
         inventory: where tensors are looked for.
@@ -46,9 +46,9 @@ class Ledger:
         self._device_types = device_types
         self._owner = owner
         self._image = image
-        self._held: dict[int, Holding] = {}  # by the storage's address
-        self._num_held: Counter[str] = Counter()  # by group
-        self._homes: dict[int, Holding] = {}  # what was away before
+        self._held: dict[int, Holding] = {}  # By the storage's address.
+        self._num_held: Counter[str] = Counter()  # By group.
+        self._homes: dict[int, Holding] = {}  # Storages that were away before.
         self._ranks: dict[str, int] = {}
         self._readers: set[str] = set()
         self._foreign: list[tuple[str, str]] = []
@@ -60,19 +60,22 @@ class Ledger:
         self.num_kept_by_fsdp = 0
 
     def held(self, *where: Where, groups: Iterable[str] = GROUPS) -> list[Holding]:
-        """What is not just on the device, of these groups, in these states (all for none)."""
+        """Storages of these groups that are not just on the device, in these states (all for none)."""
         groups = tuple(groups)
         if not self.holds(groups):
             return []
         return [h for h in self._held.values() if h.group in groups and (not where or h.where in where)]
 
     def holds(self, groups: Iterable[str] = GROUPS) -> bool:
-        """Whether something of these groups is not just on the device. Asked for every few storages that arrive, beside
-        a program that wants the interpreter: it takes no longer where there are many."""
+        """Whether a storage of these groups is not just on the device.
+
+        Asked for every few storages that arrive, while a program wants the interpreter. So it takes no longer where
+        there are many.
+        """
         return any(map(self._num_held.__getitem__, groups))
 
     def arrived(self) -> list[Holding]:
-        """What is arriving and has arrived. Copies of a device end in their order: few need be asked."""
+        """Arriving storages that have arrived. Copies of a device end in their order: few need be asked."""
         waiting: dict[Any, list[Holding]] = {}
         for holding in self._held.values():
             if holding.where is Where.ARRIVING and holding.serial:
@@ -89,7 +92,7 @@ class Ledger:
         return next((where for where in (Where.LEAVING, Where.ARRIVING, Where.HOST) if where in found), Where.DEVICE)
 
     def describe(self) -> str:
-        """What is where, in words."""
+        """Where each group is, in words."""
         sizes: dict[str, int] = {}
         for holding in self._held.values():
             key = f"{holding.group} {holding.where.value}"
@@ -105,12 +108,12 @@ class Ledger:
         """
         groups = tuple(groups)
         found: dict[int, Holding] = {}
-        others: dict[int, Any] = {}  # storages of groups that this search is not about
+        others: dict[int, Any] = {}  # storages of other groups than the wanted ones
         wanted: dict[torch.device, bool] = {}  # ``device.type`` makes a string every time
-        empty: dict[str, list[Tensor]] = {}  # by group: wrappers without an element, and what is in them
+        empty: dict[str, list[Tensor]] = {}  # by group: wrappers without an element, and their inner tensors
         self._foreign, self.has_immovable = [], False
         walk = self._inventory.walk()
-        # One loop, written out: the caller, and what it wants to run on the device, waits for every turn of it.
+        # One loop, written out: the caller waits for every turn of it, and so does its work on the device.
         for group in self._inventory.order(GROUPS):
             is_asked_for = group in groups
             named = walk.collect(group)
@@ -167,8 +170,8 @@ class Ledger:
         return [holding for holding in found.values() if holding.group in groups]
 
     def remembered(self, groups: Iterable[str], most_bytes: int) -> list[Holding]:
-        """Some of what was away before, has a block and is alive: it leaves again, very likely. These holdings are for
-        a copy ahead only; they are not in the book."""
+        """Some of the storages that were away before, have a block and are alive: very likely they leave next. These
+        holdings are for a copy ahead only; they are not in the book."""
         groups = tuple(groups)
         found: list[Holding] = []
         for home in self._homes.values():
@@ -185,7 +188,7 @@ class Ledger:
         return found
 
     def on_device(self, groups: tuple[str, ...]) -> list[Holding]:
-        """What can leave, in the order in which it does.
+        """Holdings that can leave, in the order in which they do.
 
         Raises:
             RuntimeError: another manager has offloaded some of it.
@@ -201,7 +204,7 @@ class Ledger:
         return sorted(found, key=lambda holding: groups.index(holding.group))
 
     def on_host(self, groups: tuple[str, ...]) -> list[Holding]:
-        """What can return, in the order in which it is needed: as far as known, the order of the modules' forwards."""
+        """Holdings that can return, in the order of need: as far as known, the order of the modules' forwards."""
         last = len(self._ranks)
         return sorted(
             self.held(Where.HOST, groups=groups),
@@ -209,10 +212,10 @@ class Ledger:
         )
 
     def note_reads(self, reader: str, tensors: Iterable[Tensor]) -> None:
-        """Somebody reads these now: the order of first reads is the order in which parameters return.
+        """A reader reads these now: the order of first reads is the order in which parameters return.
 
         Args:
-            reader: who is asked once; what has arrived by then counts too.
+            reader: its name; each reader counts once, with the tensors that have arrived by then too.
         """
         if reader in self._readers:
             return
@@ -225,7 +228,7 @@ class Ledger:
                     self._ranks.setdefault(holding.name, len(self._ranks))
 
     def leave(self, holdings: Iterable[Holding]) -> None:
-        """These begin to leave: nobody may touch their tensors any more."""
+        """These begin to leave: from now on their tensors must not be touched."""
         holdings = list(holdings)
         for holding in holdings:
             key = holding.storage._cdata
@@ -238,7 +241,7 @@ class Ledger:
         send_away(*((holding.tensors, holding) for holding in holdings))
 
     def settle(self, holdings: Iterable[Holding]) -> None:
-        """These are on the device again, and their tensors what they were."""
+        """These are on the device: their tensors get their own classes back."""
         holdings = list(holdings)
         bring_back(*((holding.tensors, holding) for holding in holdings))
         for holding in holdings:
@@ -250,8 +253,8 @@ class Ledger:
             holding.let_go()
 
     def drop_dead(self, holdings: Iterable[Holding]) -> None:
-        """Of what is on the host and no use is known for (gradients that were set to None) nothing is kept, unless
-        somebody still has the tensor."""
+        """Forgets holdings on the host without a known use (gradients that were set to None). A holding whose tensors
+        are still referenced stays."""
         for holding in holdings:
             holding.watched = [weakref.ref(tensor) for tensor in holding.tensors]
             holding.tensors = []
@@ -268,7 +271,7 @@ class Ledger:
         self._homes.clear()
 
     def mend(self) -> None:
-        """An exception came in between. What is held says the rest, and all of it is away until it is settled."""
+        """After an exception in between. ``_held`` is the source of truth: all of it is away until it is settled."""
         for holding in self._held.values():
             _stop_watching(holding)
         self._num_held = Counter(holding.group for holding in self._held.values())
@@ -287,7 +290,7 @@ class Ledger:
                     send_away(((tensor,), holding))
 
     def _take_block(self, key: int, holding: Holding) -> None:
-        # Of the same storage, or of one that is gone and had its address. What a user has of a block (a state dict)
+        # Of the same storage, or of one that is gone and had its address. A user's tensor of a block (a state dict)
         # keeps its values: the storage leaves to another one.
         home = self._homes[key]
         if home.nbytes == holding.nbytes and (home.block is None or self._image.may_write(home.block)):
@@ -313,7 +316,7 @@ class Ledger:
 
 
 def _stop_watching(holding: Holding) -> None:
-    """Its tensors are those of the watched ones that somebody holds."""
+    """Its tensors are those of the watched ones that are still referenced."""
     if holding.watched is not None:
         known = holding.tensors
         found = [tensor for tensor in (ref() for ref in holding.watched) if tensor is not None]

@@ -52,11 +52,11 @@ _KEPT_TRANSITIONS = 10_000
 class PhaseManager:
     """Moves parameters, gradients, optimizer state and buffers between a device and pinned host memory.
 
-    Every tensor object, its strides and what shares memory with it stay as they are; see ``Phase`` for who is where.
+    Every tensor object, its strides and its sharing of memory stay as they are; see ``Phase`` for where each group is.
 
     Args:
         model: a module, or a sequence or mapping of modules: plain, compiled, DDP, FSDP1, FSDP2, DTensor, LoRA.
-        optimizer: an optimizer, or whatever ``fxoffload.phases.optimizers.leaves`` can take apart.
+        optimizer: an optimizer, or any object that ``fxoffload.phases.optimizers.leaves`` can take apart.
         extra: other things that training needs on the device (an EMA copy): name to tensor, module or tree of tensors.
         device_types: the devices that memory is wanted back on. ``("cpu",)`` is the rehearsal: memory of the CPU is
             really freed, and bytes are really moved.
@@ -66,7 +66,7 @@ class PhaseManager:
             transitions and is not needed where both fit.
         offload_optimizer_for_refit: whether it leaves before weights are synchronised.
         host_limit: most bytes ("200GiB") of host memory, pinned and pageable. By default this process' share of the
-            machine or its control group is pinned, and what does not fit is pageable.
+            machine or its control group is pinned, and the rest is pageable.
         pin: whether to pin that memory. Pageable copies are five to fifty times slower.
         empty_cache: whether an offload that is waited for returns the freed memory to the driver, where another process
             or allocator can have it.
@@ -122,11 +122,11 @@ class PhaseManager:
         self._blocks: list[weakref.ref[_Block]] = []
         self.transitions: list[Transition] = []
         self.phase_now: Phase | None = None
-        self._pending: list[Any] = []  # what waits for an optimizer's first step
+        self._pending: list[Any] = []  # work that waits for an optimizer's first step
         self._reserve()
         self._transit.warn_of_what_stays(GROUPS)
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -145,12 +145,12 @@ class PhaseManager:
 
     @property
     def state(self) -> str:
-        """One line that says what is where."""
+        """The phase and where each group is, in one line."""
         phase = f"phase {self.phase_now.value}" if self.phase_now is not None else "no phase entered"
         return f"{phase}; {self._transit.describe()}"
 
     def holding_of(self, tensor: Tensor) -> Holding | None:
-        """What an away tensor lies in; None for a tensor at home, or one we do not know."""
+        """The storage that an away tensor lies in; None for a tensor at home, or one we do not know."""
         own = [held for held in holdings_of(tensor) if held.owner is self._transit]
         return own[0] if own else None
 
@@ -188,15 +188,15 @@ class PhaseManager:
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def offload(self, *groups: str, wait: bool = True) -> Handle:
-        """Moves groups to the host, as they are when the current stream has done what is queued on it.
+        """Moves groups to the host, as they are when the current stream has done its queued work.
 
-        No other thread may use them when this is called, be it to read, nor another stream: neither can be waited for.
+        No other thread and no other stream may use them when this is called, be it to read: neither can be waited for.
 
         Args:
             groups: of "params", "grads", "optimizer", "buffers", "extra"; none means all.
-            wait: whether to return when the memory is free, for other processes too. Else the copies run behind what
-                follows; the memory is free for this process when the handle is done, and for others after the next
-                ``offload`` that waits (as that of a rollout does).
+            wait: whether to return when the memory is free, for other processes too. Else the copies run in the
+                background. The memory is free for this process when the handle is done. It is free for others after the
+                next ``offload`` that waits (as that of a rollout does).
 
         Raises:
             ValueError: an unknown group.
@@ -217,15 +217,15 @@ class PhaseManager:
         Raises:
             ValueError: an unknown group.
             torch.OutOfMemoryError: the device has no room; everything is on the host as before. With ``wait=False`` the
-                handle, or the manager's next call, raises it, and what had arrived by then stays on the device.
+                handle, or the manager's next call, raises it; tensors that had arrived by then stay on the device.
         """
         return self._onload(groups, wait, "")
 
     def enter(self, phase: Phase | str) -> Handle:
-        """Moves what a phase needs to the device and what it does not need to the host; see ``Phase``.
+        """Moves the groups that a phase needs to the device, and the others to the host; see ``Phase``.
 
-        Returns at once for every phase but the rollout, whose memory is free when it returns: what arrives is fenced.
-        Entering the phase one is in moves what is not where it belongs, which is normally nothing.
+        Returns at once for every phase but the rollout, whose memory is free when it returns: arriving tensors are
+        fenced. Entering the phase one is in moves tensors that are not where they belong, normally none.
         """
         phase = Phase.of(phase)
         out, back = leaving(phase, self._options), returning(phase)
@@ -263,10 +263,10 @@ class PhaseManager:
     def phase(
         self, phase: Phase | str, then: Phase | str | None = None
     ) -> contextlib.AbstractContextManager[PhaseManager]:
-        """Enters a phase; a block inside another one's enters the outer phase again at its end, also by an exception.
+        """Enters a phase; a block inside another one's returns to the outer phase at its end, also by an exception.
 
-        With ``then``, what that next phase does not need begins to leave at the end of the block instead, if it ends
-        without an exception. After one, what goes wrong on the way to the outer phase is logged.
+        With ``then``, the groups that the next phase does not need begin to leave at the end of the block instead, if
+        it ends without an exception. After one, errors on the way to the outer phase are logged.
         """
         return _Block(self, Phase.of(phase), None if then is None else Phase.of(then))
 
@@ -294,7 +294,7 @@ class PhaseManager:
 
     def _enter_again(self, phase: Phase) -> None:
         """After an exception, which this must not hide."""
-        # What went wrong in the background would be raised by the first call, in place of the transition.
+        # An error in the background would be raised by the first call, in place of the transition.
         for step in (self._transit.report, lambda: self.enter(phase)):
             try:
                 step()
@@ -302,7 +302,7 @@ class PhaseManager:
                 log.warning("on the way from an exception back to the phase %s: %s", phase.value, in_brief(error))
 
     def prepare(self, next_phase: Phase | str) -> Handle:
-        """Starts to offload, in the background, what the next phase does not need and the present one is done with.
+        """Starts to offload, in the background, groups that the present phase is done with and the next does not need.
 
         After training that is the optimizer's state and the gradients; parameters may still be read (weight sync), so
         they leave when the next phase is entered. After a sync or log-probs, everything the next one does not need.
@@ -360,7 +360,7 @@ class PhaseManager:
     def weights_on_device(
         self, model: str | None = None, as_saved: bool | None = None
     ) -> contextlib.AbstractContextManager[WeightsOnDevice]:
-        """The simple way: loads parameters and buffers, yields them by name, and offloads again what was away."""
+        """The simple way: loads parameters and buffers, yields them by name, and offloads those that were away."""
         return weights_on_device(self, model, as_saved)
 
     # -- host memory and records ---------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class PhaseManager:
         return self._transit.release()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
-        """A flat dict of what the transitions since the last call took: seconds, bytes, GB/s, exposed seconds.
+        """A flat dict about the transitions since the last call: seconds, bytes, GB/s, exposed seconds.
 
         Args:
             reset: whether to begin anew.
@@ -391,7 +391,7 @@ class PhaseManager:
 
     def close(self) -> None:
         """Brings everything back to the device and returns the host memory. The manager can be used again."""
-        with contextlib.suppress(Exception):  # of an earlier transition; what is where it should not be returns now
+        with contextlib.suppress(Exception):  # of an earlier transition; all that is not on the device returns now
             self._transit.report()
         self._pending.clear()
         self.onload()
@@ -431,7 +431,7 @@ class PhaseManager:
         return transition
 
     def _reserve(self) -> None:
-        """Begins to pin what is known; the optimizer's state is known after its first step."""
+        """Begins to pin memory for known tensors; the optimizer's state is known after its first step."""
         self._reserve_known()
         for optimizer in self.optimizers:
             if hasattr(optimizer, "_optimizer_step_post_hooks") and not getattr(optimizer, "state", None):
@@ -458,7 +458,7 @@ class _Block:
 
 
 def _drop_abandoned_activations() -> None:
-    """What forwards without a backward have left on devices. The engine is there if something was compiled."""
+    """Memory that forwards without a backward have left on devices. There is an engine if something was compiled."""
     runtime = sys.modules.get("fxoffload.runtime.engine")
     for engine in runtime.engines() if runtime is not None else ():
         engine.drop_abandoned()

@@ -1,4 +1,4 @@
-"""What transitions took: one record each, and one flat dict for loggers."""
+"""Times and bytes of transitions: one record each, and one flat dict for loggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transition:
 
     Attributes:
         kind: "offload", "onload" or "stream".
-        groups: what was asked for.
+        groups: the groups that were asked for.
         phase: the phase that was being entered, or "".
         nbytes: that were copied.
         seconds: from the call until the last byte had arrived; exactly 0.0 where nothing had to move.
@@ -31,7 +31,7 @@ class Transition:
         freed_bytes: by which the device's free memory grew, as the driver sees it (an offload that was waited for).
         host_bytes: of the host image afterwards.
         failed: whether it was rolled back.
-        stream: what is charged with the waits for a stream of weights.
+        stream: the clock that is charged with the waits for a stream of weights.
         is_over: whether it has ended, one way or the other.
     """
 

@@ -21,7 +21,7 @@ _DEPTH = 4  # of objects within objects of an optimizer's state
 
 def leaves(optimizer: Any) -> list[Any]:
     """The optimizers that hold state, each once, in order. A wrapper is one too if it has state of its own (Lookahead's
-    slow weights); it comes behind what it wraps.
+    slow weights); it comes after the optimizers that it wraps.
 
     Args:
         optimizer: a torch optimizer, a wrapper of one (accelerate's, DeepSpeed's), a MultiOptimizer
@@ -66,7 +66,7 @@ def _descend(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
 
 
 def _has_own_state(optimizer: Any, inner: Iterable[Any]) -> bool:
-    """Whether a wrapper has entries that are not just those of what it wraps."""
+    """Whether a wrapper has entries that are not just those of its inner optimizers."""
     state = getattr(optimizer, "__dict__", {}).get("state")
     return isinstance(state, Mapping) and bool(state) and not any(state is _state_of(one) for one in inner)
 
@@ -97,8 +97,8 @@ def named_state(
         optimizer: one of ``leaves``.
         names: names of parameters by id.
         kept: ids of parameters whose state is not to be found.
-        masters: whether parameters that have no name are master copies, and so state. Without the model nobody can
-            know: they are the model's.
+        masters: whether parameters that have no name are master copies, and so state. Give False without the model:
+            then they may be the model's.
     """
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
     state = _all_state(optimizer, groups, names, kept)
@@ -132,7 +132,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    """The parameters in the groups of one of ``leaves``; of a wrapper also in those of what it wraps."""
+    """The parameters in the groups of one of ``leaves``; of a wrapper also in those of its inner optimizers."""
     for one in (optimizer, *(_wrapped(optimizer) or ())):
         for group in getattr(one, "param_groups", ()):
             yield from group["params"]
@@ -174,7 +174,7 @@ def _written(path: Iterable[Any]) -> str:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What an object keeps, if it may be a part of some state: torch's own objects (a DeviceMesh) are not."""
+    """The attributes of an object, if it may be a part of some state: torch's own objects (a DeviceMesh) are not."""
     kind = type(thing)
     if (
         isinstance(thing, (type, nn.Module))

@@ -1,4 +1,4 @@
-"""The phases of a colocated RL step, and what each of them needs on the device."""
+"""The phases of a colocated RL step, and the groups that each of them needs on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA = "params", "buffers", "grads", "optimizer", "extra"
-# In the order in which they leave: what is needed last leaves first.
+# In the order in which they leave: the group that is needed last leaves first.
 GROUPS = (GRADS, OPTIMIZER, EXTRA, BUFFERS, PARAMS)
 
 
@@ -14,7 +14,7 @@ class Phase(str, enum.Enum):
     """Where every byte is.
 
     =========== ================ ======== ==================== ====================== ==================
-    phase       params, buffers  grads    optimizer, extra     what leaves behind it  what returns
+    phase       params, buffers  grads    optimizer, extra     leaves meanwhile       returns
     =========== ================ ======== ==================== ====================== ==================
     ROLLOUT     host             host [1] host                 nothing: it has left   nothing
     LOGPROB     device           host [1] as it was [2]        optimizer [2]          params, by layers

@@ -1,4 +1,4 @@
-"""Says in words who refers to an object. Keeps no reference to anything."""
+"""Describes in words the objects that refer to an object. Keeps no reference to anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 
 
 def describe_referrers(targets: Iterable[Any], own: Iterable[Any]) -> dict[int, list[str]]:
-    """For the id of each target: who refers to it, in words.
+    """For the id of each target: its referrers, in words.
 
     Args:
         own: the caller's containers, to be left out. Frames of this package are left out always.
@@ -66,7 +66,7 @@ def _add_frames(targets: set[int], levels: dict[int, list[Any]]) -> None:
                     place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
                     levels.setdefault(target, []).append(_Local(f"local variable {name!r} in function {place}"))
             frame = frame.f_back
-    # Bound to the frame of this function it would be a cycle, which keeps what the frames hold.
+    # Bound to the frame of this function it would be a cycle, which keeps all that the frames hold.
     del frame
 
 
@@ -94,7 +94,7 @@ def _texts(target: Any, levels: dict[int, list[Any]]) -> Iterator[str]:
 
 
 def _text(target: Any, referrer: Any, levels: dict[int, list[Any]], depth: int) -> str:
-    """Empty for what only our own caller holds."""
+    """Empty where only our own caller holds it."""
     if _is(referrer, _Local):
         return str(referrer)
     if _is(referrer, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):

@@ -1,4 +1,4 @@
-"""What is still on a device after an offload, and who holds it."""
+"""Tensors that are still on a device after an offload, and the objects that hold them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Residue:
         nbytes: of the storage.
         kind: class of the first tensor on it.
         shape: of that tensor.
-        dtype: likewise.
+        dtype: of that tensor.
         device: where it is.
         tensors: how many tensors share it.
-        held_by: who refers to them, in words; empty where only C++ does (an autograd graph).
+        held_by: the objects that refer to them, in words; empty where only C++ does (an autograd graph).
     """
 
     nbytes: int
@@ -50,8 +50,8 @@ class Residues(list[Residue]):
     Attributes:
         unseen_bytes: that the caching allocator gave out and no tensor in Python accounts for: autograd graphs,
             workspaces, tensors smaller than asked for. Zero without CUDA.
-        num_frozen: objects that ``gc.freeze()`` has hidden (serving engines call it). What is among them is not listed,
-            and not named as a holder.
+        num_frozen: objects that ``gc.freeze()`` has hidden (serving engines call it). They are neither listed nor named
+            as holders.
     """
 
     unseen_bytes: int = 0
@@ -92,9 +92,9 @@ def residue(
     ignore: Iterable[Any] = (),
     device_types: Sequence[str] = ("cuda",),
 ) -> Residues:
-    """The tensors that are alive on a device: what an offload left, and who refers to it.
+    """The tensors that are alive on a device after an offload, and the objects that refer to them.
 
-    It collects garbage first, and keeps no reference to what it found.
+    It collects garbage first, and keeps no reference to the tensors that it found.
 
     Args:
         device: only this one; by default every device of ``device_types``.
@@ -148,7 +148,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
-    """None for what has no memory of its own: wrappers (their inner tensors are listed), sparse and away tensors."""
+    """None for tensors without memory of their own: wrappers (their inner tensors are listed), sparse and away ones."""
     try:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return None

@@ -1,20 +1,22 @@
-"""Moves groups to the host and back, and stands between what is away and whoever wants to use it.
+"""Moves groups to the host and back, and guards the use of tensors that are away.
 
 [Note: States]
-Every storage is in one of the states of ``Where``; a group is where its storages are. Calls move only what is not
-there yet, so that repeating one does nothing. A call that meets a transition under way joins it (the same direction) or
-waits for it (the other direction). A transition that fails puts back what it had moved, and its handle raises.
+Every storage is in one of the states of ``Where``; a group is where its storages are. A call moves only storages that
+are not there yet, so that repeating one does nothing. A call that meets a transition under way joins it (the same
+direction) or waits for it (the other direction). A transition that fails undoes its moves, and its handle
+raises.
 
 [Note: Interrupted transitions]
-All of this changes in transactions ([Note: Asynchronous exceptions]). Where the bytes of a storage are is told by what
-changes by single stores: whether it is empty, ``Holding.where`` and ``Holding.serial``. A transition that was not
-handed to its thread is undone: ``_mend`` takes back what was to leave, and leaves on the host what was to return.
+All of this changes in transactions ([Note: Asynchronous exceptions]). Three things that change by single stores say
+where the bytes of a storage are: whether it is empty, ``Holding.where`` and ``Holding.serial``. A transition that was
+not handed to its thread is undone: ``_mend`` takes back storages that should leave, and leaves those on the host that
+should return.
 
 [Note: Who waits]
-``offload`` copies in a background thread: it waits for host memory that is still being pinned and for the copies, and
-empties each storage when its bytes are safe. ``onload`` allocates and starts copies, in the caller's thread if it
-waits, else slice by slice (see [Note: Slices]), and its tensors are fenced one by one until all have arrived: see
-[Note: Away classes] and [Note: Gates].
+``offload`` copies in a background thread. The thread waits for host memory that is still being pinned and for the
+copies, and empties each storage when its bytes are safe. ``onload`` allocates and starts copies. If it waits it does so
+in the caller's thread, else slice by slice (see [Note: Slices]). Its tensors are fenced one by one until all have
+arrived: see [Note: Away classes] and [Note: Gates].
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ from fxoffload.sizes import format_bytes
 log = logging.getLogger(__name__)
 
 _READ_BY_FORWARDS = (PARAMS, BUFFERS, GRADS, EXTRA)
-_SETTLED = 8  # storages whose tensors get their classes back at a time
-_PATIENCE = 200  # sleeps of YIELD_S: 10 ms, should somebody who was interrupted be counted as a reader for ever
+_SETTLED = 8  # Storages whose tensors get their classes back at a time.
+_PATIENCE = 200  # Sleeps of YIELD_S, 10 ms in all: an interrupted reader may be counted as one for ever.
 _AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
 _Found = TypeVar("_Found")
@@ -72,11 +74,11 @@ class _Departure:
     """An offload.
 
     Attributes:
-        at_once: somebody waits for the memory.
-        ahead: what was started before it was known what leaves.
-        holdings: what leaves.
+        at_once: whether a caller waits for the memory.
+        ahead: copies that were started before the search for leaving storages.
+        holdings: those that leave.
         dropped: gradients, by their owners.
-        handle: what is told of its end.
+        handle: is told of its end.
     """
 
     transition: Transition
@@ -92,8 +94,8 @@ class _Return:
     """An onload of these holdings.
 
     Attributes:
-        pending: of others that were to return already.
-        handle: what is told of its end.
+        pending: holdings that should already return because of other onloads.
+        handle: is told of its end.
     """
 
     transition: Transition
@@ -106,13 +108,13 @@ class Transit:
     """See [Note: States] and [Note: Who waits]. Thread-safe.
 
     Args:
-        inventory: what there is.
+        inventory: the tensors.
         image: the host memory.
         device_types: the devices whose memory is wanted back.
         grads: "keep", "drop" or "error".
         empty_cache: whether freed memory goes back to the driver when an offload is waited for.
         make_copies: the copy streams of a device, for tests.
-        state: what the user is told about where things are.
+        state: tells the user where groups are.
     """
 
     def __init__(
@@ -134,12 +136,12 @@ class Transit:
         self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
         self._arrivals = Arrivals(self.mover)
-        self._preparing: _Departure | _Return | None = None  # what the caller prepares
-        self._departures: list[_Departure] = []  # that the thread has
-        self._returns: list[_Return] = []  # that the other thread has
-        self._failed: list[Handle] = []  # that nobody was told of, maybe
-        self._readers: set[int] = set()  # threads that wait for the lock or have it, to read
-        self._room = ForkSafeRLock()  # while the background thread has memory for what comes next
+        self._preparing: _Departure | _Return | None = None  # The one that the caller prepares.
+        self._departures: list[_Departure] = []  # Those that the thread has.
+        self._returns: list[_Return] = []  # Those that the other thread has.
+        self._failed: list[Handle] = []  # Their errors may not have been raised yet.
+        self._readers: set[int] = set()  # Threads that wait for the lock or have it, to read.
+        self._room = ForkSafeRLock()  # While the background thread has memory for the next storages.
         self._inventory = inventory
         self._empty_cache = empty_cache
         self._state = state
@@ -200,7 +202,7 @@ class Transit:
         """Starts to move groups to the host.
 
         Args:
-            at_once: somebody waits for the memory.
+            at_once: whether a caller waits for the memory.
         """
         self.worker.require_own_process("offload()")
         began = time.perf_counter()
@@ -236,7 +238,7 @@ class Transit:
         returner = Returner(at_once and self._empty_cache)
         streams = streams_of(holdings)
         self.ledger.leave(holdings)
-        # Only now: what other threads have queued until nobody could touch these any more comes before it.
+        # Only now: work of other threads that was queued before these went away comes first.
         self.mover.before_leaving(holdings)
         self._guard(holdings)
         # Late: with a second thread that wants the interpreter all of this takes twice as long.
@@ -245,7 +247,7 @@ class Transit:
         )
         self._departures.append(departure)  # from here on it is the thread's; it waits for the end of this transaction
         self._preparing = None
-        # What was not started stays on the host: not before nothing can be refused any more.
+        # Copies that were not started are cancelled, only when nothing can be refused any more: they stay on the host.
         self._arrivals.cancel(arriving)
         return handle
 
@@ -300,7 +302,7 @@ class Transit:
 
     @transaction
     def _still_leaving(self, departure: _Departure) -> list[Holding]:
-        """Nothing where whoever began this was interrupted."""
+        """Holdings to copy; none where the thread that began this was interrupted."""
         return departure.holdings if departure in self._departures else []
 
     @transaction
@@ -347,10 +349,10 @@ class Transit:
         handle.complete(error)
 
     def _give_back(self, holdings: list[Holding], transition: Transition, free_before: int, at_once: bool) -> None:
-        """In the thread that waits for an offload: returns memory to the driver, what left before included.
+        """In the thread that waits for an offload: returns memory to the driver, that of earlier offloads included.
 
-        Not after an offload behind other work: what leaves so returns soon, and memory that the allocator still has is
-        there at once, while mapping 13 GB again takes 0.1 s.
+        Not after a background offload: its groups return soon. Memory that the allocator still has is there at once,
+        while mapping 13 GB anew takes 0.1 s.
         """
         if self._empty_cache and at_once:
             return_to_driver(self.device_types)
@@ -363,7 +365,7 @@ class Transit:
         """Starts to move groups to the device.
 
         Args:
-            at_once: somebody waits for all of it; else see [Note: Slices].
+            at_once: whether a caller waits for all of it; else see [Note: Slices].
         """
         self.worker.require_own_process("onload()")
         began = time.perf_counter()
@@ -383,7 +385,7 @@ class Transit:
         return handle
 
     def _make_room(self) -> bool:
-        """Waits for what is leaving. Returns whether there was something."""
+        """Waits for storages that are leaving. Returns whether there were any."""
         crowded = self._holds(Where.LEAVING, GROUPS)
         if crowded:
             self.worker.drain()
@@ -488,14 +490,14 @@ class Transit:
             if has_room is None:
                 return
             if has_room:
-                # As long as it took: others want the allocator too.
+                # As long as it took: other threads want the allocator too.
                 time.sleep(max(YIELD_S, time.perf_counter() - began))
                 continue
             retried = True
             if not self._make_room():
                 self.transact(lambda: self._arrivals.cancel(left))
                 raise torch.OutOfMemoryError("no room on the device for what returns; it stays on the host")
-            self.mover.begin_arrivals()  # nothing of what was found out is true any more
+            self.mover.begin_arrivals()  # no finding about idle memory is true any more
 
     @locked(lambda self, *args: self._room)
     def _make_room_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
@@ -522,21 +524,21 @@ class Transit:
         return True
 
     def _stand_back(self) -> None:
-        """Else this thread has the lock again before one that waits for it, to read something now, wakes up."""
+        """Let waiting readers go first: else this thread takes the lock before one of them wakes up."""
         for _ in range(_PATIENCE):
             if not self._readers:
                 return
             time.sleep(YIELD_S)
 
     def report(self) -> None:
-        """Raises what went wrong in the background and nobody was told."""
+        """Raises a background error that was not raised yet."""
         failed = self._unreported()
         for handle in failed[:1]:
             handle.report()
 
     @transaction
     def _unreported(self) -> list[Handle]:
-        """The first one stays in the list until somebody was told."""
+        """The first one stays in the list until its error was raised."""
         failed = [handle for handle in self._failed if handle.has_failed()]
         for handle in failed[1:]:
             log.warning("the %s failed as well", handle.what)
@@ -545,10 +547,10 @@ class Transit:
 
     @transaction
     def harvest(self) -> None:
-        """What has arrived meanwhile is on the device."""
+        """Storages that have arrived meanwhile are on the device."""
         self._settle(self.ledger.arrived())
 
-    # -- whoever wants to know -----------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @transaction
     def where(self, group: str) -> Where:
@@ -563,7 +565,7 @@ class Transit:
 
     @transaction
     def reserve(self, groups: Sequence[str]) -> None:
-        """Begins to pin host memory for what is known of these groups."""
+        """Begins to pin host memory for the known storages of these groups."""
         self.image.reserve(bytes_of(self.ledger.storages(groups)))
 
     @transaction
@@ -581,10 +583,10 @@ class Transit:
         self.mover.synchronize()  # streams of weights may still be reading
         self.ledger.forget_blocks()
         if self.image.in_use_bytes:
-            gc.collect()  # of blocks in the frames of what was interrupted
+            gc.collect()  # frames of an interrupted call may hold blocks
         return self.image.release()
 
-    # -- whoever wants to use it ---------------------------------------------------------------------------------------
+    # -- uses of tensors -----------------------------------------------------------------------------------------------
 
     def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """See ``fxoffload.phases.moving.storages.Owner``."""
@@ -599,7 +601,7 @@ class Transit:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Somebody needs something now: the background threads stand back."""
+        """The caller needs a tensor now: the background threads stand back."""
         mine = threading.get_ident()
         try:
             self._readers.add(mine)
@@ -608,7 +610,7 @@ class Transit:
             self._readers.discard(mine)
 
     def pass_gate(self, tensors: list[Tensor], what: str) -> None:
-        """``fence`` of what a module is about to read, which says in what order things are needed."""
+        """``fence`` of tensors that a module is about to read; it tells in what order things are needed."""
         with self._reading():
             self._pass_gate(tensors, what)
 
@@ -659,7 +661,7 @@ class Transit:
                 raise OffloadedError(self._complaint(held, what))
 
     def _fence(self, holdings: Iterable[Holding]) -> None:
-        """Lets the current stream wait for copies; what arrives before the youngest of them is fenced too."""
+        """Lets the current stream wait for copies; storages that arrive before the youngest of them are fenced too."""
         arriving = [held for held in holdings if held.where is Where.ARRIVING]
         for held in arriving:
             self._begun(self._start_until(held))
@@ -695,7 +697,7 @@ class Transit:
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def _guard(self, holdings: list[Holding]) -> None:
-        """Puts up what must be up while these are away."""
+        """Puts up the guards that are needed while these are away."""
         groups = {held.group for held in holdings}
         if holdings and self.guards is not None:
             self.guards.install(of_modules=groups != {OPTIMIZER})
@@ -705,7 +707,7 @@ class Transit:
             self._gradients.guard()
 
     def _settle(self, holdings: Iterable[Holding]) -> None:
-        """These are on the device again."""
+        """These are on the device: their tensors and guards are as they were."""
         self.ledger.settle(list(holdings))
         if not self.ledger.holds((GRADS,)):
             self._gradients.unguard()

@@ -1,1 +1,1 @@
-"""What happens while a step runs: host memory, copies, the tape and the executor. Knows no pass."""
+"""Runs steps: host memory, copies, the tape and the executor. Knows no pass."""

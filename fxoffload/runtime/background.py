@@ -1,14 +1,13 @@
-"""Threads beside training that end before the interpreter does, and plans that are made one at a time.
+"""Threads that run during training and end before the interpreter does, and plans that are made one at a time.
 
 [Note: Threads and the end]
-A daemon thread that the end of the interpreter meets inside torch ends the process with SIGABRT: a job that was done is
-reported as failed. So the interpreter waits for what these threads are doing when it ends. What has not begun by then
-is not begun any more.
+If the interpreter ends while a daemon thread is inside torch, the process ends with SIGABRT: a job that was done is
+reported as failed. So the interpreter waits for the work that these threads have begun. Other work does not begin.
 
 [Note: Cancelled plans]
-After ``torch.compiler.reset()`` nobody follows a plan that is being made, and what it has to say would be taken for the
-next model's. A thread cannot be stopped from outside, so a plan asks, before each draft and before anything is said or
-shown (``check``): PlanCancelled then ends it.
+After ``torch.compiler.reset()`` no step follows a plan that is still being made, and its messages would be taken for
+the next model's. A thread cannot be stopped from outside, so a plan asks (``check``): before each draft, and before it
+says or publishes anything. PlanCancelled then ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 from fxoffload.runtime.weak_bag import WeakBag
 
-# A plan takes seconds, a chunk of host memory less. What takes longer may hang, and is not waited for.
+# A plan takes seconds, a chunk of host memory less. Work that takes longer may hang, and is not waited for.
 _PATIENCE_S = 60.0
 
 # How long a plan in the making may hold the interpreter when a thread of the step asks for it.
@@ -40,7 +39,7 @@ _INTERVALS: list[tuple[float, float]] = []  # while a plan gives way: the one th
 
 
 class PlanCancelled(BaseException):
-    """Ends a plan that nobody wants any more. No Exception: a failing draft is one, and planning goes on behind it."""
+    """Ends a plan that is no longer wanted. No Exception: a failing draft raises one, and planning goes on after it."""
 
 
 class _Resets:
@@ -60,10 +59,10 @@ on_reset(_resets.forget)
 
 
 def check() -> None:
-    """Called by whoever plans, on any thread.
+    """Called while planning, on any thread.
 
     Raises:
-        PlanCancelled: this thread plans for what was forgotten meanwhile.
+        PlanCancelled: the model that this thread plans for was forgotten meanwhile.
     """
     if getattr(_resets.when_asked, "count", _resets.count) != _resets.count:
         raise PlanCancelled
@@ -93,8 +92,8 @@ def start(target: Callable[..., None], *args: Any, name: str) -> threading.Threa
 
 
 def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threading.Thread:
-    """Likewise, for a plan: it waits for those that are being made, whose graphs may be its own. Graphs have a few
-    variants in all, and what one plan takes is not there for the next."""
+    """As ``start``, for a plan: it waits for plans that are being made, whose graphs may be its own. Graphs have few
+    variants in all, and those that one plan takes are not there for the next."""
     return start(_in_turn, device_of_caller(), _resets.count, plan, *args, name=name)
 
 
@@ -109,8 +108,11 @@ def _in_turn(device: int | None, num_resets: int, plan: Callable[..., None], *ar
 
 @contextlib.contextmanager
 def _giving_way() -> Iterator[None]:
-    """Threads of the step need the interpreter thousands of times, for microseconds each. Python lets one that computes
-    keep it for 5 ms each time: steps took two to eight times as long beside a plan (two H100s, 2026-11-25)."""
+    """Let threads of the step have the interpreter at once while a plan is made.
+
+    They need it thousands of times, for microseconds each. Python lets a computing thread keep it for 5 ms each time:
+    during a plan, steps took two to eight times as long (two H100s, 2026-11-25).
+    """
     before = sys.getswitchinterval()
     if before <= _SWITCH_S:
         yield
@@ -127,7 +129,7 @@ def _give_way_no_more() -> None:
     """Also in a forked child, which has none of these threads."""
     while _INTERVALS:
         before, mine = _INTERVALS.pop()
-        if sys.getswitchinterval() == mine:  # nobody else has set it meanwhile
+        if sys.getswitchinterval() == mine:  # other code may have set it meanwhile
             sys.setswitchinterval(before)
 
 

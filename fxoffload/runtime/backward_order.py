@@ -1,11 +1,12 @@
 """Which backward comes next, learned from the steps before.
 
 An ordinary step runs its backwards in the reverse order of its forwards. A pipeline of microbatches does not: there the
-oldest forward pass goes backward first, and other forwards run in between. Two things are remembered of what was seen:
+oldest forward pass goes backward first, and other forwards run in between. So two things are remembered:
 
-- what came behind the same events, since the tape was last empty: a step that repeats is foretold exactly;
-- what came behind a backward of the same graph at the same place among those that waited, counted from the oldest. That
-  also holds for a step with another number of microbatches.
+- The backward that followed the same events, since the tape was last empty. A step that repeats is predicted exactly.
+
+- The backward that followed one of the same graph at the same place among those that waited, counted from the oldest.
+  That also holds for a step with another number of microbatches.
 
 Where neither is known, the next is the one saved right before. All of it is a guess.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
-# So much is remembered of each kind; the oldest is forgotten first.
+# Most entries of each kind that are remembered; the oldest is forgotten first.
 _MOST_REMEMBERED = 1 << 13
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -23,7 +24,7 @@ _Value = TypeVar("_Value")
 
 
 class Waiting(NamedTuple):
-    """What waits for its backward: its number, as ``BackwardOrder.forward`` gave it, and its graph."""
+    """A forward that waits for its backward: its number, as ``BackwardOrder.forward`` gave it, and its graph."""
 
     number: int
     graph: Hashable
@@ -38,7 +39,7 @@ class BackwardOrder:
     """Watches forwards and backwards go by. Not thread-safe: see ``fxoffload.runtime.tape``."""
 
     def __init__(self) -> None:
-        # A digest of the events -> the number of the next backward, and the digest behind it.
+        # A digest of the events -> the number of the next backward, and the digest after it.
         self._next: dict[int, tuple[int, int]] = {}
         self._next_place: dict[_Place, int | None] = {}  # None: its forward had not run
         self.restart()
@@ -53,7 +54,7 @@ class BackwardOrder:
         self._turned = False
 
     def forget(self) -> None:
-        """What was learned of steps is gone; what waits stays."""
+        """Drop all that was learned of steps; forwards that wait for their backwards stay."""
         self._next.clear()
         self._next_place.clear()
 
@@ -66,7 +67,7 @@ class BackwardOrder:
         return self._count - 1
 
     def backward(self, number: int, waiting: Sequence[Waiting]) -> None:
-        """The backward of ``number`` begins. ``waiting``: what waited for its backward so far, the oldest first."""
+        """The backward of ``number`` begins. ``waiting``: forwards that waited for theirs, the oldest first."""
         self._events = hash((self._events, "backward", number))
         index = next((i for i, w in enumerate(waiting) if w.number == number), None)
         _remember(self._next, self._behind, (number, self._events))
@@ -76,9 +77,11 @@ class BackwardOrder:
         self._place = None if index is None else _Place(waiting[index].graph, index)
 
     def expected(self, waiting: Sequence[Waiting]) -> tuple[list[int], bool]:
-        """The numbers of the backwards that are expected next, in order, out of those that wait (the oldest first).
-        Behind them: whether what is known ends there. If not, a forward that has not run yet is expected to go backward
-        next."""
+        """The numbers of those that wait (the oldest first) whose backwards are expected next, in order.
+
+        The second result is True where nothing is known of the order after them. It is False where a forward that has
+        not run yet is expected to go backward next.
+        """
         if self._behind in self._next:
             return self._as_seen(waiting)
         found: list[int] = []

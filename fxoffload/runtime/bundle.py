@@ -1,8 +1,8 @@
-"""What a forward call of a variant saves beyond what has a slot of its own: a bundle, carried by one token.
+"""Values that a forward call of a variant saves without a slot of their own: a bundle, carried by one token.
 
-AOTAutograd fixed the slots of what is saved when the graph was compiled. A variant saves other values. It puts them
-into a ``Bundle``, and a token that owns the bundle into one of the slots; so a bundle lives exactly as long as what
-autograd saved ([Note: Ownership] in ``fxoffload.runtime.transfer``).
+AOTAutograd fixed the slots of saved values when the graph was compiled, and a variant saves other values. It puts them
+into a ``Bundle``, and a token that owns the bundle into one of the slots. So a bundle lives exactly as long as the
+values that autograd saved ([Note: Ownership] in ``fxoffload.runtime.transfer``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTRIBUTE = "_fxoffload_bundle"
 
 
 class Bundle:
-    """What one call saved.
+    """The values that one call saved.
 
     Attributes:
         variant: the number of the variant that ran.
@@ -36,7 +36,7 @@ class Bundle:
         self._versions = [version_of(v) if _is_value(v) else None for v in values]
 
     def take(self, *, keeps_graph: bool) -> list[Any]:
-        """What was saved. Unless the backward keeps the graph, the bundle holds it no longer.
+        """The saved values. Unless the backward keeps the graph, the bundle drops them.
 
         Raises:
             RuntimeError: a value was modified since, or was taken before.
@@ -69,7 +69,7 @@ def _is_value(value: Any) -> bool:
 
 
 def bundle_token(bundle: Bundle) -> Tensor:
-    """A tensor that stands for a bundle in what autograd saves."""
+    """A tensor that stands for a bundle among the values that autograd saves."""
     token = empty_token()
     setattr(token, _ATTRIBUTE, bundle)
     return token
@@ -79,7 +79,7 @@ def bundle_of(value: Any, name: str) -> Bundle | None:
     """The bundle that ``value`` carries; None for any other saved value.
 
     Raises:
-        TokenLostError: ``value`` has a token's form but lost what it stood for.
+        TokenLostError: ``value`` has a token's form but lost the bundle that it stood for.
     """
     bundle = getattr(value, _ATTRIBUTE, None)
     if bundle is None:

@@ -1,10 +1,10 @@
-"""Lets threads beside the caller's work while the caller captures a CUDA graph.
+"""Lets background threads work while the caller captures a CUDA graph.
 
 [Note: Captures and threads]
-``torch.cuda.graph`` captures in the mode "global": until it ends, a call that might not be part of the capture
-(``cudaHostRegister``, ``cudaFree``, ``cudaEventQuery``) in *any* thread fails, and makes the capture invalid. A thread
-that has put itself into the mode "thread local" is bound by its own captures only. Our threads capture nothing, and
-what they do belongs to nobody's graph.
+``torch.cuda.graph`` captures in the mode "global". Until it ends, a call in *any* thread that might not be part of the
+capture (``cudaHostRegister``, ``cudaFree``, ``cudaEventQuery``) fails, and makes the capture invalid. A thread that has
+put itself into the mode "thread local" is bound by its own captures only. Our threads capture nothing, and their calls
+belong to no graph.
 """
 
 from __future__ import annotations

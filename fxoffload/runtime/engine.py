@@ -1,30 +1,35 @@
 """The copy engine of one device: offload, release, prefetch, reload.
 
 [Note: Lifetimes]
-- A copy's source is held here by reference until the compute stream has waited on its copy event; only then is the
+- The engine holds a copy's source by reference until the compute stream has waited on its copy event. Only then is the
   reference dropped, and the caching allocator may reuse the block on the compute stream. Holding the reference *is* the
   mechanism. Never ``record_stream`` (frees late, in the allocator's own time), never ``resize_`` (a user may still hold
   the tensor).
+
 - A reload's target is allocated on the compute stream, and the reload stream waits for that stream before it writes.
-- What was prefetched but is never read (an exception, a dropped graph) is given up the same way: the compute stream
-  waits for the copy, then the reference is dropped.
-- So a target is held before the copy into it is started, and any reference is let go of after the wait: an exception
-  between two statements leaves one that is held for longer (see [Note: Asynchronous exceptions]). Where it comes before
-  a source is noted, no transfer was made either: nobody reads what the copy brings to the host.
+
+- A value that was prefetched but is never read (an exception, a dropped graph) is given up the same way. The compute
+  stream waits for the copy, then the reference is dropped.
+
+- So a target is held before the copy into it is started, and any reference is dropped after the wait. An exception
+  between two statements leaves one that is held for longer (see [Note: Asynchronous exceptions]). If it comes before a
+  source is noted, no transfer was made either: nothing reads the copy on the host.
 
 [Note: Watched inputs]
 The caller may write to a graph input once the forward has returned. So the forward waits for the copies of inputs,
-which stand in the queue behind everything that earlier calls have under way. Where one graph's output is the next one's
-input, that would drain the queue at every layer. A *watched* input is not waited for: it is held like any other source,
-may be taken back, and whoever reads it in the backward asks autograd's version counter whether the program has written
-to it since the forward. If so the backward raises, as autograd does for what it saved itself. What is watched is what
-the caller handed in: of a view that the graph saves, Inductor makes a tensor with a counter of its own. Only what
-autograd made is watched (``Watch.of``): a leaf may be a parameter, whose memory others manage.
+which stand in the queue after all copies of earlier calls. Where one graph's output is the next one's input, that would
+drain the queue at every layer.
+
+A *watched* input is not waited for. It is held like any other source, and may be taken back. When the backward reads
+it, the engine asks autograd's version counter whether the program has written to it since the forward. If so the
+backward raises, as autograd does for its own saved tensors. The watch is on the tensor that the caller handed in: of a
+view that the graph saves, Inductor makes a tensor with a counter of its own. Only tensors that autograd made are
+watched (``Watch.of``): a leaf may be a parameter, whose memory other code manages.
 
 [Note: Long queues]
 Where the head is the peak of a step, all that follows it fits, and the backward begins with reloads of gigabytes. FSDP2
-sends a table of sizes to the device for each layer, which then waited for all of them: 63 ms behind 3.7 GiB in a step
-of 405 (two H200s, 2026-11-27, ``h200-stock-fsdp``). So a long queue of reloads gives way ([Note: Giving way]).
+sends a table of sizes to the device for each layer, which then waited for all of them. It waited 63 ms for 3.7 GiB in a
+step of 405 ms (two H200s, 2026-11-27, ``h200-stock-fsdp``). So a long queue of reloads gives way ([Note: Giving way]).
 
 Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and
 bytes on the device that were reloaded ahead of use.
@@ -76,7 +81,7 @@ log = logging.getLogger(__name__)
 
 # A range starts at a multiple of this many bytes of its storage, so that reloaded tensors are as aligned as saved ones.
 _RANGE_ALIGNMENT = 64
-# 20 ms of copies: what one layer has to reload is mostly less, and is copied while another layer computes.
+# 20 ms of copies: one layer's reloads are mostly less, and are copied while another layer computes.
 LONG_QUEUE_BYTES = 1 << 30
 
 
@@ -90,7 +95,7 @@ class Budgets:
 
 
 class _Ahead(NamedTuple):
-    """What is on the device before it is needed. Its transfer may be gone: the copy must be waited for all the same."""
+    """A value that is on the device early. Its transfer may be gone: the copy must be waited for all the same."""
 
     transfer: weakref.ref[Transfer]
     there: There
@@ -137,7 +142,7 @@ class CopyEngine:
         self._asked_bytes = 0  # of host memory, by the user
 
     def forget(self) -> None:
-        """What was compiled is gone. What was offloaded stays until its backward, and so does host memory."""
+        """Drop the state of compiled code. Offloaded values stay until their backward, and so does host memory."""
         self.calls.forget()
         self.tape.forget()
         self._warned_full = False
@@ -148,11 +153,12 @@ class CopyEngine:
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
         self._queue: deque[weakref.ref[Transfer]] = deque()
-        self._predicted: weakref.ref[Group] | None = None  # whose backward is expected behind the one that runs
-        # Serials of what was handed out since the queue was made: what was late stands in it still, and must not be
-        # reloaded again.
+        # Whose backward is expected after the one that runs.
+        self._predicted: weakref.ref[Group] | None = None
+        # Serials that were handed out since the queue was made. Late ones still stand in it, and must not be reloaded a
+        # second time.
         self._taken: set[int] = set()
-        self._ahead: dict[int, _Ahead] = {}  # by serial; holds what dead transfers have left there too
+        self._ahead: dict[int, _Ahead] = {}  # by serial; also of dead transfers
         self._ahead_bytes = 0
         self._reclaimed_bytes = 0
         self._landing: Sequence[Tensor] = ()  # targets of the reloads that are being started
@@ -160,7 +166,7 @@ class CopyEngine:
         self._bury = self._dead.append  # in C: no exception comes in between
 
     def _mend(self) -> None:
-        """What is on the device is what transfers say (``there``), and what is in flight is all else that was."""
+        """Source of truth: each transfer's ``there`` says what the device holds; all other sources are in flight."""
         self.streams.go_back()
         for item in list(self._ahead.values()):
             transfer = item.transfer()
@@ -196,8 +202,8 @@ class CopyEngine:
     ) -> list[Transfer | None]:
         """Start one copy per storage; None where the host is full. Tensors of one entry share a storage.
 
-        ``reclaimable``: nobody writes to the sources before the backward (see ``Transfer``). ``watches``: of
-        each storage, where somebody may (see [Note: Watched inputs]).
+        ``reclaimable``: no code writes to the sources before the backward (see ``Transfer``). ``watches``: of each
+        storage that the caller may write to (see [Note: Watched inputs]).
         """
         self._collect()
         self.streams.offload_waits_for_compute()
@@ -286,7 +292,7 @@ class CopyEngine:
             transfer = item.transfer()
             if transfer is None:
                 continue
-            # What was reloaded for another backward would leave no room for this one's.
+            # Values reloaded for another backward would leave no room for this one's.
             if transfer not in expected or (is_surprise and not item.there.reclaimed and transfer not in mine):
                 self._wait_for(item.there)
                 self._forget_ahead(transfer)
@@ -305,9 +311,9 @@ class CopyEngine:
     def prefetch(self, budget_bytes: int, *, reclaimed_share: int = 0, at_least_one: bool = True) -> None:
         """Start queued reloads while the bytes reloaded ahead stay within ``budget_bytes``.
 
-        ``reclaimed_share``: what the bytes that were reclaimed and wait to be read do to the budget: 1 adds them (a
-        backward begins with such values, and nothing would reload behind the segments that read them), -1 takes them
-        off, 0 lets them stand beside it. ``at_least_one``: one storage may be ahead, however large.
+        ``reclaimed_share``: how bytes that were reclaimed and wait to be read change the budget. A share of 1 adds
+        them: a backward begins with such values, and nothing would be reloaded while the segments that read them run.
+        A share of -1 takes them off, 0 ignores them. ``at_least_one``: one storage may be ahead, however large.
         """
         self._collect()
         budget_bytes += reclaimed_share * self._reclaimed_bytes
@@ -427,7 +433,7 @@ class CopyEngine:
             self._ahead_bytes -= item.nbytes
 
     def _wait_for(self, there: There) -> None:
-        """Before the reference to a buffer that nobody reads is given up."""
+        """Call this before dropping the reference to a buffer that nothing reads."""
         self.streams.compute_waits_for(there.ready, Wait.TARGET_READY, there.stream)
 
     @transaction
@@ -438,7 +444,7 @@ class CopyEngine:
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Let go of what dead transfers left behind: sources of copies that nothing will reload, and buffers that were
+        """Drop the memory of dead transfers: sources of copies that nothing will reload, and buffers that were
         reloaded for nothing."""
         count = len(self._dead)
         if not count:
@@ -469,7 +475,7 @@ class CopyEngine:
             )
 
     def host_budget_bytes(self, budgets: Budgets) -> int:
-        """The user's budget; by default the process' share of the machine less what other devices' arenas hold."""
+        """The user's budget; by default the process' share of the machine less the memory of other devices' arenas."""
         if budgets.host is not None:
             return budgets.host
         return default_host_budget_bytes() - sum(e.arena.reserved_bytes for e in engines() if e is not self)
@@ -481,14 +487,14 @@ class CopyEngine:
         self.arena.reserve(nbytes, self.host_budget_bytes(budgets))
 
     def pin(self, nbytes: int, budgets: Budgets) -> bool:
-        """As ``reserve``, and returns when that is over: whether so much is there. Steps of other threads go on."""
+        """As ``reserve``, and returns when that is over: whether ``nbytes`` are there. Steps of other threads go on."""
         self.reserve(nbytes, budgets)
         return self.arena.wait_until_grown() and self.arena.reserved_bytes >= nbytes
 
     @transaction
     def drop_abandoned(self) -> None:
-        """Let go of what forwards without a backward have on the device: sources of copies, and buffers that were
-        reloaded for nothing. The next copy does that too; somebody may want the memory before."""
+        """Drop the device memory of forwards without a backward: sources of copies, and buffers that were reloaded for
+        nothing. The next copy does that too; other code may want the memory before."""
         self._collect()
 
     @transaction

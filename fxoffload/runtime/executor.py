@@ -1,7 +1,7 @@
 """Calls of a compiled graph, as AOTAutograd makes them.
 
-The decision to keep or to offload is taken at the start of each forward call. The backward sees what the forward
-decided in what autograd hands it: a token, or the value itself.
+The decision to keep or to offload is taken at the start of each forward call. The backward sees the decision in the
+saved value that autograd hands it: a token, or the value itself.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def no_clock(_args: list[Any]) -> SegmentClock | None:
 
 
 def _sizes(args: list[Any]) -> tuple[int, ...]:
-    """What tells calls of one graph apart: sizes that vary from call to call are arguments."""
+    """Distinguishes calls of one graph: sizes that vary from call to call are arguments."""
     return tuple(a for a in args if isinstance(a, int))
 
 
 def _settled(choice: Choice, program: OuterProgram, variants: Variants) -> tuple[Choice, Variant | None]:
-    """What a call does, and the variant that it runs (None: variant 0). One that must not save tokens runs variant 0
-    and keeps everything."""
+    """The choice of a call, and the variant that it runs (None: variant 0). A call that must not save tokens runs
+    variant 0 and keeps everything."""
     variant = variants.get(choice.variant)
     if not any(choice.offload) and not choice.variant:
         return choice, None
@@ -102,8 +102,8 @@ def forward_callable(
     site: Site | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
-    arguments. ``hooks``, ``site``, ``variants``: shared with its backward. ``clock``: what measures the call with these
+    """The function that AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
+    arguments. ``hooks``, ``site``, ``variants``: shared with its backward. ``clock``: the clock for a call with these
     arguments."""
     hooks = hooks or HookWatch()
     turn, graph = TurnWatch(), next(_GRAPHS)
@@ -162,7 +162,8 @@ def backward_callable(
     site: Site | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """What AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``, ``variants``: as its forward."""
+    """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``, ``variants``: as of
+    its forward."""
     hooks = hooks or HookWatch()
     others = variants or Variants()
 

@@ -1,8 +1,8 @@
-"""What a forked child keeps for good: CUDA events of its parent.
+"""Objects that a forked child keeps for good: CUDA events of its parent.
 
 torch's event sets the device when it is destroyed. In a forked child that raises, in a destructor, and so aborts the
-child: a DataLoader's worker, say. What holds such events, and would be dropped there, is kept instead. Garbage that the
-collector had not found when the process was forked is left alone (``fxoffload.gc_pause``).
+child: a DataLoader's worker, say. Objects that hold such events, and would be dropped there, are kept instead.
+Garbage that the collector had not found when the process was forked is left alone (``fxoffload.gc_pause``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strides of saved values that came back through somebody's saved-tensor hooks.
+"""Strides of saved values that came back through saved-tensor hooks.
 
 A hook hands back equal numbers, not equal strides: ``save_on_cpu(pin_memory=True)`` returns every tensor contiguous.
 Compiled code is written for the strides that it saved (Inductor asserts them).
@@ -40,8 +40,11 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[Any], strides: Sequence[Any]) -> Layout | None:
-        """``shape``, ``strides``: ints or SymInts. None where the gaps are no whole numbers or depend on a dynamic size
-        (a slice of a dynamic dimension, windows that overlap), where a size has no hint, and for an empty value."""
+        """``shape``, ``strides``: ints or SymInts.
+
+        None for an empty value, and where a size has no hint. Also where the gaps are no whole numbers or depend on a
+        dynamic size: a slice of a dynamic dimension, windows that overlap.
+        """
         hints = [hint(s) for s in strides]
         if None in hints or any(isinstance(n, int) and n == 0 for n in shape):
             return None

@@ -1,8 +1,8 @@
-"""Outer graphs, ready to run: they call segments and do what the ``fxoffload`` ops between them say.
+"""Outer graphs, ready to run: they call segments and run the ``fxoffload`` ops between them.
 
 An outer graph is compiled once into a list of steps on numbered slots. Each step knows which slots nothing reads after
 it, and empties them before it calls out: a segment that is handed the only reference to an input can free it early.
-What to keep and what to offload is up to the call (``OuterCall``); the same steps serve all.
+Each call (``OuterCall``) chooses which values to keep and which to offload; the same steps serve all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxoffload.runtime.windows import Windows
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What the executor needs to know. Budgets in bytes."""
+    """Options of the executor. Budgets in bytes."""
 
     budgets: Budgets
     min_bytes: int
@@ -38,7 +38,7 @@ class RuntimeOptions:
 
     @property
     def keeps_turn(self) -> bool:
-        """Whether what a forward saves last may stay on the device. A window that the user sets binds it too."""
+        """Whether values that a forward saves last may stay on the device. A window that the user sets binds them."""
         return self.budgets.in_flight is None and self.budgets.prefetch is None
 
 
@@ -50,10 +50,10 @@ class Movable:
         name: of its first saved value.
         sources: how many saved values share it.
         is_input: it belongs to a graph input.
-        rank: place in the order in which the backward first reads what was saved; set when the backward is compiled.
-        paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. What
-            stands beside the layers (a language model's logits) is one large lump and would set it far too wide.
-        paces_backward: likewise for the segment that first reads it, and the prefetch window.
+        rank: place in the order in which the backward first reads saved values; set when the backward is compiled.
+        paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. Values
+            outside the layers (a language model's logits) are one large lump and would set it far too wide.
+        paces_backward: the same for the segment that first reads it, and the prefetch window.
         unread: whether the backward does not read it: the partitioner saved it for nothing, and it is dropped.
         of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
             their backward it stays where it is.
@@ -71,19 +71,19 @@ class Movable:
 
 @dataclass
 class OuterCall:
-    """One run of an outer graph: what its steps share."""
+    """One run of an outer graph: the state that its steps share."""
 
     engine: CopyEngine
     options: RuntimeOptions
     group: Group
     decisions: Sequence[bool] = ()
-    transfers: dict[int, Transfer] = field(default_factory=dict)  # slot of a copy -> its transfer
-    largest_offload: int = 0  # bytes that one segment of this forward moved, the most so far
-    before_layers: int = 0  # bytes moved before any layer did: no window is known yet
-    window: int = 0  # bytes that this backward reloads ahead unless a budget is set
-    keeps_turn: bool = False  # whether what it saves last stays on the device
-    windows: Windows | None = None  # of a plan
-    watches: Mapping[int, Watch] = field(default_factory=dict)  # storages of inputs that are not waited for
+    transfers: dict[int, Transfer] = field(default_factory=dict)  # Slot of a copy -> its transfer.
+    largest_offload: int = 0  # Most bytes that one segment of this forward moved so far.
+    before_layers: int = 0  # Bytes moved before any layer did: no window is known yet.
+    window: int = 0  # Bytes that this backward reloads ahead unless a budget is set.
+    keeps_turn: bool = False  # Whether its last saved values stay on the device.
+    windows: Windows | None = None  # Of a plan.
+    watches: Mapping[int, Watch] = field(default_factory=dict)  # Storages of inputs that are not waited for.
     recorder: Recorder | None = None  # of a call that is measured
     has_tokens: bool = True  # whether this backward was given any
 
@@ -95,16 +95,18 @@ class OuterCall:
         return (self.largest_offload or self.before_layers) if budget is None else budget
 
     def prefetch_bytes(self, point: int) -> int:
-        """The bound on what is reloaded ahead of use. ``point``: as in ``Windows.ahead``."""
+        """The bound on bytes that are reloaded ahead of use. ``point``: as in ``Windows.ahead``."""
         if self.windows is not None:
             return self.windows.ahead[point]
         budget = self.options.budgets.prefetch
         return self.window if budget is None else budget
 
     def reclaimed_share(self, *, head: bool) -> int:
-        """What reclaimed bytes do to the prefetch budget (see ``CopyEngine.prefetch``). A budget that the user set
-        stands as it is, and a plan's holds them too. The default one grows by them among the layers, and has to hold
-        them while the head runs: its own lump, the logits, is on the device at that time."""
+        """How reclaimed bytes change the prefetch budget (see ``CopyEngine.prefetch``).
+
+        A budget that the user set stands as it is, and a plan's holds them too. The default one grows by them among the
+        layers. It has to hold them while the head runs, when the logits are on the device.
+        """
         if self.windows is not None:
             return -1
         if self.options.budgets.prefetch is not None:
@@ -135,7 +137,7 @@ class _Steps:
         return tuple(self.slot(n) for n in nodes)
 
     def unpacked(self, node: fx.Node, count: int) -> list[int]:
-        """Slots of the getitems of a packed result; -1 for what nothing takes."""
+        """Slots of the getitems of a packed result; -1 for results that nothing takes."""
         found = [-1] * count
         for user in node.users:
             if user.target is operator.getitem:
@@ -152,7 +154,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         readers = [u for u in node.users if u.target is not operator.getitem]
-        # What is packed lives in its getitems; a reload's request has no value of its own.
+        # Packed values live in their getitems; a reload's request has no value of its own.
         if node.op == "call_module" or is_op(node, ops.reload) or is_op(node, ops.wait_reload):
             continue
         if readers:
@@ -186,7 +188,7 @@ class OuterProgram:
         self.movables = tuple(movables)
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
-        # Whether what the forward saves last may stay where it is.
+        # Whether the last saved values may stay where they are.
         self.has_turn = options.keeps_turn and any(m.of_turn for m in self.movables)
         self._movable_at = 0
         self._build(_Steps(outer))
@@ -194,7 +196,7 @@ class OuterProgram:
     def _build(self, steps: _Steps) -> None:
         graph = steps.outer.graph
         placeholders = graph.find_nodes(op="placeholder")
-        # Of a backward: what hooks may have handed back in another layout.
+        # Of a backward: saved values that hooks may have handed back in another layout.
         saved = placeholders if self.copies is not None else ()
         self.layouts = {i: found for i, n in enumerate(saved) if (found := layout_of(n)) is not None}
         steps.slots_of(placeholders)
@@ -350,8 +352,8 @@ def _distinct(transfers: Any) -> list[Transfer]:
 def _by_storage(
     slots: list[Any], where: list[int], min_bytes: int, device: torch.device
 ) -> list[tuple[list[int], list[Tensor]]]:
-    """Slots and tensors of each storage of ``device`` that is large enough to move. What shares memory at trace time
-    shares it at run time too, unless Inductor chose to copy.
+    """Slots and tensors of each storage of ``device`` that is large enough to move. Values that share memory at trace
+    time share it at run time too, unless Inductor chose to copy.
 
     A value may be on another device than its trace says: attention without dropout returns its seed and offset on the
     host, and fake tensors of them are on the GPU.

@@ -1,7 +1,7 @@
-"""How a thread of ours begins: on the device of who made it, and bound by nobody's captures.
+"""How a thread of ours begins: on the device of the thread that made it, and not bound by other threads' captures.
 
 [Note: Threads and devices]
-A new thread's current device is 0. A call that makes it current (``cudaSetDevice``, to put back what was there) gives
+A new thread's current device is 0. A call that makes it current (``cudaSetDevice``, to restore the one before) gives
 the process a context there: 560 MiB on the first GPU for every other rank of a machine.
 """
 
@@ -28,6 +28,6 @@ def begin_thread(device: int | None) -> None:
 
 
 def use_device(device: int | None) -> None:
-    """For what this thread does next."""
+    """For the next work of this thread."""
     if device is not None:
         torch.cuda.set_device(device)

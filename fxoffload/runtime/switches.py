@@ -1,9 +1,9 @@
-"""What of a thread is switched for a function, and back however it ends.
+"""Switches of a thread that are set for one function, and restored however it ends.
 
 [Note: Switches of a thread]
-PyTorch has context managers (``torch.no_grad``, ``torch.cuda.device``, modes) that are entered and left in Python: the
-exception of a signal in the middle leaves a thread switched for good. So what may run in the caller's thread at any
-time is a function here; see [Note: Asynchronous exceptions] in ``fxoffload.runtime.transactions``.
+PyTorch has context managers (``torch.no_grad``, ``torch.cuda.device``, modes) that are entered and left in Python.
+The exception of a signal in the middle leaves a thread switched for good. So code that may run in the caller's thread
+at any time uses a function from here. See [Note: Asynchronous exceptions] in ``fxoffload.runtime.transactions``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The tape: the order in which groups were saved, over all compiled graphs of a step.
 
-A backward runs the forwards in reverse, so while the backward of one group runs, the groups under it on the tape are
-what will be needed next; unless another order was seen before (``fxoffload.runtime.backward_order``). The tape only
-predicts: a wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves
-no trace.
+A backward runs the forwards in reverse. So while the backward of one group runs, the groups under it on the tape are
+needed next, unless another order was seen before (``fxoffload.runtime.backward_order``). The tape only predicts: a
+wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves no trace.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fxoffload.runtime.transfer import Group
 
 
 class TurnWatch:
-    """Whether one compiled forward is where the step turns into the backward, so that what it saves last may stay."""
+    """Whether one compiled forward is where the step turns into the backward, so that its last values may stay."""
 
     def __init__(self) -> None:
         self._followed = False
@@ -26,7 +25,7 @@ class TurnWatch:
         """Asked when the forward begins, with the groups that wait for their backward.
 
         One forward's last values may stay, not those of every microbatch. A forward that another graph's forward
-        follows is not the turn: it is told so here, by the one that follows, and moves everything from then on.
+        follows is not the turn: the one that follows notes that here, and it moves everything from then on.
         """
         kept = [g for g in live if g.kept_turn_of is not None]
         for group in kept:
@@ -64,8 +63,8 @@ class Tape:
         """The backward of ``group`` begins. Returns the live groups whose backwards are expected to follow, the
         next one first. Unless it keeps its graph the group leaves the tape.
 
-        A group that holds nothing is not on the tape, and its backward is no event: what was expected before it still
-        is.
+        A group that holds nothing is not on the tape, and its backward is no event: the expectation from before it
+        stays.
         """
         with self._lock:
             live = self._live()
@@ -88,7 +87,7 @@ class Tape:
             return found
 
     def forget(self) -> None:
-        """What was compiled is gone. Groups that wait for their backward stay."""
+        """All compiled code is dropped. Groups that wait for their backward stay."""
         with self._lock:
             self._order.forget()
 

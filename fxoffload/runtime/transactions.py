@@ -2,13 +2,17 @@
 
 [Note: Asynchronous exceptions]
 A signal handler (Ctrl-C, a timeout) and ``PyThreadState_SetAsyncExc`` may raise between any two bytecodes, in a
-``finally`` too. So no order of statements undoes a change for certain, and what guards state here does not rely on one:
+``finally`` too. So no order of statements undoes a change for certain, and no guard of state here relies on one.
 
-- A method that changes state is a *transaction*. It marks the object as torn, changes it, and takes the mark off. Who
-  finds the mark calls ``_mend`` first: the method itself, where it raises, or else whoever comes next.
+- A method that changes state is a *transaction*. It marks the object as torn, changes it, and takes the mark off. Code
+  that finds the mark calls ``_mend`` first: the method itself, where it raises, or else the next transaction.
+
 - ``_mend`` derives everything from one source of truth, which changes by single stores. It may be interrupted and run
-  again. Each class says in its ``_mend`` what its source of truth is.
-- What must be given back is recorded before it is taken, or is owned by references: what nobody refers to is free.
+  again. Each class says in its ``_mend`` which source of truth it has.
+
+- Resources that must be given back are recorded before they are taken, or are owned by references: one without
+  references is free.
+
 - Locks are entered by ``with``, in C (``ForkSafeRLock``). ``threading.Event`` and ``threading.Condition`` are not used:
   their ``with`` runs in Python, and an exception there leaves their lock held. ``Latch`` stands for both.
 
@@ -71,7 +75,7 @@ def transaction(
 
 
 def _undo(mendable: Mendable, lock: ForkSafeRLock) -> None:
-    """A transaction raises. What cannot be mended now is torn still, and the next one raises the reason."""
+    """A transaction raises. State that cannot be mended now stays torn, and the next one raises the reason."""
     if lock.is_mine():
         lock.let_go()
     with contextlib.suppress(Exception), lock:
@@ -88,7 +92,7 @@ class Latch:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def open(self) -> None:
-        """Lets everybody go on. May be called again."""
+        """Lets all waiters go on. May be called twice."""
         self.is_open = True
         self._tokens.put(None)
 

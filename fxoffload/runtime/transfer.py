@@ -1,11 +1,11 @@
-"""What one forward call of a compiled graph saved: transfers (one per storage), the group that holds them, and tokens.
+"""Values that one forward call of a compiled graph saved: transfers (one per storage), their group, and tokens.
 
 [Note: Ownership]
 AOTAutograd saves *tokens*: empty CPU tensors that carry a ``Slot``. A slot owns its group, a group its transfers, a
-transfer its host block. When autograd lets go of the tokens (the backward has run, the graph was dropped, an exception
-unwound it) the blocks return to the arena by reference counting; ``retain_graph`` keeps the tokens and so the blocks.
-That may happen on any thread at any time, so the callbacks of weak references, which append to queues, are all that
-runs then; they are in C, where no signal can raise.
+transfer its host block. When autograd drops the tokens, reference counting returns the blocks to the arena. That
+happens when the backward has run, the graph was dropped, or an exception unwound it; ``retain_graph`` keeps the tokens
+and so the blocks. It may happen on any thread at any time. So only the callbacks of weak references run then, which
+append to queues; they are in C, where no signal can raise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fxoffload.runtime.host_memory.arena import HostBlock
 from fxoffload.runtime.windows import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
-# A form that no saved value has and that survives whatever a hook does to a token (detach, clone, a trip to another
-# device): a copy that lost the attribute is recognised by it. Two of its sizes broadcast with next to nothing.
+# A shape that no saved value has. It survives whatever a hook does to a token (detach, clone, a trip to another
+# device), so it shows a copy that lost the attribute. Two of its sizes broadcast with next to nothing.
 _TOKEN_SHAPE, _TOKEN_DTYPE = (3, 0, 7919), torch.uint8
 _SERIAL = itertools.count()
 
@@ -48,7 +48,7 @@ class View:
 
 
 class Watch:
-    """Tells whether a tensor was modified in place since it began, as autograd tells it of what it saved.
+    """Tells whether a tensor was modified in place since it began, as autograd does for its saved tensors.
 
     It shares the tensor's version counter, and holds neither its memory nor the graph that made it.
     """
@@ -63,8 +63,8 @@ class Watch:
 
     @staticmethod
     def of(tensor: Tensor) -> Watch | None:
-        """A watch of a tensor that autograd made, or a view of one. None for any other: what is a leaf, or a view of
-        one, may be a parameter whose memory somebody empties or fills without its version's changing (FSDP does)."""
+        """A watch of a tensor that autograd made, or of a view of one. None for any other: a leaf, or a view of one,
+        may be a parameter whose memory is emptied or filled without a change of its version (FSDP does that)."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
             return None
         root = tensor if tensor._base is None else tensor._base
@@ -101,9 +101,9 @@ class Transfer:
         there: on the device, if it is there. One store changes it.
         views: the saved tensors in the range.
         serial: grows with every copy to the host.
-        reclaimable: whether the source, while it is still held, holds what was copied (the caller may write to a graph
-            input after the forward has returned).
-        watch: of the caller's memory; then nobody waits for the copy before the caller may write to it (see
+        reclaimable: whether the source, while it is still held, equals the copy (the caller may write to a graph input
+            after the forward has returned).
+        watch: of the caller's memory. The caller may then write to it without waiting for the copy (see
             [Note: Watched inputs] in ``fxoffload.runtime.engine``).
     """
 
@@ -127,17 +127,17 @@ class Transfer:
         self.serial = next(_SERIAL)
 
     def __reduce__(self) -> NoReturn:
-        # A copy, made with a token that somebody copies deeply, would return the same block a second time.
+        # A copy, made with a token that is copied deeply, would return the same block a second time.
         raise TypeError("expected one owner of an offloaded value, found an attempt to copy or pickle its token")
 
 
 class Group:
     """Everything that one forward call of one compiled graph moved to the host.
 
-    Transfers are ranked by the order in which the backward will ask for them, so that prefetching from another graph's
-    backward starts with what is needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
-    plan that the call followed. ``graph``: tells the compiled graph from others. ``takes_below``: whether that plan is
-    one for a chain of calls, whose first backward takes back what earlier calls still have on the device as well.
+    Transfers are ranked by the order in which the backward will ask for them. So prefetching from another graph's
+    backward starts with those needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
+    plan that the call followed. ``graph``: distinguishes compiled graphs. ``takes_below``: whether that plan is one for
+    a chain of calls, whose first backward also takes back values of earlier calls that are still on the device.
     """
 
     __slots__ = (
@@ -165,7 +165,7 @@ class Group:
         self.recorder: Any = None  # of the forward call
 
     def add(self, rank: int, transfer: Transfer, *, sets_window: bool = True) -> None:
-        """``rank``: place in the order in which the backward first uses what was saved. ``sets_window``: whether its
+        """``rank``: place in the order in which the backward first uses saved values. ``sets_window``: whether its
         segment counts for ``prefetch_window_bytes``."""
         self._ranked.append((rank, transfer))
         if sets_window:
@@ -176,9 +176,12 @@ class Group:
         return [t for _, t in sorted(self._ranked, key=lambda item: item[0])]
 
     def prefetch_window_bytes(self) -> int:
-        """What to reload ahead of use unless told otherwise: the most that one segment of the backward needs at once,
-        and half as much again where there are several. Their copies do not take equal shares of their time; a window of
-        one segment leaves the link idle behind those that compute for longer."""
+        """The default for how many bytes to reload ahead of use.
+
+        The most that one segment of the backward needs at once, and half as much more where there are several. Their
+        copies do not take equal shares of their time. A window of one segment would leave the link idle during those
+        that compute for longer.
+        """
         largest = max(self._needs.values(), default=0)
         return largest * 3 // 2 if len(self._needs) > 1 else largest
 
@@ -196,7 +199,7 @@ class Slot:
 
 
 def make_token(slot: Slot) -> Tensor:
-    """A tensor that stands for an offloaded one in what autograd saves."""
+    """A tensor that stands for an offloaded one among the values that autograd saves."""
     token = empty_token()
     setattr(token, _TOKEN_ATTRIBUTE, slot)
     return token
@@ -216,7 +219,7 @@ def slot_of(value: Any, name: str) -> Slot | None:
     """The slot of a token, None for a tensor that was kept.
 
     Raises:
-        TokenLostError: ``value`` has a token's form but lost what it stood for.
+        TokenLostError: ``value`` has a token's form but lost the value that it stood for.
     """
     slot = getattr(value, _TOKEN_ATTRIBUTE, None)
     if slot is not None:

@@ -1,13 +1,13 @@
-"""Runs variants of a compiled graph: the same computation, with other values saved and others computed again.
+"""Runs variants of a compiled graph: the same computation, with other values saved and others recomputed.
 
-AOTAutograd knows one forward and one backward (variant 0) and calls them with what it saved. A variant takes what
-variant 0 takes and returns as many values, so that each call may run another one::
+AOTAutograd knows one forward and one backward (variant 0), and calls the backward with the values that variant 0 saves.
+A variant takes the arguments of variant 0 and returns as many values. So each call may run another one::
 
     variant 0    return (out,   primals_1, primals_2, mm,      gelu)        saves
     variant 1    return (out,   primals_1, <token>,   <empty>, <empty>)     the token's bundle: view, primals_5
 
-A graph input that both save stays in its slot, where autograd itself notices that somebody modified it, and so does a
-size, where sizes vary. All else is in the bundle; the backward asks it which variant ran.
+A graph input that both save stays in its slot, where autograd itself notices that it was modified. So does a size,
+where sizes vary. All else is in the bundle; the backward asks it which variant ran.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Layout:
         inputs: for each input of the variant's forward, its place among those of variant 0.
         num_user_outputs: leading results that the caller sees; they are the same.
         num_results: of variant 0's forward.
-        direct: (place among the variant's results, slot among variant 0's) of what stays in a slot.
-        bundled: places among the variant's results of what the bundle takes.
+        direct: (place among the variant's results, slot among variant 0's) of values that stay in a slot.
+        bundled: places among the variant's results of values that go into the bundle.
         names: of those values.
         carrier: the slot of the bundle's token.
         carried_to: the place of that slot among the arguments of variant 0's backward.
-        carrier_name: what variant 0 saves there.
+        carrier_name: name of the value that variant 0 saves there.
         arguments: for each input of the variant's backward, its place among the arguments of variant 0's backward, or
             -1 - k for the k-th value of the bundle.
         numbers: slots of sizes (where they vary) that the variant does not save.
@@ -74,7 +74,7 @@ class Variant:
     layout: Layout
 
     def arguments_of_forward(self, args: list[Any]) -> list[Any]:
-        """What the forward takes, of what variant 0's was given: ``args``, which is cleared."""
+        """The arguments of the forward, out of those of variant 0's: ``args``, which is cleared."""
         mine = [args[i] for i in self.layout.inputs]
         args.clear()
         return mine
@@ -93,7 +93,7 @@ class Variant:
         return found, token
 
     def arguments_of_backward(self, args: Sequence[Any], bundled: Sequence[Any]) -> list[Any]:
-        """What the backward takes, of what variant 0's was given and what the bundle held."""
+        """The arguments of the backward, out of those of variant 0's and the values of the bundle."""
         return [args[i] if i >= 0 else bundled[-1 - i] for i in self.layout.arguments]
 
 
@@ -128,7 +128,7 @@ class Variants:
         return choice if variant is None else replace(choice, offload=[choice.offload[i] for i in variant.order])
 
     def bundle_in(self, args: Sequence[Any]) -> Bundle | None:
-        """What the call of a variant saved, in the arguments of variant 0's backward; None for a call of variant 0.
+        """The bundle of the call of a variant, in the arguments of variant 0's backward; None for a call of variant 0.
 
         Raises:
             TokenLostError: see ``bundle_of``.

@@ -11,15 +11,15 @@ _Thing = TypeVar("_Thing")
 
 
 class WeakBag(Generic[_Thing]):
-    """A ``WeakSet`` that does nothing when something goes: what that does is in Python, on whatever thread lets go of
-    it, and the exception of a signal that comes meanwhile would be printed and lost."""
+    """A ``WeakSet`` that runs no code when an element goes. A ``WeakSet`` runs Python then, on whatever thread drops
+    the element: the exception of a signal that comes meanwhile would be printed and lost."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[_Thing]] = {}
         self._numbers = itertools.count()
 
     def add(self, thing: _Thing) -> None:
-        """Something that is not in it."""
+        """``thing`` is not in it."""
         for number, known in list(self._known.items()):
             if known() is None:
                 self._known.pop(number, None)

@@ -1,4 +1,4 @@
-"""What a plan tells the executor: which storages leave, and how many bytes may be under way at each point of a step."""
+"""A plan's orders to the executor: the storages that leave, and the most bytes under way at each point of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Windows:
     """Most bytes under way, point by point. They take the place of one window for the whole step.
 
     Attributes:
-        in_flight: one per forward segment, and [0] for the entry: the most that is held behind that segment for copies
+        in_flight: one per forward segment, and [0] for the entry: the most that is held after that segment for copies
             that are under way to the host.
         ahead: one per backward segment, and [0] for the beginning of the backward: the most that is reloaded ahead of
             use (and taken back, and not yet read) when that segment starts.
@@ -23,12 +23,12 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one forward call does.
+    """The choices of one forward call.
 
     Attributes:
-        offload: one bool per movable, True to offload. Of a variant: one per candidate of what it saves, in that order.
+        offload: one bool per movable, True to offload. Of a variant: one per candidate of its saved values, in order.
         windows: None for windows that follow the segments, or the budgets of the options.
-        variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: what was compiled first.
+        variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: the one that was compiled first.
         watches: whether the forward may return while inputs that can be watched are still being copied
             ([Note: Watched inputs] in ``fxoffload.runtime.engine``). It waits for all others.
         paced: whether the forward waits until the device has begun the paced one before it ([Note: Streams that wait]

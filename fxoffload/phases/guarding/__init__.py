@@ -1,1 +1,1 @@
-"""Keeps whoever wants to use what is away from doing so by mistake: it returns first, or an error says what to do."""
+"""Guards the use of away tensors: either their memory returns first, or an error says what to do."""

@@ -1,11 +1,11 @@
-"""Functions that were compiled around a model or an optimizer: what they use has arrived before Dynamo looks at it.
+"""Functions that were compiled around a model or an optimizer: their tensors arrive before Dynamo looks at them.
 
 [Note: Compiled functions]
 ``torch.compile(model)`` has a gate. ``torch.compile(lambda x: loss(model(x)))`` and a compiled training step have none:
 their guards would see away classes and overrides, and they would be compiled once more for those. Dynamo calls the
-``enter_exit_hooks`` of such a function before it looks at the guards, so for as long as something is away there is one
-that fences what is arriving. It raises nothing for what is on the host: a function that can reach the model need not
-use it. A function that does is traced as far as the first away tensor, which raises.
+``enter_exit_hooks`` of such a function before it looks at the guards. So while a tensor is away there is a hook that
+fences arriving tensors. It does not raise for tensors on the host: a function that can reach the model need not use it.
+A function that does is traced as far as the first away tensor, which raises.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ class CompiledFunctions:
 
 
 def reached(function: Any, targets: dict[int, Any]) -> Iterator[Any]:
-    """Those of the targets (by id) that a function can reach: in its closure, globals that it names, its arguments'
-    defaults, the object it is bound to, and the attributes and items of all these."""
+    """Those of the targets (by id) that a function can reach.
+
+    It looks in the function's closure, globals that it names, its arguments' defaults and the object it is bound to. It
+    also looks in the attributes and items of all these.
+    """
     seen: set[int] = set()
     level = [function]
     for _ in range(_DEPTH):

@@ -2,9 +2,9 @@
 
 [Note: DDP]
 Before its module's forward DDP broadcasts the buffers under it, in C++, which asks no tensor. Managers are often given
-the module without the wrapper (callbacks of transformers are), or before there is one, and a module does not know what
-is around it. To look for that takes a pass over all Python objects at each offload, and finds nothing that
-``gc.freeze()`` froze. So while somebody watches, the class has another forward, which asks all who do.
+the module without the wrapper (callbacks of transformers are), or before there is one, and a module does not know its
+wrapper. Rejected: a search for it. That takes a pass over all Python objects at each offload, and finds nothing that
+``gc.freeze()`` froze. So while there are watchers, the class has another forward, which asks all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Forwards:
         self._lock = ForkSafeRLock()
         self._watchers: tuple[weakref.WeakMethod[Watcher], ...] = ()  # one that was dropped watches no longer
         self._original: Callable[..., Any] = DistributedDataParallel.forward
-        self._examined: tuple[Any, bool] = (None, False)  # what was in place, and whether it calls ours
+        self._examined: tuple[Any, bool] = (None, False)  # the forward in place, and whether it calls ours
 
         ask: Any = torch.compiler.disable(self._ask)
 
@@ -39,7 +39,7 @@ class _Forwards:
             ask(ddp)
             return self._original(ddp, *args, **kwargs)
 
-        # The same one each time, called and not traced: see [Note: Overrides]. What it calls is compiled as ever.
+        # The same one each time, called and not traced: see [Note: Overrides]. Its callees are compiled as ever.
         self._ours: Any = torch.compiler.disable(forward, recursive=False)
 
     @locked(lambda self, watcher: self._lock)
@@ -80,5 +80,5 @@ def watch_forwards(watcher: Watcher) -> None:
 
 
 def ignore_forwards(watcher: Watcher) -> None:
-    """Ends that. May be called again, and before."""
+    """Ends that. May be called twice, and before ``watch_forwards``."""
     _forwards.ignore(watcher)

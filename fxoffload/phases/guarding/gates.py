@@ -1,13 +1,14 @@
 """Fences in front of modules, while their parameters are away.
 
 [Note: Gates]
-Away classes fence single tensors when Python touches them. They cannot see what reads memory without asking Python:
-FSDP's all-gather (it reads flat shards of its own), DDP's broadcast of buffers, extensions that take a raw tensor, and
-Dynamo, whose guards would see another class and compile again. So while something of a model is away, every module that
-owns tensors, every FSDP and DDP module and every compiled one has a gate: a forward pre-hook, or a wrapper around the
-compiled call. A gate lets the current stream wait for what its module reads, or raises. DDP around a model that we were
-given without it has one too: see [Note: DDP]. Nothing is left behind when everything is back: Dynamo traces the hooks
-it finds.
+Away classes fence single tensors when Python touches them. They do not see code that reads memory without asking
+Python: FSDP's all-gather (of its own flat shards), DDP's broadcast of buffers, and extensions that take a raw tensor.
+Nor do they suit Dynamo, whose guards would see another class and compile anew.
+
+So while tensors of a model are away, some modules have a gate: every module that owns tensors, every FSDP and DDP
+module and every compiled one. A gate is a forward pre-hook, or a wrapper around the compiled call. It lets the current
+stream wait for the tensors that its module reads, or raises. DDP around a model that we were given without it has one
+too: see [Note: DDP]. When everything is back all gates are gone: Dynamo traces the hooks it finds.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Gates:
 
     Args:
         models: the models.
-        passed: called with the tensors that a module is about to read, and with what is about to happen.
+        passed: called with the tensors that a module is about to read, and a description of that use.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], passed: Callable[[list[Tensor], str], object]) -> None:
         self._models = models
         self._passed = passed
-        self._undo: list[Callable[[], None]] = []  # each may be called again, and before what it undoes is done
+        self._undo: list[Callable[[], None]] = []  # each may be called twice, and before the action that it undoes
         self._is_whole = True
         self._callers: list[nn.Module] | None = None
         self._members: set[int] = set()
@@ -48,7 +49,7 @@ class Gates:
         self.remove()
         self._is_whole = False
         if self._callers is None:
-            # Once: looking for who compiled a model takes a pass over all Python objects.
+            # Once: the search for compiled wrappers of a model takes a pass over all Python objects.
             self._callers = [caller for model in self._models.values() for caller in optimized_modules_of(model)]
         for caller in self._callers:
             self._gate(caller, _tensors_under(caller), "the forward of the compiled model")
@@ -78,7 +79,7 @@ class Gates:
             self._undo.pop()
 
     def mend(self) -> None:
-        """An exception came in between: takes away what was put up in part."""
+        """After an exception in between: takes away gates that were put up in part."""
         if not self._is_whole:
             self.remove()
             self._is_whole = True

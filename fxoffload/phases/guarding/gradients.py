@@ -1,4 +1,4 @@
-"""Gradients that leave, are dropped or must not be there, and backward passes that must not add to what is away."""
+"""Gradients that leave, are dropped or must not be there, and backward passes that must not add to away gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxoffload.phases.inventory import Inventory
 
 
 class Gradients:
-    """What a ``PhaseManager`` does with gradients.
+    """How a ``PhaseManager`` treats gradients.
 
     Args:
-        inventory: knows who has gradients.
+        inventory: lists the tensors that may have gradients.
         policy: "keep", "drop" or "error".
         refuse: raises if a gradient is on the host; called before a backward adds to one.
     """
@@ -30,7 +30,7 @@ class Gradients:
         """Before gradients leave: drops them, or complains.
 
         Args:
-            dropped: is told, before, what ``restore`` needs if the rest goes wrong.
+            dropped: receives, before they are dropped, the pairs that ``restore`` needs if the rest fails.
 
         Raises:
             RuntimeError: there are some, and ``grads="error"``.

@@ -1,9 +1,9 @@
-"""What classes and gates in front of forwards cannot see, while tensors are away.
+"""Overrides for uses that away classes and gates in front of forwards cannot see, while tensors are away.
 
 See [Note: Away classes] and [Note: Gates]. Some uses would have done half of their work when the first away tensor
-stops them (Adam counts its steps first, ``Module.to`` converts module after module), some read memory that no known
-tensor object stands for (FSDP's shards), and state dicts can be answered from the host. Each has an override: it fences
-what is arriving and raises ``OffloadedError`` for what is on the host, before anything has happened.
+stops them: Adam counts its steps first, ``Module.to`` converts module after module. Some read memory that no known
+tensor object stands for (FSDP's shards). And state dicts can be answered from the host. Each has an override: before
+anything has happened, it fences arriving tensors and raises ``OffloadedError`` for those on the host.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Guards:
         self._is_whole = True
 
     def mend(self) -> None:
-        """An exception came in between: takes away what was put up in part."""
+        """After an exception in between: takes away overrides that were put up in part."""
         if not self._is_whole:
             self.remove()
             self._is_whole = True
@@ -159,7 +159,7 @@ class Guards:
             touch_its()
             return original(*args, **kwargs)
 
-        # Called and not traced, but what it calls is compiled as ever.
+        # Called and not traced, but its callees are compiled as ever.
         return Override(optimizer, "step", torch.compiler.disable(call, recursive=False))
 
     def _touching(self, tensors: Callable[[], Iterable[Tensor]], what: str) -> Callable[..., Any]:
@@ -257,8 +257,8 @@ class Guards:
         yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
 
     def _before_load(self, optimizer: Any) -> None:
-        """What is loaded comes to lie beside the parameters. So state that is away returns, unless they are away too:
-        then the device is meant to be free."""
+        """State is loaded next to the parameters. So away state returns, unless they are away too: then the device is
+        meant to be free."""
         what = f"{type(optimizer).__name__}.load_state_dict()"
         if any(map(is_away, state_of(optimizer))):
             touch_all((p for p in parameters_of(optimizer) if not _is_state(p)), what)
@@ -298,7 +298,7 @@ class Guards:
 
 
 def touch_all(tensors: Iterable[Any], what: str) -> None:
-    """Fences what is arriving; raises ``OffloadedError`` for the first that is on the host."""
+    """Fences arriving tensors; raises ``OffloadedError`` for the first that is on the host."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             touch(tensor, what)
@@ -324,7 +324,7 @@ def gradients_under(module: nn.Module) -> Iterator[Tensor]:
 
 
 def tensors_of(optimizer: Any) -> Iterator[Tensor]:
-    """What a step of an optimizer reads and writes: parameters, gradients and state."""
+    """The tensors that a step of an optimizer reads and writes: parameters, gradients and state."""
     yield from stepped_by(optimizer)
     yield from state_of(optimizer)
 
@@ -338,7 +338,7 @@ def stepped_by(optimizer: Any) -> Iterator[Tensor]:
 
 
 def state_of(optimizer: Any) -> Iterator[Tensor]:
-    """All that is moved as the state of an optimizer: what it keeps outside of ``state``, and master copies, too."""
+    """All that moves as the state of an optimizer: also its tensors outside of ``state``, and master copies."""
     yield from state_tensors(optimizer)
     yield from filter(_is_state, parameters_of(optimizer))
 
@@ -358,7 +358,7 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gatherers(module: nn.Module) -> list[Any]:
-    """What reads FSDP's shards for a module; made at the first forward, or when the model is settled."""
+    """The objects that read FSDP's shards for a module; made at the first forward, or when the model is settled."""
     if sharded.is_fsdp2(module):
         return list(private.fsdp2_groups(module))
     if sharded.is_fsdp1(module):

@@ -1,15 +1,15 @@
 """Methods that are replaced on single objects for a while.
 
 [Note: Overrides]
-A hook would do in many places, but hooks are walked through while they run: one that ends the last transition, or the
-thread that waits for copies, would take itself out of the list that is being walked. An attribute of the object in
-front of its class's method can be put and removed at any time, also around code that raises.
+A hook would do in many places, but hooks are walked through while they run. One that ends the last transition, or the
+thread that waits for copies, would take itself out of the list that is being walked. An override is an attribute of the
+object, in front of its class's method. It can be put and removed at any time, also around code that raises.
 
-Others replace methods too, and what they put in place while an override is there calls it for good (a learning rate
-scheduler's count of steps). Such an override stays where it is, inside theirs: it is switched on and off. In front of
-theirs it would call itself without end.
+Other code replaces methods too. If it does so while an override is there, its method calls the override for good (a
+learning rate scheduler's count of steps). Such an override stays where it is, inside theirs, and is switched on and
+off. In front of theirs it would call itself without end.
 
-Compiled code guards on the attributes that it went through. So an object gets the same override every time: a compiled
+Compiled code guards on the attributes that it went through. So an object gets the same override every time. A compiled
 function that calls one has a second version for it, in which the override is called and not traced, and no third.
 """
 
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 _MISSING = object()
 _NOT_SEARCHED = (type, types.ModuleType, nn.Module, Tensor)
-_DEPTH = 6  # of references from what others put in place to an override in it
+_DEPTH = 6  # of references from other code's replacement to an override in it
 _MOST_THINGS, _MOST_ITEMS = 2000, 100  # that are looked at, and of one collection
 
 
 class Override:
-    """One method of one object, to be replaced again and again.
+    """One method of one object, to be replaced repeatedly.
 
     Args:
         target: the object.
@@ -43,16 +43,16 @@ class Override:
     def __init__(self, target: Any, name: str, call: Callable[..., Any]) -> None:
         self._target, self._name = target, name
         self._original: Callable[..., Any] = getattr(target, name)
-        self._first = self._original  # before anybody can have put ours into theirs
+        self._first = self._original  # before other code can have put ours into theirs
         self._inside = threading.local()
         self._before: Any = _MISSING  # the attribute that was there, if any
         self._on = False
-        self._examined: tuple[Any, bool] = (None, False)  # what was in place, and whether it calls this
+        self._examined: tuple[Any, bool] = (None, False)  # the method in place, and whether it calls this
 
         @functools.wraps(self._original, assigned=("__name__", "__qualname__", "__doc__"))
         def override(_: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "now", False):
-                # We are part of what was in place when we were put there, and were not found in it: now it is known.
+                # We are part of the method that was in place, though ``leads_to`` had not found us: now it is known.
                 self._examined, self._original = (self._original, True), self._first
                 return self._first(*args, **kwargs)
             self._inside.now = True
@@ -65,7 +65,7 @@ class Override:
         self._ours = types.MethodType(torch.compiler.disable(override, recursive=False), target)
 
     def put(self) -> Callable[[], None]:
-        """Puts it in place, or switches it on where what is in place calls it. Returns what takes it away."""
+        """Puts it in place, or switches it on where the method in place calls it. Returns ``remove``."""
         attributes, name = self._target.__dict__, self._name
         now = attributes.get(name, _MISSING)
         if now is _MISSING or not self._is_part_of(now):
@@ -75,11 +75,11 @@ class Override:
         return self.remove
 
     def remove(self) -> None:
-        """Takes it away. May be called again, and before ``put``."""
+        """Takes it away. May be called twice, and before ``put``."""
         self._on = False
         attributes, name = self._target.__dict__, self._name
         if attributes.get(name) is not self._ours:
-            return  # replaced once more by somebody else, who may call us
+            return  # replaced once more by other code, which may call us
         if self._before is _MISSING:
             del attributes[name]
         else:
@@ -114,8 +114,8 @@ def leads_to(method: Any, *wanted: Any, apart_from: Any = None) -> bool:
 
 
 def _callees(thing: Any) -> list[Any]:
-    """What a callable is bound to, closes over and wraps, its arguments and attributes. What cannot be looked into (a
-    proxy of something that is gone) calls nobody."""
+    """The object that a callable is bound to, those it closes over and wraps, its arguments and attributes. Empty for a
+    callable that cannot be looked into (a proxy of an object that is gone)."""
     try:
         return _callees_of(thing)
     except Exception:

@@ -1,14 +1,15 @@
 """Tensors that cannot be touched by mistake while their memory is away.
 
 [Note: Away classes]
-A tensor whose storage was emptied is dangerous: ``p + 1``, ``p.clone()`` and ``AdamW.step()`` end the process on a CPU
-and the CUDA context on a GPU, and ``torch.save`` writes nothing, silently. So the Python class of a tensor is switched
-while it is away (``p.__class__ = AwayParameter``): the object, its identity and its type relations stay, and torch
-functions on it come to us first, all but those that ask no class (``torch.tensor(p)``, ``torch.func``, DLPack).
-Rejected: guards on the modules' and optimizers' entry points alone (they miss
-whatever a user writes), a TorchFunctionMode (Dynamo guards on the stack of modes: everything would recompile) and
-``swap_tensors`` (it refuses what autograd or a weak reference holds). At home a tensor has its own class again, so that
-this costs nothing, and no compiled code changes.
+A tensor whose storage was emptied is dangerous. ``p + 1``, ``p.clone()`` and ``AdamW.step()`` end the process on a CPU
+and the CUDA context on a GPU. ``torch.save`` writes nothing, silently. So the Python class of a tensor is switched
+while it is away (``p.__class__ = AwayParameter``): the object, its identity and its type relations stay. Torch
+functions on it come to us first, all but those that ask no class (``torch.tensor(p)``, ``torch.func``, DLPack). At home
+a tensor has its own class, so that this costs nothing, and no compiled code changes.
+
+Rejected: guards on the modules' and optimizers' entry points alone, which miss whatever a user writes. A
+TorchFunctionMode: Dynamo guards on the stack of modes, so everything would recompile. ``swap_tensors``: it refuses
+tensors that autograd or a weak reference holds.
 
 [Note: Objects made meanwhile]
 A subclass's own code makes tensors: ``type(self)(...)``, a class method, ``__tensor_unflatten__``. While a tensor is
@@ -36,12 +37,12 @@ from fxoffload.sizes import format_bytes
 
 
 class OffloadedError(RuntimeError):
-    """Something that is on the host was used as if it were on the device. The message says what to call."""
+    """A tensor that is on the host was used as if it were on the device. The message names the call that helps."""
 
 
 @dataclass(eq=False, slots=True)
 class _Away:
-    """What is known of a tensor that is away.
+    """The record of a tensor that is away.
 
     Attributes:
         home: its class.
@@ -61,7 +62,7 @@ class _Away:
 
 
 _RECORD = "_fxoffload_away"
-# What may be asked of a tensor without its memory. Names of methods, functions and attributes.
+# Methods, functions and attributes that need no memory of a tensor.
 _METADATA = frozenset(
     """__hash__ __len__ _backward_hooks _base _grad _grad_fn _has_symbolic_sizes_strides
     _post_accumulate_grad_hooks _version device dim dtype element_size get_device grad grad_fn is_coalesced
@@ -77,11 +78,11 @@ _CLASSES: dict[type, type] = {}
 _HOMES: dict[type, type] = {}  # the other way round
 _LOCK = ForkSafeRLock()
 
-# A function's name, and what gives stand-ins for away tensors among its arguments.
+# A function's name, and the function that gives stand-ins for away tensors among its arguments.
 _ANSWER: ContextVar[tuple[str, Callable[[Tensor], Tensor]] | None] = ContextVar("answer", default=None)
 
 untouched = torch._C.DisableTorchFunctionSubclass
-"""Context manager in which away tensors are handled raw: for code that knows what it does."""
+"""Context manager in which away tensors are handled raw, without checks."""
 
 
 def is_away(tensor: Tensor) -> bool:
@@ -91,7 +92,7 @@ def is_away(tensor: Tensor) -> bool:
 
 
 def holdings_of(tensor: Tensor) -> list[Holding]:
-    """What an away tensor lies in; empty for a tensor at home."""
+    """The storages that an away tensor lies in; empty for a tensor at home."""
     record = getattr(tensor, "__dict__", {}).get(_RECORD)
     return list(record.holdings) if record is not None else []
 
@@ -183,7 +184,7 @@ def answered(name: str, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def touch(tensor: Tensor, what: str, *, writes: bool = False) -> None:
-    """Fences what arrives; raises ``OffloadedError`` for what is on the host, and in a child forked meanwhile.
+    """Fences an arriving tensor; raises ``OffloadedError`` for one on the host, and in a child forked meanwhile.
 
     Args:
         writes: whether it is written to.

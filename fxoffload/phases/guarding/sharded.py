@@ -1,4 +1,4 @@
-"""Models sharded by FSDP: which state they must be in to be offloaded, and what they read behind the parameters' backs.
+"""Models sharded by FSDP: the state they must be in to be offloaded, and tensors they read without using parameters.
 
 [Note: FSDP and streams]
 FSDP reads shards on streams of its own, which wait for the caller's stream once per forward only, at its root. A fence
@@ -19,7 +19,7 @@ from fxoffload.phases.moving.storages import plain_tensors
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to this module itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has applied it where it was not imported
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it cannot have been applied where it was not imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -73,7 +73,7 @@ class GatherStreams:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        # Without streams so far. A walk through a model costs 30 times what it costs to look through this.
+        # Without streams so far. A walk through a model costs 30 times as much as a look through this.
         self._left = list({id(module): module for model in models for module in model.modules()}.values())
         self._streams: dict[Any, Any] = {}
 
@@ -133,7 +133,7 @@ def settle(model: nn.Module) -> None:
             private.fsdp1_reshard(module)
             continue
         if private.fsdp2_is_gathering(module):
-            module.unshard()  # waits for what was started
+            module.unshard()  # waits for gathers that were started
         module.reshard()
 
 
@@ -177,7 +177,7 @@ def _initialize(model: nn.Module) -> None:
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
-    """What an FSDP module gathers: its shards, also while its attributes are the gathered parameters."""
+    """The shards that an FSDP module gathers, also while its attributes are the gathered parameters."""
     return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
 
 

@@ -1,13 +1,14 @@
-"""What returns in the background, in the order in which it is needed.
+"""Holdings that return in the background, in the order in which they are needed.
 
 [Note: Slices]
-Allocating memory and starting a copy takes the host 0.05 to 0.2 ms a storage. So an onload that nobody waits for starts
-the first slice only; a background thread starts the others while the link is busy with that, and whoever needs
-something that was not started starts everything up to it. The thread begins late: until then whoever runs the first
-forward has the lock and the interpreter for itself. Then it hurries: a slice that starts late waits for the layers
-before it, which are queued by then. Memory is allocated on the stream of the caller, whichever thread does it, and the
-copy stream waits for that stream at every slice: a block that the allocator hands out may still be read by what was
-queued there.
+Allocating memory and starting a copy takes the host 0.05 to 0.2 ms a storage. So an onload that no caller waits for
+starts the first slice only. A background thread starts the others while the link is busy with that. A reader that needs
+a holding that was not started starts everything up to it.
+
+The thread begins late: until then the thread that runs the first forward has the lock and the interpreter for itself.
+Then it hurries: a slice that starts late waits for the layers before it, which are queued by then. Memory is allocated
+on the stream of the caller, whichever thread does it, and the copy stream waits for that stream at every slice. For
+work that was queued there may still read a block that the allocator hands out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Arrivals:
         self.head_start_s = 0.0
 
     def add(self, holdings: Iterable[Holding]) -> None:
-        """These arrive next, after what was added before."""
+        """These arrive next, after those that were added before."""
         for holding in holdings:
             holding.where = Where.ARRIVING
             self._queue.append(holding)
@@ -60,7 +61,8 @@ class Arrivals:
     def start(self, count: int = SLICE) -> list[Holding]:
         """Starts the next ones on the current stream. Returns them.
 
-        A failure (the device has no room) is raised, and leaves that one and all behind it where they are in the queue.
+        A failure (the device has no room) is raised. It leaves that one and all that follow where they are in the
+        queue.
         """
         begun = self.upcoming(count)
         self._mover.start_arriving(begun)
@@ -73,7 +75,7 @@ class Arrivals:
         return list(itertools.islice((holding for holding in self._queue if holding.is_due), count))
 
     def upcoming_bytes(self, nbytes: int) -> list[Holding]:
-        """The next ones that go together, as many as have so many bytes in all; at least a slice, and at most eight."""
+        """The next ones that go together, until they have ``nbytes`` in all; at least a slice, and at most eight."""
         found: list[Holding] = []
         for holding in self.upcoming(8 * SLICE):
             if len(found) >= SLICE and (nbytes <= 0 or not go_together(found[0], holding)):

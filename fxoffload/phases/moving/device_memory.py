@@ -39,7 +39,7 @@ def on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
 
 
 def return_to_driver(device_types: Iterable[str]) -> None:
-    """Returns what the caching allocator holds without using it."""
+    """Returns the caching allocator's unused memory to the driver."""
     if "cuda" in device_types and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -50,7 +50,7 @@ def has_expandable_segments() -> bool:
 
 
 def splits_large_blocks() -> bool:
-    """Whether what the allocator has of the driver in one piece serves smaller requests, whatever its size."""
+    """Whether a piece that the allocator has of the driver serves smaller requests, whatever the piece's size."""
     if torch.cuda.get_allocator_backend() != "native" or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return False
     return "max_split_size_mb" not in _allocator_settings()
@@ -64,11 +64,11 @@ def _allocator_settings() -> str:
 class Returner:
     """Returns memory to the driver slice by slice while an offload goes on, where that is worth it.
 
-    Expandable segments are unmapped beside copies (18.5 GB: 347 ms with the copy, 410 ms after it). ``cudaFree`` waits
+    Expandable segments are unmapped during copies (18.5 GB: 347 ms with the copy, 410 ms after it). ``cudaFree`` waits
     for the device (385 ms against 376: not worth it).
 
     Args:
-        wanted: whether somebody waits for the memory.
+        wanted: whether a caller waits for the memory.
     """
 
     def __init__(self, wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""A shard on the host; see [Note: DTensors on the host]. Imported where somebody uses DTensors."""
+"""A shard on the host; see [Note: DTensors on the host]. Imported only in programs that use DTensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import OffloadedError, untouched
 
-# What torch says of a process group that has no backend for CPU tensors (NCCL alone).
+# torch's message about a process group that has no backend for CPU tensors (NCCL alone).
 _NO_BACKEND = "No backend type associated with device type cpu"
 
 
@@ -93,7 +93,7 @@ class HostDTensor(DTensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Written as a plain DTensor: whoever reads it needs no fxoffload.
+        # Written as a plain DTensor: its reader needs no fxoffload.
         return _plain(self).__reduce_ex__(protocol)
 
 

@@ -1,15 +1,16 @@
 """The host image: where the bytes of parameters, gradients and optimizer state lie while they are off the device.
 
 [Note: Host image]
-Two arenas. The first is pinned, and grows in the background from the moment its size is known. What it cannot take, at
-its limit or where the driver refuses, goes to the second, which is pageable: the copies still work and are slow, which
-is said once. Memory is taken by the page, so the image is as large as what it holds, rounded up to 512 bytes a block.
+Two arenas. The first is pinned, and grows in the background from the moment its size is known. Blocks that it cannot
+take, at its limit or where the driver refuses, go to the second, which is pageable. Copies still work then, slowly,
+which is said once. Memory is taken by the page, so the image is as large as its blocks, each rounded up to 512 bytes.
 
 [Note: Limits of the image]
-``limit_bytes`` bounds what is pinned, and by default nothing but the machine bounds the rest: a job that has pinned its
-share goes on slowly rather than ending. ``total_limit_bytes`` bounds both together: no growth of either arena is begun
-that would take the sum beyond it, and what does not fit raises. Somebody who has named a number means that number. A
-block lies in one arena, so that where the driver has refused, the last block may find the room that is left in two.
+``limit_bytes`` bounds pinned memory, and by default nothing but the machine bounds the rest: a job that has pinned its
+share goes on slowly rather than ending. ``total_limit_bytes`` bounds both together, since a user who has named a number
+means that number. No growth of either arena is begun that would take the sum beyond it; a block that does not fit
+raises. A block lies in one arena. So where the driver has refused, the room that is left may be in two parts, and the
+last block fit in neither.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class HostMemoryError(MemoryError):
-    """The machine has no memory for what should leave the device."""
+    """The host has no memory for tensors that should leave the device."""
 
 
 class _Total:
-    """What the bookings of an image may be together."""
+    """The limit for all bookings of an image together."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -49,7 +50,7 @@ class _Total:
 
 
 class _Booking(Booking):
-    """Within a total. What is being pinned is booked already, so that two growths at once cannot pass the limit."""
+    """Within a total. Memory that is being pinned is booked already: two growths at once cannot pass the limit."""
 
     def __init__(self, total: _Total, ledger: Ledger | None, **options: float) -> None:
         super().__init__(ledger, **options)
@@ -77,8 +78,8 @@ class HostImage:
 
     Args:
         pinner: registers memory with the device's driver.
-        limit_bytes: how much may be pinned; asked at every growth. Without ``pin``: how much there may be.
-        total_limit_bytes: how much there may be, pinned and pageable together; None for what the machine has. See
+        limit_bytes: most pinned bytes; asked at every growth. Without ``pin``: most bytes.
+        total_limit_bytes: most bytes, pinned and pageable together; None for the machine's limits. See
             [Note: Limits of the image].
         pin: False to take pageable memory for everything, without a warning.
         ledger: None for the one that all processes share.
@@ -135,7 +136,7 @@ class HostImage:
         )
 
     def free(self, block: HostBlock) -> None:
-        """Return a block. ``block.fence``: what the next owner must wait for before it writes."""
+        """Return a block. The next owner waits for ``block.fence`` before it writes."""
         self._arena_of(block).free(block, None)
 
     def pieces(self, block: HostBlock, nbytes: int) -> list[tuple[int, Tensor]]:

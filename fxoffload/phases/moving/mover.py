@@ -1,18 +1,20 @@
 """Moves the bytes of holdings between a device and the host image.
 
 [Note: Order of copies]
-To the host: the copy stream waits for the caller's stream (when the transition begins), the storage is emptied after
-the host has seen the copy finish: no stream can still read it then. To the device: memory is allocated on the caller's
-stream, and then the copy stream waits for that stream before it writes; whoever reads waits for the copy (``fence``).
-In this order, for threads beside this one use the caller's stream too: what they queue between a wait and an
-allocation may still use the block that is allocated. All copies of one direction come in order, as on one stream (see
-[Note: Giving way]), so that a reader waits for the youngest only.
+To the host: the copy stream waits for the caller's stream when the transition begins. The storage is emptied after the
+host has seen the copy finish: no stream can still read it then.
+
+To the device: memory is allocated on the caller's stream, and then the copy stream waits for that stream before it
+writes. Readers wait for the copy (``fence``). The order matters, for other threads use the caller's stream too: work
+that they queue between a wait and an allocation may still use the block that is allocated. All copies of one direction
+come in order, as on one stream (see [Note: Giving way]), so that a reader waits for the youngest only.
 
 [Note: Ahead]
-To find out what there is takes the host 10 to 30 ms, in which nobody copies. So an offload that somebody waits for
-starts with what was away before, into the blocks that it had: a copy changes nothing on the device, and a block of what
-is on the device holds nothing. What turns out to be somebody else's by now was copied in vain. Nobody may write what
-leaves while the call runs; who reads it meanwhile is waited for before it is emptied.
+The search for tensors that leave takes the host 10 to 30 ms, in which nothing would be copied. So an offload that a
+caller waits for first copies the storages that were away before, into the blocks that they had. That is safe: a copy
+changes nothing on the device, and the block of a storage on the device holds nothing. If a storage has another owner by
+now, its copy was in vain. No code may write a leaving storage while the call runs; code that reads it meanwhile is
+waited for before the storage is emptied.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies
 from fxoffload.runtime.host_memory.arena import Fence
 
 AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
-# A third of what PCIe 5 takes for a byte; what is faster than 200 GB/s would be held up.
+# A third of the time that PCIe 5 takes for a byte; a link faster than 200 GB/s would be held up.
 PACE_S_PER_BYTE = 1 / 200e9
 
 
@@ -44,7 +46,7 @@ def is_done(event: Any) -> bool:
 
 
 class Ahead:
-    """Copies to the host that were started before it was known what leaves; see [Note: Ahead].
+    """Copies to the host that were started before the search for leaving tensors; see [Note: Ahead].
 
     Args:
         started: holdings made for this, with the blocks that are written.
@@ -101,20 +103,20 @@ class Mover:
         return self._copies[device]
 
     def before_leaving(self, holdings: Iterable[Holding]) -> None:
-        """In the caller's thread: what its stream has queued so far is part of what is copied."""
+        """In the caller's thread: work that its stream has queued so far comes before the copies."""
         for device in {holding.device for holding in holdings}:
             copies = self.copies(device)
             copies.offload_waits_for_compute()
-            if isinstance(copies, CudaCopies):  # a stream of weights may be reading what is on the device
+            if isinstance(copies, CudaCopies):  # a stream of weights may be reading tensors on the device
                 copies.offload_stream.wait_stream(copies.reload_stream)
 
     def start_ahead(self, ahead: Ahead) -> None:
-        """Starts to copy what will leave, very likely, into the blocks that it had. ``finish`` ends it."""
+        """Starts to copy storages that will leave, very likely, into the blocks that they had. ``finish`` ends it."""
         for part in parts(ahead.holdings()):
             self._start_leaving(part, gives_way=False)
 
     def finish(self, ahead: Ahead) -> None:
-        """Waits for copies that nobody needs, and lets their storages go."""
+        """Waits for copies that turned out useless, and lets their storages go."""
         for device in ahead.devices():
             self.copies(device).synchronize()
         ahead.let_go()
@@ -125,7 +127,7 @@ class Mover:
         """Copies to the host; calls ``freed`` for holdings, a few at a time, whose bytes have arrived there.
 
         Args:
-            ahead: what is on its way already.
+            ahead: copies that are under way already.
             gives_way: whether others may need the link meanwhile.
 
         Raises:
@@ -133,13 +135,13 @@ class Mover:
         """
         pending: deque[tuple[list[Holding], Any]] = deque()
         try:
-            # Behind the copies, and behind whoever was reading until nobody could any more (``before_leaving``).
+            # After the copies, and after readers that began before the tensors went away (``before_leaving``).
             ends = {device: self._end_of_offloads(device) for device in ahead.devices()}
             under_way, rest = ahead.split(holdings)
             pending.extend((part, ends[part[0].device]) for part in parts(under_way))
             for part in parts(rest):
                 pending.append((part, self._start_leaving(part, gives_way=gives_way)))
-                # Behind other work not all at once: whoever launches that needs the interpreter now.
+                # In the background not all at once: the thread that launches kernels needs the interpreter now.
                 pace_s = PACE_S_PER_BYTE if gives_way else 0.0
                 time.sleep(max(YIELD_S, pace_s * sum(held.nbytes for held in part)))
                 while pending and is_done(pending[0][1]):
@@ -166,13 +168,13 @@ class Mover:
             return copies.offload(())
 
     def begin_arrivals(self) -> None:
-        """A transition to the device begins: what was found out about the allocator's memory may be wrong by now."""
+        """A transition to the device begins: findings about the allocator's memory may be wrong by now."""
         self.room = Room()
 
     def arrive(self, holdings: Sequence[Holding]) -> None:
         """Allocates and starts the copies to the device, in the caller's thread and order.
 
-        A failure empties what was allocated and is raised: everything is on the host as before.
+        A failure empties the storages that were allocated and is raised: everything is on the host as before.
         """
         try:
             self.start_arriving(holdings, gives_way=False)
@@ -188,7 +190,7 @@ class Mover:
             gives_way: whether others may need the link meanwhile.
 
         Raises:
-            torch.OutOfMemoryError: for that one, which has ``serial`` 0 like those behind it.
+            torch.OutOfMemoryError: for that one, which has ``serial`` 0, like those that follow it.
         """
         for piece in self.room.pieces(holdings):
             for part in parts(piece):
@@ -206,17 +208,17 @@ class Mover:
         holding.storage.resize_(holding.nbytes)
 
     def before_writing(self, device: torch.device) -> None:
-        """Memory was allocated: what the current stream has queued so far may still use it."""
+        """Memory was allocated: work that the current stream has queued so far may still use it."""
         self.copies(device).reload_waits_for_compute()
 
     def give_up(self, holding: Holding) -> None:
-        """It stays on the host: empties it again, when nothing is being copied to it any more."""
+        """It stays on the host: empties its storage, when nothing is being copied to it any more."""
         holding.where = Where.HOST
         self.clear(holding)
 
     def clear(self, holding: Holding) -> None:
         """As if its copy had not been started."""
-        holding.serial = 0  # first: of what was not started only the bytes on the host count
+        holding.serial = 0  # first: of a holding that was not started only the bytes on the host count
         self.copies(holding.device).synchronize()
         holding.storage.resize_(0)
         holding.event = None
@@ -278,8 +280,11 @@ class Mover:
 
 
 def parts(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
-    """What is copied with one event, on one device: few, for memory is free, and a reader goes on, when all have
-    arrived; not one by one, for that takes the host four times as long."""
+    """Holdings that are copied with one event, on one device.
+
+    Few, for memory is free, and a reader goes on, when all have arrived. Not one by one, for that takes the host four
+    times as long.
+    """
     part: list[Holding] = []
     nbytes = 0
     for holding in holdings:

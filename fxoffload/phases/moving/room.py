@@ -1,26 +1,29 @@
 """Has the allocator get memory from the driver in pieces that are larger than storages.
 
 [Note: Room]
-Memory that was given back to the driver has to be had again. ``cudaMalloc`` takes 0.4 ms a call and 1 ms a GiB, so that
-with one call for each of 700 storages of 18 MB the link of two H200s waits for the host: 13.2 GB came in 320 ms, and in
-255 ms, as fast as plain copies, where the allocator first asks for a GiB, which it then splits. Expandable segments are
-mapped in pages of 20 MiB, whatever the call, which takes 8 ms a GiB, and 17 ms where two processes on one machine do it
-at the same time, for the driver takes them in turn: there, large pieces gain less, and behind other work nothing, as
-nobody else gets memory meanwhile (two H200s, 2026-11-22, a script; ``benchmarks run pinning``, variants ``room`` and
-``give_back``, measures the like). Users can have larger pages (``large_segment_size_mb``): of 64 MiB, what returned to
-two H200s at once reached 0.98 of the link instead of 0.79. It is a setting of the whole process, which is theirs to
-make: segments that exist keep their pages. ``empty`` lets other threads have the interpreter, ``resize_`` does not.
+Memory that was returned to the driver has to be allocated anew. ``cudaMalloc`` takes 0.4 ms a call and 1 ms a GiB. With
+one call for each of 700 storages of 18 MB, the link of two H200s waits for the host: 13.2 GB came in 320 ms. They came
+in 255 ms, as fast as plain copies, where the allocator first asks for a GiB, which it then splits.
 
-What somebody allocates meanwhile may come to lie in a piece, and then keeps all of it from the driver when the storages
-leave again. So pieces are of one group, and behind other work they are small.
+Expandable segments are mapped in pages of 20 MiB, whatever the call. That takes 8 ms a GiB, and 17 ms where two
+processes on one machine do it at the same time, for the driver takes them in turn. Large pieces gain less there, and
+nothing in the background, as no other process gets memory meanwhile (two H200s, 2026-11-22, a script). ``benchmarks run
+pinning``, variants ``room`` and ``give_back``, measures the like.
+
+Users can have larger pages (``large_segment_size_mb``). With 64 MiB, memory that returned to two H200s at once reached
+0.98 of the link instead of 0.79. It is a setting of the whole process, which is theirs to make: segments that exist
+keep their pages. ``empty`` lets other threads have the interpreter, ``resize_`` does not.
+
+Other allocations may meanwhile come to lie in a piece. They then keep all of it from the driver when the storages
+leave. So pieces are of one group, and in the background they are small.
 
 [Note: Idle memory]
-What the allocator has of the driver and nobody uses is used first. But not all of it can be: fragments between blocks
-that are in use are too small, other streams and CUDA graphs keep what is theirs, and the statistics do not tell. So it
-is tried: of storages that idle memory should be enough for, one is allocated, then two, and so on twice as many. Where
-the driver was asked meanwhile all the same (``num_device_alloc``), what is idle then is not counted during the rest of
-the transition. What turned out well so far is believed of as much again, without a look: a look takes the host as long
-as some allocations. Only the moment of our own allocations is watched: others may ask the driver too.
+Idle memory is memory that the allocator has of the driver without a use for it. It is used first, but not all of it can
+be. Fragments between used blocks are too small, other streams and CUDA graphs keep their own, and the statistics do not
+tell. So it is tried: of storages that idle memory should be enough for, one is allocated, then two, then four, and so
+on. If the allocator asked the driver all the same (``num_device_alloc``), the memory that is idle then does not count
+during the rest of the transition. As much as was had so far is then allocated without a look: a look takes the host as
+long as some allocations. Only the moment of our own allocations is watched: other code may make the allocator ask too.
 """
 
 from __future__ import annotations
@@ -36,25 +39,25 @@ from fxoffload.phases.moving.storages import Holding
 # The first pieces are small, so that copies begin soon; with expandable segments the last, so that they end soon.
 FIRST_ROOM_BYTES = 128 << 20
 ROOM_BYTES = 1 << 30
-# Behind other work.
+# In the background.
 ROOM_BEHIND_BYTES = 256 << 20
-# What is not larger has a pool of its own in the allocator; sizes are multiples of ``_GRANULE``.
+# Sizes up to this have a pool of their own in the allocator; sizes are multiples of ``_GRANULE``.
 _SMALL = 1 << 20
 _GRANULE = 512
 
 
 class Room:
-    """Has the allocator have memory for storages, on the current stream, with few calls of the driver.
+    """Has the allocator get memory for storages, on the current stream, with few calls of the driver.
 
-    Never raises for want of memory: the storages' own allocation says so. Of one transition: what it finds out about
-    idle memory is true for a while; see [Note: Idle memory].
+    Never raises for want of memory: the storages' own allocation does. Made for one transition: its findings about idle
+    memory are true for a while; see [Note: Idle memory].
     """
 
     def __init__(self) -> None:
         self._expandable = has_expandable_segments()
         self._useless: dict[torch.device, int] = {}  # idle, but not to be had
-        self._proved: dict[torch.device, int] = {}  # idle, and to be had: so much at a time
-        self._believed: dict[torch.device, int] = {}  # may be allocated before the allocator is asked again
+        self._proved: dict[torch.device, int] = {}  # idle, and to be had: most bytes at a time
+        self._believed: dict[torch.device, int] = {}  # may be allocated before the next look at the allocator
 
     def pieces(self, holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
         """The holdings bit by bit. There is room for a bit, which is to be allocated before the next is asked for."""
@@ -73,11 +76,11 @@ class Room:
         return needed > self._believed.get(gpus[0], 0) and needed > self._usable(gpus[0])[0]
 
     def make_behind(self, upcoming: Sequence[Holding], beyond: Sequence[Holding]) -> None:
-        """Room for the next storages, behind other work.
+        """Room for the next storages, in the background.
 
         Args:
             upcoming: that are to have room, and ``lacks`` says that they have not.
-            beyond: what to make room for at once: they and what comes after them.
+            beyond: the storages to make room for at once: ``upcoming`` and those that come after them.
         """
         gpus = gpus_of(upcoming)
         if self._expandable:
@@ -129,7 +132,7 @@ class Room:
 
 
 def stretches(holdings: Sequence[Holding]) -> Iterator[list[Holding]]:
-    """What room is made for at a time: of one group, on one device."""
+    """The stretches that room is made for at a time: of one group, on one device."""
     stretch: list[Holding] = []
     nbytes, most = 0, FIRST_ROOM_BYTES
     for holding in holdings:
@@ -149,7 +152,7 @@ def go_together(one: Holding, other: Holding) -> bool:
 
 
 def _first_of(stretch: list[Holding], nbytes: int) -> list[Holding]:
-    """Of so many bytes, or one that is large."""
+    """The first ones, of ``nbytes`` in all, or one that is larger."""
     total = 0
     for i, holding in enumerate(stretch):
         size = _large_bytes(holding)
@@ -168,7 +171,7 @@ def _large_bytes(holding: Holding) -> int:
 
 
 def _idle(device: torch.device) -> tuple[int, int]:
-    """What the allocator has of the driver and nobody uses, for large blocks, and how often it has asked the driver."""
+    """Bytes for large blocks that the allocator holds without a use, and how often it has asked the driver."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active = (stats[kind]["large_pool"]["current"] for kind in ("reserved_bytes", "active_bytes"))
     return reserved - active, stats["num_device_alloc"]

@@ -19,10 +19,10 @@ from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
 class Where(enum.Enum):
     """Where the bytes of a storage are.
 
-    DEVICE     on the device only; the block on the host, if there is one, is out of date
-    LEAVING    on the device, being copied to the host: nobody may write them
-    HOST       on the host only
-    ARRIVING   on the host, and being copied to the device: whoever reads them there waits for ``Holding.event``
+    DEVICE     On the device only; the block on the host, if there is one, is out of date.
+    LEAVING    On the device, being copied to the host: no code may write them.
+    HOST       On the host only.
+    ARRIVING   On the host, and being copied to the device: readers there wait for ``Holding.event``.
     """
 
     DEVICE = "device"
@@ -32,10 +32,10 @@ class Where(enum.Enum):
 
 
 class Owner(Protocol):
-    """Who moves a holding; asked when somebody touches one that is not there."""
+    """The object that moves a holding; asked when a tensor is touched whose bytes are not on the device."""
 
     def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
-        """Brings what is arriving within the current stream's reach, or raises ``OffloadedError``."""
+        """Lets the current stream wait for arriving bytes, or raises ``OffloadedError``."""
         ...
 
 
@@ -56,7 +56,7 @@ class Holding:
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.
         weak: refers to the storage when ``storage`` no longer does.
-        watched: the tensors, while it is found out who else holds them.
+        watched: the tensors, during the search for other references to them.
     """
 
     storage: torch.UntypedStorage
@@ -87,7 +87,7 @@ class Holding:
         return self.serial > 0 and (self.event is None or self.event.query())
 
     def let_go(self) -> None:
-        """Holds the user's tensors and storage no longer; what is known of the block stays."""
+        """Drops the references to the user's tensors and storage; the block stays known."""
         self.tensors = []
         self.storage = None  # type: ignore[assignment]
 
@@ -102,12 +102,12 @@ def bytes_of(holdings: Iterable[Holding]) -> int:
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory that a tensor is made of: itself, or what is inside a wrapper (DTensor, quantized).
+    """The tensors with memory that a tensor is made of: itself, or those inside a wrapper (DTensor, quantized).
 
-    None of what cannot be taken apart: a sparse tensor, a wrapper without ``__tensor_flatten__``.
+    Empty for a tensor that cannot be taken apart: a sparse one, a wrapper without ``__tensor_flatten__``.
     """
     kind = type(tensor)
-    # The first two are what nearly every tensor is, and need not be asked for methods that they do not have.
+    # Nearly every tensor has one of the first two classes, which need not be asked for methods that they lack.
     if kind is Tensor or kind is nn.Parameter:
         return [tensor] if tensor.layout is torch.strided else []
     if is_made_like_dtensor(kind):  # nearly every other

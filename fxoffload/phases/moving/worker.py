@@ -1,9 +1,9 @@
 """The thread that waits for copies, so that the caller need not.
 
 [Note: Threads and the interpreter]
-A thread that runs Python gives the interpreter to another one after 5 ms only, unless it sleeps or waits: whoever
-launches kernels meanwhile would stand still for as long, and so would the GPU. So these threads sleep for ``YIELD_S``
-after a few tenths of a millisecond of work.
+A thread that runs Python gives the interpreter to another one after 5 ms only, unless it sleeps or waits. A thread that
+launches kernels would stand still for as long, and so would the GPU. So these threads sleep for ``YIELD_S`` after a few
+tenths of a millisecond of work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Job:
 
 
 class _Jobs:
-    """What the thread knows: a worker that nobody has any more ends its thread."""
+    """The state that the thread holds: it does not hold the worker, which ends the thread when it is dropped."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Job] = deque()  # the first one may be running: it is taken out when it is over
@@ -128,7 +128,7 @@ class Worker:
         reached.wait()
 
     def stop(self) -> None:
-        """Ends the thread after what was submitted."""
+        """Ends the thread after the jobs that were submitted."""
         if not self._birthplace.is_here:
             return
         thread = self._end()
@@ -177,6 +177,6 @@ def _run_first(jobs: _Jobs, begin: Callable[[int | None], None]) -> None:
 
 @atexit.register
 def _stop_all() -> None:
-    # See [Note: Threads and the end] in fxoffload.runtime.background; what was submitted before is done first.
+    # See [Note: Threads and the end] in fxoffload.runtime.background; jobs that were submitted before are done first.
     for worker in list(_ALL):
         worker.stop()

@@ -3,13 +3,17 @@
 [Note: Order of a weight stream]
 The reload stream copies and casts, the process groups' streams gather, the consumer's stream unpacks. When bucket i is
 asked for:
-1. the consumer's stream waits for what landed of i, and puts the tensors together, each in memory of its own. Bucket
-   i + 1 lands meanwhile;
-2. the reload stream waits for that, then the next bucket lands where i was: this rank's slots are copied from the host,
-   or cast from the stage, and the gathers start, what is not gathered is copied from the host;
-3. the stage is free as soon as it was cast: the parts of the bucket behind that are copied, beside the gathers.
-There is a stage only where something is cast: what is copied behind a cast waits with it for a landing.
-See [Note: Memory of a bucket] for the buffers.
+
+1. The consumer's stream waits for the landed parts of i, and puts the tensors together, each in memory of its own.
+   Bucket i + 1 lands meanwhile.
+
+2. The reload stream waits for that. Then the next bucket lands where i was: this rank's slots are copied from the host,
+   or cast from the stage, and the gathers start. Tensors that are not gathered are copied from the host.
+
+3. The stage is free as soon as it was cast: its parts of the bucket after that are copied during the gathers.
+
+There is a stage only where tensors are cast: a copy that is queued after a cast waits with it for a landing. See
+[Note: Memory of a bucket] for the buffers.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ Copies = Iterator[tuple[Tensor, Tensor]]
 
 
 class Ledger:
-    """Counts the bytes that a stream allocated on the device, and holds it to what was promised."""
+    """Counts the bytes that a stream allocated on the device, and holds it to its limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -48,7 +52,7 @@ class Ledger:
         """Memory for a tensor.
 
         Raises:
-            AssertionError: more than was promised: a bug in fxoffload.
+            AssertionError: more than the limit: a bug in fxoffload.
         """
         self.charge(math.prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype, device=device)
@@ -64,7 +68,7 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def discharge(self, nbytes: int) -> None:
-        """The stream holds so many bytes no longer."""
+        """The stream no longer holds ``nbytes``."""
         self.held_bytes -= nbytes
 
     @contextlib.contextmanager
@@ -86,7 +90,7 @@ class BucketStream:
 
     Args:
         read: (unit, start, stop, bytes of the target) to the copies that bring a part of a tensor there.
-        still: is charged with what the consumer waits for.
+        still: is charged with the time that the consumer waits.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class BucketStream:
         self._is_advancing = False  # or was cut short
         self._stage_filled: Any = None
         self._stage = ledger.take((plan.stage_bytes,), torch.uint8, device)
-        # Memory that the driver has to map takes 8 ms a GiB: what the first copies do not need comes behind them.
+        # Memory that the driver has to map takes 8 ms a GiB: allocate after the first copies all that they do not need.
         self._landings: list[Tensor] = []
         self._wholes: dict[int, Tensor] = {}  # by the index of a unit; until they were handed out
 
@@ -117,7 +121,7 @@ class BucketStream:
             for i in range(self._plan.landings):
                 landing = self._ledger.take((self._plan.landing_bytes,), torch.uint8, self._stage.device)
                 self._landings.append(landing)
-                self._copies.reload_waits_for_compute()  # whoever had the memory before
+                self._copies.reload_waits_for_compute()  # earlier users of the memory come first
                 with self._still.copying():
                     if i == 0:
                         self._fill_stage(0)
@@ -145,7 +149,7 @@ class BucketStream:
         self._ledger.give_back(self._wholes.pop(piece.index))
 
     def close(self) -> None:
-        """Finishes what was started and gives the memory back. The consumer's stream waits for the copies."""
+        """Finishes copies and gathers that were started, and gives the memory back. The consumer's stream waits."""
         self._copies.go_back()
         try:
             if self._is_advancing:
@@ -171,7 +175,7 @@ class BucketStream:
                     self._copies.compute_waits_for(event, Wait.TARGET_READY)
 
     def _fill_stage(self, index: int) -> None:
-        """This rank's parts of what is cast and gathered in a bucket."""
+        """Fills it with this rank's parts of the tensors of a bucket that are cast and gathered."""
         if index >= len(self._plan.buckets):
             return
         pieces = [p for lane in self._plan.buckets[index].lanes for p in lane.pieces if self._is_staged(p)]

@@ -1,16 +1,18 @@
 """Packs tensors into buckets that are copied, gathered and handed out one after the other.
 
 [Note: Memory of a bucket]
-A few buffers are kept on the device, each as large as the largest bucket needs:
+A few buffers are kept on the device, each as large as the largest bucket needs.
 
-landings    buckets i + 1 and i + 2: what needs no gathering is copied here, and gathers write here. One slot for each
-            rank; this rank's slot is copied from the host, or from the stage, the gather fills the others in place.
-            Two, for else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket. Three where
-            tensors are gathered and none is cast, for else nothing would be copied while one is gathered.
-stage       this rank's parts of gathered tensors that are cast first, as they are copied from the host, of bucket i + 3
+landings    Of buckets i + 1 and i + 2. Tensors that need no gathering are copied here, and gathers write here. There is
+            one slot for each rank. This rank's slot is copied from the host, or from the stage; the gather fills the
+            others in place. Two, for else nothing would be copied while the consumer's stream unpacks: 0.3 ms a bucket.
+            Three where tensors are gathered and none is cast: else nothing would be copied during a gather.
+
+stage       Of bucket i + 3: this rank's parts of gathered tensors that are cast first, as they are copied from the
+            host.
 
 With the whole tensors of bucket i, which are handed out, they are at most twice ``bucket_bytes``. Each of these has
-memory of its own; see [Note: Whose a weight is]. A tensor that does not fit beside the buffers passes through several
+memory of its own; see [Note: Whose a weight is]. A tensor that does not fit next to the buffers passes through several
 buckets of its own.
 
 A plan is made from sizes that are the same on all ranks, so that all ranks gather alike.
@@ -32,11 +34,11 @@ _LEAST_STAGE_SHARE = 0.05  # where little is gathered among much that is not
 
 @dataclass(frozen=True)
 class Load:
-    """What one tensor needs.
+    """The needs of one tensor.
 
     Attributes:
         name: for messages.
-        lane: tensors of one lane are gathered together; None for what needs no gathering.
+        lane: tensors of one lane are gathered together; None for one that needs no gathering.
         ranks: over which it is gathered.
         elements: of the largest part that a rank holds.
         source_item: bytes of an element on the host.
@@ -64,7 +66,7 @@ class Piece:
 
     Attributes:
         index: of the tensor.
-        staged: where its bytes begin in the stage; meaningless for what is not staged.
+        staged: where its bytes begin in the stage; meaningless for pieces that are not staged.
         landed: where they begin in each rank's slot of its lane.
         last: whether the tensor is whole now.
     """
@@ -90,7 +92,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is handed out together."""
+    """Tensors that are handed out together."""
 
     lanes: tuple[Lane, ...]
     finished: tuple[Piece, ...]
@@ -120,7 +122,7 @@ def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | No
     """See [Note: Memory of a bucket]. Tensors keep their order.
 
     Args:
-        large_bytes: that the stream may hold beside its buckets; by default the largest tensor.
+        large_bytes: that the stream may hold in addition to its buckets; by default the largest tensor.
 
     Raises:
         ValueError: ``bucket_bytes`` is too small for one element.
@@ -180,7 +182,7 @@ class _Packer:
             self._add_large(index)
             return
         fits = _fits((self._stage + needed[0], self._landing + needed[1], self._out + needed[2]), limits)
-        # Nobody has anything to do before the first bucket is there: an eighth, a quarter and a half come first.
+        # The consumer has nothing to do before the first bucket is there: an eighth, a quarter and a half come first.
         first = self._max_out >> max(_SMALLER_FIRST - len(self.buckets), 0)
         if not fits or (self._out and self._out + needed[2] > first):
             self.close_bucket()

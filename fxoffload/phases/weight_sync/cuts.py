@@ -33,7 +33,7 @@ class Cut:
 
 
 def region(shape: Sequence[int], cuts: Sequence[Cut], coordinates: Sequence[int]) -> Box:
-    """What is left for the rank with these coordinates (one for each cut) after all cuts, made in their order."""
+    """The part of the rank with these coordinates (one for each cut) after all cuts, made in their order."""
     starts, sizes = [0] * len(shape), list(shape)
     for cut, coordinate in zip(cuts, coordinates, strict=True):
         per_rank = -(-sizes[cut.dim] // cut.size)

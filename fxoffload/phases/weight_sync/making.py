@@ -1,4 +1,4 @@
-"""Makes what is handed out of the weights in memory, one after the other, as they come."""
+"""Makes the tensors that are handed out of the weights in memory, one after the other, as they come."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxoffload.phases.weight_sync.units import Unit
 
 
 class Maker:
-    """Holds weights until everything was made that needs them.
+    """Holds weights until all outputs that need them were made.
 
     Args:
-        saved: what is made; None: weights are handed out as they come.
-        ledger: is charged with what is held and made.
+        saved: how outputs are made; None: weights are handed out as they come.
+        ledger: is charged with the tensors that are held and made.
     """
 
     def __init__(self, saved: Saved | None, ledger: Ledger) -> None:
@@ -27,7 +27,7 @@ class Maker:
         self._charged: dict[str, int] = {}  # of those that wait
 
     def take(self, unit: Unit, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is handed out now that a unit is there; each with memory of its own, but for names of one tensor."""
+        """The outputs of a unit that has come; each with memory of its own, but for names of one tensor."""
         for (start, shape), names in unit.regions.items():
             part = whole.view(-1)[start:][: torch.Size(shape).numel()].view(shape)
             is_whole = part.nbytes == whole.nbytes
@@ -43,14 +43,14 @@ class Maker:
                 del part
 
     def settle(self) -> None:
-        """The stream lets go of what it gave: whatever waits is charged here."""
+        """The stream drops the weights that it gave: those that still wait are charged here."""
         for name, tensor in self._waiting.items():
             if name not in self._charged:
                 self._ledger.charge(tensor.nbytes)
                 self._charged[name] = tensor.nbytes
 
     def close(self) -> None:
-        """Gives back what waits."""
+        """Gives back the weights that wait."""
         self._waiting.clear()
         for name in list(self._charged):
             self._ledger.discharge(self._charged.pop(name))

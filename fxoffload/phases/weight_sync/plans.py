@@ -1,11 +1,10 @@
-"""What a weight stream is made of, remembered from one stream to the next.
+"""Plans of a weight stream, remembered from one stream to the next.
 
 [Note: Remembered plans]
-A rollout engine gets the same weights after every step. To find out what there is and to pack it takes the host 8 ms
-for 355 sharded tensors (a CPU rehearsal), in which nothing is copied; a stream of 6.3 GB takes 0.13 s (an H200). All of
-that follows from what a ``Look`` has, which is compared in 2 ms. No tensor is held: those that are streamed are the
-ones that were looked at. What transformers says of how a model is saved is remembered with it, for the same class,
-config and conversions.
+A rollout engine gets the same weights after every step. Finding and packing 355 sharded tensors takes the host 8 ms (a
+CPU rehearsal), in which nothing is copied; a stream of 6.3 GB takes 0.13 s (an H200). All of that follows from the
+contents of a ``Look``, which is compared in 2 ms. No tensor is held: the streamed tensors are those that were looked
+at. The way in which transformers saves a model is remembered with it, for the same class, config and conversions.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Look:
     Attributes:
         told: names, dtype, shape of the whole and of the local tensor, which are compared by value.
         cut_by: of a DTensor: its mesh, that one's process groups, and how the tensor is placed there. All are compared
-            as objects: an equal mesh has other groups, the same mesh has others when they were made anew, and a
+            as objects. An equal mesh has other groups. The same mesh has others when they were made anew. A
             ``_StridedShard`` may say that it equals a ``Shard``.
         local, aliases: see ``Unit``.
     """
@@ -57,7 +56,7 @@ class Look:
 
 
 class Planned(NamedTuple):
-    """What is handed out; ``saved``: how it is made of the units, None where nothing is to be made."""
+    """Units and buckets. ``saved``: how outputs are made of the units, None where none is made."""
 
     units: list[Unit]
     plan: Plan
@@ -68,7 +67,7 @@ class _Remembered:
     """Of all weights: looks without their tensors, and units without theirs.
 
     Args:
-        asked: what transformers answered from.
+        asked: the facts that transformers answered from.
 
     Attributes:
         saved: how the weights are made that are handed out.
@@ -112,7 +111,7 @@ class WeightPlans:
         names: Collection[str] | None = None,
         as_saved: bool = True,
     ) -> Planned:
-        """What is handed out, and its buckets.
+        """The units that are handed out, and their buckets.
 
         Raises:
             UnsupportedError: a tensor that cannot be read in pieces, or a model that cannot be handed out as saved.
@@ -151,7 +150,7 @@ class WeightPlans:
 def _chosen(
     units: Sequence[Unit], saved: Saved | None, names: Collection[str] | None
 ) -> tuple[list[Unit], Saved | None]:
-    """What is needed for some names, or for all."""
+    """The units that are needed for some names, or for all."""
     needed: Collection[str]
     if saved is not None:
         if names is not None:

@@ -1,11 +1,12 @@
 """Operations on tensors without values, recorded, and done later on those with values.
 
 [Note: Recorded conversions]
-How the weights in memory become those of a checkpoint is known to the code of transformers, which works on a whole
-state dict. It runs once, on meta tensors, and each operator is recorded. So it is known which tensors an output is made
-of, and an output can be made as soon as these are there. Rejected: a call of that code for each output (it walks the
-model and compiles its patterns each time, and some patterns depend on what was renamed before); a list of known
-conversions (each version has others).
+The code of transformers knows how the weights in memory become those of a checkpoint, and works on a whole state dict.
+It runs once, on meta tensors, and each operator is recorded. So it is known which tensors an output is made of, and an
+output can be made as soon as these are there.
+
+Rejected: a call of that code for each output. It walks the model and compiles its patterns each time, and some patterns
+depend on earlier renames. A list of known conversions: each version has others.
 
 Where the operators come to a view of one input, a copy in between does not matter: the output is cut from the input
 directly. Else a fused ``gate_up_proj`` would be copied by halves before an expert is cut from one.
@@ -74,7 +75,7 @@ class Recipe:
         shape, dtype: of the output.
         cut: where it is a view of its only input.
         node: where it is not.
-        new_bytes: the memory that making it takes, at most, beside that of ``kept``.
+        new_bytes: the most memory that making it takes, in addition to that of ``kept``.
         kept: operators that other outputs need too, and that are done once.
     """
 
@@ -95,7 +96,7 @@ class Recipe:
 
         Args:
             inputs: contiguous.
-            computed: receives what other outputs need too.
+            computed: receives results that other outputs need too.
         """
         if self.cut is not None:
             view = inputs[self.inputs[0]].as_strided(*self.cut)
@@ -177,7 +178,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is done to some meta tensors; see [Note: Recorded conversions].
+    """Records the operations on some meta tensors; see [Note: Recorded conversions].
 
     Args:
         inputs: contiguous meta tensors by name. Names of one tensor are names of one input, the first.
@@ -219,7 +220,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _views(self, done: _Done, made: list[Tensor]) -> tuple[str, Sequence[Tensor | None]]:
-        """What is made as views of an input, where it can be, and the name of that."""
+        """The results as views of an input, where they can be, and the name of that input."""
         none = "", [None] * len(made)
         source = self._made.get(id(done.args[0])) if done.args else None
         if source is None or source.view is None or done.op is aten.as_strided.default:

@@ -1,13 +1,14 @@
 """The weights of transformers models as ``save_pretrained`` writes them.
 
 [Note: As saved]
-An inference engine's loader knows the names and shapes of checkpoints. transformers holds others in memory: the experts
-of a layer in one tensor, ``mlp`` for Mixtral's ``block_sparse_moe``, other prefixes in vision models. So weights are
-handed out as the outermost transformers models would be saved: tied ones once, under the name that is saved. Weights
-outside of such models keep their names. So do models with adapters or a quantizer, which are saved in another way.
+An inference engine's loader knows the names and shapes of checkpoints. Models of transformers have others in memory:
+the experts of a layer in one tensor, ``mlp`` for Mixtral's ``block_sparse_moe``, other prefixes in vision models. So
+weights are handed out as the outermost transformers models would be saved: tied ones once, under the name that is
+saved. Weights outside of such models keep their names. So do models with adapters or a quantizer, which are saved in
+another way.
 
-transformers is asked about a twin of the model: the same classes and configs without wrappers (torch.compile, FSDP,
-DDP, activation checkpointing), and without the classes that ``fully_shard`` makes, which its mappings do not know.
+The question goes to a twin of the model: the same classes and configs without wrappers (torch.compile, FSDP, DDP,
+activation checkpointing). Nor has it the classes that ``fully_shard`` makes, which transformers' mappings do not know.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Step:
 
     @property
     def new_bytes(self) -> int:
-        """That it takes beside its inputs."""
+        """Bytes that it takes in addition to its inputs."""
         return 0 if self.is_input else self.recipe.new_bytes
 
 
@@ -52,7 +53,7 @@ class Saved:
         shapes: of the weights in memory, in the order in which they come.
 
     Attributes:
-        steps: what can be made when a weight in memory has come, by its name. No others are needed.
+        steps: outputs that can be made when a weight in memory has come, by its name. No other weights are needed.
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -87,7 +88,7 @@ def saved_models(modules: Modules) -> list[tuple[str, nn.Module]]:
     """The outermost models that transformers can be asked about, by their prefixes.
 
     Args:
-        modules: in the order of ``named_modules``; a wrapper has the name of what it wraps, and comes first.
+        modules: in the order of ``named_modules``; a wrapper has the name of the module that it wraps, and comes first.
     """
     found: list[tuple[str, nn.Module]] = []
     for name, module in modules:
@@ -98,7 +99,7 @@ def saved_models(modules: Modules) -> list[tuple[str, nn.Module]]:
 
 
 def facts_of(model: nn.Module) -> tuple[Any, ...]:
-    """What decides how a model is saved, beside its weights."""
+    """The facts that decide how a model is saved, in addition to its weights."""
     return type(model), getattr(model, "config", None), transformers.conversions_of(model)
 
 
@@ -148,7 +149,7 @@ def saved_of(models: Modules, modules: Modules, weights: Mapping[str, Weight]) -
 
 
 def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
-    """The most that a stream has of these beside its buckets: the largest tensor, with what is made of it.
+    """The most that a stream holds in addition to its buckets: the largest tensor, with the outputs made of it.
 
     Where outputs are made of several tensors, those that came before are waiting too.
     """
@@ -159,7 +160,7 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
         most = max(most, sum(waiting.values()) + whole)
         for (_, shape), names in unit.regions.items():
             nbytes = math.prod(shape) * unit.dtype.itemsize
-            own = nbytes if nbytes != whole else 0  # a part of what FSDP1 flattened is copied
+            own = nbytes if nbytes != whole else 0  # a part of a tensor that FSDP1 flattened is copied
             for name in names:
                 steps = saved.steps[name] if saved is not None else []
                 kept = saved.kept_bytes(name) if saved is not None else 0
@@ -177,7 +178,7 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
 
 
 def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
-    """Of one model, by the names in its checkpoint behind ``prefix``."""
+    """Of one model, by the names in its checkpoint after ``prefix``."""
     try:
         # In a thread of its own the caller's modes do not hold: inference mode runs other operators.
         return aside(lambda: _record(prefix, modules, weights))
@@ -215,7 +216,7 @@ def _twin(prefix: str, modules: Modules, tensors: Mapping[str, Tensor]) -> tuple
 
     See [Note: As saved].
     """
-    # The last of one name is what the wrappers wrap.
+    # The last of one name is the module that the wrappers wrap.
     inner = {name: module for name, module in modules if name == prefix or _is_below(name, prefix)}
     made: dict[int, nn.Module] = {}
     twins: dict[str, nn.Module] = {}

@@ -16,7 +16,7 @@ from fxoffload.phases.weight_sync.units import Unit
 
 
 class Stored(Protocol):
-    """What is asked of a ``PhaseManager`` here."""
+    """The part of a ``PhaseManager`` that is used here."""
 
     def holding_of(self, tensor: Tensor) -> Holding | None: ...
     def host_pieces(self, holding: Holding) -> list[tuple[int, Tensor]]: ...
@@ -30,7 +30,7 @@ class WeightSource:
     It is asked at each bucket: parameters may return to the device, or leave it, while the stream goes on.
 
     Args:
-        still: is charged with what the calling thread waits for.
+        still: is charged with the time that the calling thread waits.
     """
 
     def __init__(self, manager: Stored, still: StandStill) -> None:

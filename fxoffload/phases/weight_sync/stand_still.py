@@ -33,7 +33,7 @@ class StandStill:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """What the consumer waits for: its stream, where it has one, else the thread."""
+        """Around code in which the consumer waits: its stream, where it has one, else the thread."""
         if self._device.type != "cuda":
             with self.on_host():
                 yield
@@ -48,12 +48,12 @@ class StandStill:
             self._waits.append((before, after))
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
-        """What starts copies. Without a GPU it makes them, while the thread waits."""
+        """Around code that starts copies. Without a GPU it makes them, while the thread waits."""
         return contextlib.nullcontext() if self._device.type == "cuda" else self.on_host()
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """The calling thread does nothing else. Blocks within a block count once."""
+        """Around code during which the calling thread does nothing else. Blocks within a block count once."""
         if self._inside:
             yield
             return

@@ -1,14 +1,18 @@
-"""What a weight sync hands out: the names of a state dict, and where the bytes behind them lie.
+"""Units of a weight sync: the names of a state dict that it hands out, and where the bytes of each lie.
 
 [Note: Names]
-Names in memory are those of ``model.state_dict()`` without what wrappers put in front (torch.compile, FSDP1, DDP,
-activation checkpointing), in its order, with persistent buffers. They are what is handed out, but for models of
-transformers, which have others in checkpoints; see [Note: As saved]. With three exceptions:
+Names in memory are those of ``model.state_dict()`` without the prefixes of wrappers (torch.compile, FSDP1, DDP,
+activation checkpointing), in its order, with persistent buffers. They are handed out, but for models of transformers,
+which have others in checkpoints; see [Note: As saved]. There are three exceptions.
+
 - A tensor with several names (tied weights) is copied once; its other names follow the first one directly.
+
 - The parameters in an FSDP1 flat parameter come together, where its module comes.
+
 - A wrapper subclass that is no DTensor (a quantized weight) is handed out as the plain tensors inside, called
-  ``<name>.<attribute>``, and is not cast: what they mean is known to whoever quantized.
-LoRA weights have the adapter's names: whoever wants merged weights merges first.
+  ``<name>.<attribute>``. They are not cast: only the quantizer knows their meaning.
+
+LoRA weights have the adapter's names: merge first if you want merged weights.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ class Unit:
     """A tensor that is copied and gathered as a whole.
 
     Attributes:
-        named: what is handed out of it.
-        local: the plain tensor on this rank; perhaps away. May have padding behind.
+        named: the tensors that are handed out of it.
+        local: the plain tensor on this rank; perhaps away. May have padding at its end.
         aliases: other tensors on its storage, by one of which the manager may know it.
         shape: of the whole.
         cuts: how the whole is cut over ranks; none where nothing is gathered.
@@ -67,12 +71,12 @@ class Unit:
 
     @functools.cached_property
     def source_dtype(self) -> torch.dtype:
-        """Of what is on the host."""
+        """Of the bytes on the host."""
         return self.local.dtype
 
     @functools.cached_property
     def wire_dtype(self) -> torch.dtype:
-        """That is gathered: the smaller one of what there is and what is wanted."""
+        """That is gathered: the smaller one of the source's and the wanted one."""
         source = self.source_dtype
         return self.dtype if self.dtype.itemsize < source.itemsize else source
 
@@ -88,7 +92,7 @@ class Unit:
 
     @property
     def regions(self) -> dict[tuple[int, tuple[int, ...]], list[str]]:
-        """(first element, shape) of what is handed out, to the names of it."""
+        """(first element, shape) of a part that is handed out -> its names."""
         found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for one in self.named:
             found.setdefault((one.start, one.shape), []).append(one.name)
@@ -96,16 +100,16 @@ class Unit:
 
     @functools.cached_property
     def own_shape(self) -> tuple[int, ...]:
-        """What this rank holds of it."""
+        """The shape of this rank's part."""
         return region(self.shape, self.cuts, [cut.rank for cut in self.cuts])[1]
 
     @functools.cached_property
     def own_bytes(self) -> int:
-        """That this rank copies from where they are."""
+        """Bytes that this rank copies from its own memory."""
         return math.prod(self.own_shape) * self.source_dtype.itemsize
 
     def without_tensors(self) -> Unit:
-        """With all that is known of it, to be used again for tensors that are like these."""
+        """The same without tensors, to be reused for tensors that are like these."""
         _ = self.load, self.landed_dtype, self.own_bytes, self.numel
         return self.with_tensors(None, ())  # type: ignore[arg-type]
 
@@ -117,7 +121,7 @@ class Unit:
 
     @functools.cached_property
     def load(self) -> Load:
-        """What it needs in a bucket; the same on all ranks."""
+        """Its needs in a bucket; the same on all ranks."""
         return Load(
             name=self.named[0].name,
             lane=tuple(id(cut.group) for cut in self.cuts) or None,
@@ -190,7 +194,7 @@ def entries_of(modules: Modules) -> list[Entry]:
 
 
 def clean_modules(model: nn.Module) -> Modules:
-    """Every module, again under every name, in the order of the state dict. A wrapper has the name of what it wraps."""
+    """Every module, repeated under every name, in the order of the state dict. A wrapper has the name of its module."""
     found = []
     clean: dict[str, tuple[str, bool]] = {}
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -255,7 +259,7 @@ def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[Cut, ...]:
     if order is None or any(p.is_partial() for p in placements):
         raise UnsupportedError(f"{name!r} is placed as {tuple(placements)}; expected Shard and Replicate placements")
     if len({placements[mesh_dim].dim for mesh_dim in order}) == len(order):
-        # Cuts of different dimensions may change places: one order for what is gathered over the same groups.
+        # Cuts of different dimensions may change places: one order for all tensors gathered over the same groups.
         order = sorted(order, reverse=True)
     ranks = mesh.mesh
     cuts = []

@@ -1,19 +1,19 @@
 """Weight sync: the named weights of a model on the device, with or without bringing the model there.
 
 [Note: Whose a weight is]
-Each tensor that ``stream_weights`` hands out has memory of its own and belongs to whoever asked for it, to keep and to
-write to, also after the stream has ended. So ``dict(stream)`` is the whole model on the device. A loop that keeps
-nothing has the last tensor until it gets the next one: that one, and whatever is kept, comes on top of what the stream
-may hold. It is PyTorch's memory as any other: allocated on the stream that is current at ``next()``. Who uses it on
-another one calls ``record_stream``, or lets the first one wait before the last reference goes.
+Each tensor that ``stream_weights`` hands out has memory of its own and belongs to the caller. The caller may keep and
+write it, also after the stream has ended. So ``dict(stream)`` is the whole model on the device. A loop that keeps
+nothing has the last tensor until it gets the next one. That one, and every kept tensor, comes on top of the stream's
+own memory. It is PyTorch's memory as any other: allocated on the stream that is current at ``next()``. To use it on
+another stream, call ``record_stream``, or let the first stream wait before the last reference goes.
 
-Rejected: views of a buffer, which later buckets overwrite. Nothing tells a view that is still needed (``dict(stream)``,
-a numpy array, a handle that was sent to another process) from the variable of a loop.
+Rejected: views of a buffer, which later buckets overwrite. Nothing tells a view that is still needed from the variable
+of a loop. It may be needed by ``dict(stream)``, a numpy array, or a handle that was sent to another process.
 
-With ``full=True`` and shards each bucket is one collective for each way in which tensors are cut (and for each mesh
-dimension that cuts them): all ranks iterate alike, with the same arguments, and as far. Ending early (``close()``, the
-end of a ``with`` block, or dropping the stream) finishes the collectives that were begun and frees everything; a rank
-that ends alone leaves the others waiting in their next collective.
+With ``full=True`` and shards, each bucket is one collective for each way in which tensors are cut, and for each mesh
+dimension that cuts them. All ranks have to iterate alike, with the same arguments, and as far. The stream may end early
+(``close()``, the end of a ``with`` block, or dropping it). It then finishes the collectives that were begun and frees
+everything. A rank that ends alone leaves the others waiting in their next collective.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fxoffload.sizes import parse_bytes
 
 
 class Streamed(Stored, Protocol):
-    """What ``stream_weights`` asks of a ``PhaseManager``."""
+    """The part of a ``PhaseManager`` that ``stream_weights`` uses."""
 
     weight_plans: WeightPlans
 
@@ -59,7 +59,7 @@ class Streamed(Stored, Protocol):
 
 
 class Moved(Protocol):
-    """What ``weights_on_device`` asks of a ``PhaseManager``."""
+    """The part of a ``PhaseManager`` that ``weights_on_device`` uses."""
 
     @property
     def models(self) -> Mapping[str, nn.Module]: ...
@@ -73,11 +73,11 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     Attributes:
         plan: the buckets.
-        units: what they are made of.
+        units: the tensors that they are made of.
         nbytes: that this process copies from its host image or its device, if the stream is read to its end.
         delivered_bytes: those of them whose tensors were handed out so far.
-        ledger: the device memory that the stream holds; what was handed out is not counted.
-        still: what is charged with the waits for it.
+        ledger: the device memory that the stream holds, without tensors that were handed out.
+        still: the clock that is charged with the waits for it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     @property
     def exposed_seconds(self) -> float:
-        """That the consumer's stream, or the calling thread, stood still for weights.
+        """Seconds that the consumer's stream, or the calling thread, stood still for weights.
 
         On a GPU of the waits that are over by now: of all of them after ``torch.cuda.synchronize()``.
         """
@@ -150,10 +150,11 @@ def stream_weights(
     buckets, the largest tensor in memory (for FSDP1 the largest flat parameter) and one tensor that is made of it.
 
     Args:
-        bucket_bytes: half of what the stream may hold on the device beside the largest tensor and what is made of it.
+        bucket_bytes: half of the memory that the stream may hold on the device, without the largest tensor and the
+            output made of it.
         dtype: to cast floating tensors to, on the device, and before they are gathered where that makes fewer bytes.
         full: whether to gather tensors that are sharded. Else each rank gets its own part: of a DTensor the local
-            tensor, of what FSDP1 flattened a vector of those elements that lie here.
+            tensor, of tensors that FSDP1 flattened a vector of those elements that lie here.
         device: by default the one that the model lives on.
         names: only these, as they are handed out; the same on all ranks.
         model: which one, where the manager has several.
@@ -192,8 +193,8 @@ def stream_weights(
 class WeightsOnDevice(Mapping[str, Tensor]):
     """Weights by name, while they are on the device.
 
-    What is in memory as it is saved is the parameter or the buffer itself. Anything else is made, with memory of its
-    own, each time that it is asked for.
+        A weight that is saved as it is in memory is the parameter or the buffer itself. Any other is made, with memory
+        of its own, each time that it is asked for.
 
     Attributes:
         load_seconds: that bringing them took; exactly 0.0 if they were there.
@@ -237,11 +238,11 @@ def _make(recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
 def weights_on_device(
     manager: Moved, model: str | None = None, as_saved: bool | None = None
 ) -> Iterator[WeightsOnDevice]:
-    """The simple way: brings parameters and buffers to the device, and takes back at the end what was on the host.
+    """The simple way: brings parameters and buffers to the device, and takes back at the end those from the host.
 
-    What was arriving is waited for, and stays: somebody has called for it.
+    It waits for parameters and buffers that are arriving already; those stay on the device at the end.
 
-    Sharded parameters stay DTensors. The manager's transitions record what was moved; there are none where nothing was.
+    Sharded parameters stay DTensors. The manager's transitions record the moves; there are none where nothing moved.
 
     Args:
         model: which one, where the manager has several.

@@ -1,1 +1,1 @@
-"""Measures what segments and steps really take: times on the compute stream and bytes of the allocator."""
+"""Measures segments and steps: times on the compute stream and bytes of the allocator."""

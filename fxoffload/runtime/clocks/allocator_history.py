@@ -1,12 +1,12 @@
-"""Every allocation and every free of a while, as the caching allocator can record them.
+"""A record of every allocation and every free during a while, as the caching allocator can keep it.
 
-The allocator's one peak belongs to the process, and hides whatever came to less than it has been before (kernels that
-were tuned, a rollout in the same process). A record of the events says what the peak was between any two reads.
+The allocator's one peak belongs to the process. It hides whatever stays below an earlier peak (tuned kernels, a rollout
+in the same process). A record of the events gives the peak between any two reads.
 
-[Note: One record] A process has one record for all devices. Where somebody has it already (to look for what takes
-memory; another device's step), it is theirs: nothing is recorded here. If somebody begins one while it is ours, their
-events have frames, and it is left to them; one without tracebacks cannot be told from ours, and ends with it. A step
-that is abandoned keeps the record on until the next call of a compiled graph.
+[Note: One record] A process has one record for all devices. If one is kept already (by a user who looks for memory, or
+for another device's step), nothing is recorded here. If another one begins while ours is kept, its events have frames,
+and it is left alone. A record without tracebacks cannot be told from ours, and ends with it. A step that is abandoned
+keeps the record on until the next call of a compiled graph.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ log = logging.getLogger(__name__)
 
 # Events that are recorded at most: a step of eager code has tens of thousands, each of some hundred bytes on the host.
 _MOST_EVENTS = 200_000
-# What is allocated is rounded up to so much; the record has what was asked for.
+# The allocator rounds requests up to this; the record has the requests.
 _GRAIN_BYTES = 512
 
 
 class SomebodyElsesRecord(RuntimeError):
-    """What is recorded now was asked for by somebody else."""
+    """The record that is kept now was begun by other code."""
 
 
 class AllocatorHistory:
-    """What is allocated and freed on one device from now on, until ``end``.
+    """The allocations and frees of one device from now on, until ``end``.
 
     Args:
         memory: reads the allocator.
         events: allocations and frees of the device since the record began, in their order. Raises
             ``SomebodyElsesRecord`` where it is no longer ours.
         stop: ends the record.
-        first: what the allocator said right before it began.
+        first: read of the allocator right before the record began.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class AllocatorHistory:
         self._is_open = True
         self._lock = threading.Lock()  # a step may be dropped on one thread while it ends on another
         self._first = first
-        self._live: list[int] = []  # behind each event, above what there was at first
-        self._num_allocations: list[int] = []  # likewise
+        self._live: list[int] = []  # bytes after each event, above those at first
+        self._num_allocations: list[int] = []  # after each event
         self._taken: list[AllocatorEvent] = []
 
     def end(self, *, read: bool = True) -> None:
-        """Record nothing more. ``read``: what was recorded is to be asked for. Never raises."""
+        """Record nothing more. ``read``: the record will be needed. Never raises."""
         with self._lock:
             is_open, self._is_open = self._is_open, False
         if not is_open:
@@ -101,8 +101,11 @@ class AllocatorHistory:
         self._taken = events
 
     def peak_between(self, first: Memory, last: Memory) -> int | None:
-        """Most bytes allocated between two reads, as ``Memory.allocated``; None where that is not known. What blocks
-        have beyond what was asked for (mostly less than a MiB) counts where they were still there at ``last``."""
+        """Most bytes allocated between two reads, as ``Memory.allocated``; None where that is not known.
+
+        Blocks may be larger than requests (in all mostly by less than a MiB): that counts for those that were still
+        allocated at ``last``.
+        """
         begin, end = self._place_of(first), self._place_of(last)
         if begin is None or end is None or begin > end:
             return None
@@ -111,9 +114,10 @@ class AllocatorHistory:
         return max(base + max(self._live[begin : end + 1]) + larger, first.allocated, last.allocated)
 
     def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int | None:
-        """What a step was left by the one before, and leaves to the next: outputs that the caller holds until a forward
-        has made others. They are freed between the last forward and the first backward, and as large a block that
-        was allocated before stays. ``.grad`` tensors that are dropped there come again later, in the backward.
+        """Bytes that the step before left to a step, and that it leaves to the next: outputs that the caller holds
+        until a forward has made others. They are freed between the last forward and the first backward, and as large a
+        block that was allocated before stays. ``.grad`` tensors that are dropped there come again later, in the
+        backward.
 
         Args:
             turn_begin: when the last forward has ended.
@@ -175,8 +179,11 @@ def _rounded(nbytes: int) -> int:
 
 
 def cuda_history(device: torch.device) -> Callable[[], AllocatorHistory | None] | None:
-    """Begins a record of a device's allocator, if nobody has one (see [Note: One record]) and it can be begun, and
-    never raises; None for an allocator that keeps none."""
+    """A function that begins a record of a device's allocator; None for an allocator that keeps none.
+
+    The function returns None where a record is kept already (see [Note: One record]) or cannot be begun. It never
+    raises.
+    """
     memory = cuda_memory(device)
     if memory is None or torch.cuda.get_allocator_backend() != "native":
         return None

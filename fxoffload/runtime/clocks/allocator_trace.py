@@ -1,13 +1,14 @@
-"""What the caching allocator says at points of a step, and the peak between two of them.
+"""Reads of the caching allocator at points of a step, and the peak between two of them.
 
 [Note: What the bytes mean]
-Allocated bytes are read from the caching allocator, relative to what was allocated when the forward call began; a
-backward whose forward is not known (see ``SegmentClock.begin``) has none. The allocator keeps one peak for the whole
-process and device, which belongs to the user and is never reset here. If it rose between two reads, its new value is
-exactly the peak between them; if it equals what is allocated at one of the reads, likewise; otherwise the peak is not
-known, only that it is no higher. So a process that has been higher before (another phase, autotuning in the first call)
-shows no peaks at all until the user resets the counter; a record of its events does (``allocator_history``). What other
-threads allocate at the same time counts as well.
+Allocated bytes are read from the caching allocator, relative to those allocated when the forward call began. A backward
+whose forward is not known (see ``SegmentClock.begin``) has none.
+
+The allocator keeps one peak for the whole process and device, which belongs to the user and is never reset here. The
+peak between two reads is known exactly if it rose between them, or if it equals the bytes allocated at one of them.
+Otherwise it is only known to be no higher. So a process that has been higher before (another phase, autotuning in the
+first call) has no exact peaks until the user resets the counter. A record of the allocator's events has them
+(``allocator_history``). Allocations of other threads at the same time count as well.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _ALLOCATORS = ("native", "cudaMallocAsync")
 
 
 class Memory(NamedTuple):
-    """What the allocator says: bytes, how many allocations and frees there have been, and the bytes of all allocations
-    since the process began (0 where they are not counted)."""
+    """One read of the allocator: bytes, how many allocations and frees there have been, and the bytes of all
+    allocations since the process began (0 where they are not counted)."""
 
     allocated: int
     peak: int
@@ -58,7 +59,7 @@ class Block(NamedTuple):
 
 
 def cuda_blocks(device: torch.device) -> Callable[[], list[Block]] | None:
-    """Reads what is allocated, block by block: tens of milliseconds. None for an allocator that keeps no list of it."""
+    """Lists the allocated blocks: takes tens of milliseconds. None for an allocator that keeps no list of them."""
     if torch.cuda.get_allocator_backend() != "native":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -98,7 +99,7 @@ class AllocatorTrace:
         first: the first read.
         last: the latest read.
         highest: most bytes allocated at a read.
-        was_reset: whether somebody reset the peak in between, so that it no longer covers everything.
+        was_reset: whether the peak was reset in between, so that it no longer covers everything.
     """
 
     first: Memory

@@ -1,5 +1,7 @@
-"""Records one call of a forward or backward graph: an event before and behind each segment, and what the allocator says
-there. Nothing waits for the device."""
+"""Records one call of a forward or backward graph: before and after each segment, an event and a read of the allocator.
+
+Nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from fxoffload.runtime.clocks.stream_events import Event, EventSource
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What recorders read.
+    """The sources that recorders read.
 
     Attributes:
         events: of the compute stream.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
-        history: begins a record of the allocator's events; None, or none of it, where there is none.
+        history: begins a record of the allocator's events; None, or a result of None, where there is none.
     """
 
     events: EventSource
@@ -43,16 +45,16 @@ class Recorder:
     """Records one call. Used by one thread; it counts only if ``end`` is called.
 
     Args:
-        sources: what it reads.
+        sources: the sources that it reads.
         phase: of the graph.
-        signature: what tells this call from others whose times differ.
-        earlier: the recorder of the call that this one goes on from: of a backward that of its forward, where that is
-            known (without it there are no bytes); in a chain of calls that of the call before it.
-        ended: called once, by ``end``, with this recorder and whether it can count: its segments were told in order,
-            and nothing was compiled since the first of these calls began.
+        signature: distinguishes this call from others whose times differ.
+        earlier: the recorder of the call that this one continues. For a backward that of its forward, where it is known
+            (without it there are no bytes). In a chain of calls that of the call before it.
+        ended: called once, by ``end``, with this recorder and whether it can count. It can if its segments came in
+            order, and nothing was compiled since the first of these calls began.
 
     Attributes:
-        dropped: of a forward, whether it has ended and does not count; set by who made it.
+        dropped: of a forward, whether it has ended and does not count; set by its maker.
     """
 
     __slots__ = (
@@ -95,7 +97,7 @@ class Recorder:
         self._gap: AllocatorTrace | None = None
         if earlier is not None:
             self._trace = None if earlier._trace is None else earlier._trace.go_on()
-            # What is compiled there is tuned there, once; what is compiled in the calls is no matter.
+            # A kernel that is compiled between the calls is tuned there, once. Compilation inside calls is no matter.
             is_gap = self._trace is not None and sources.epoch() == earlier._epoch_at_end
             self._gap = AllocatorTrace.begin(self._trace.last) if self._trace is not None and is_gap else None
             memory = self._read_memory()
@@ -106,7 +108,7 @@ class Recorder:
         self._begin: Event = sources.events.record()
 
     def before(self, segment: str) -> None:
-        """Right before a segment is called, behind all waits that were enqueued for it."""
+        """Right before a segment is called, after all waits that were enqueued for it."""
         self._broken = self._broken or self._open is not None
         memory = self._read_memory()
         self._open = (segment, self._sources.events.record(), memory)
@@ -135,7 +137,7 @@ class Recorder:
 
     def has_completed(self) -> bool:
         """Whether the device has passed the end of the call. Never waits."""
-        # All events of a call are on one stream, this one behind the others.
+        # All events of a call are on one stream, and this one is the last.
         return self._end is not None and self._end.query()
 
     def ms_behind(self, earlier: Recorder) -> float:
@@ -155,7 +157,7 @@ class Recorder:
         return None if peak is None or self._trace is None else peak - self._trace.first.allocated
 
     def sample(self) -> Sample:
-        """What was recorded. Only of a call that has completed, before ``release``."""
+        """The recorded times and bytes. Only of a call that has completed, before ``release``."""
         assert self._end is not None
         sample = Sample(self._begin.elapsed_ms(self._end))
         base = 0 if self._trace is None else self._trace.first.allocated

@@ -1,24 +1,29 @@
-"""Measures whole steps that follow a plan over several graphs: every call's segments, and what lies between the calls.
+"""Measures whole steps that follow a plan over several graphs: every call's segments, and the gaps between the calls.
 
-Each call has a ``Recorder``, which goes on from that of the call before it. When a step is over, and was the chain to
-its end, it counts; otherwise its recorders are dropped. As in ``segment_clock``, nothing waits for the device: a step
-is read once the device has passed all of it. Once enough steps have been read nothing is recorded any more.
+Each call has a ``Recorder``, which continues that of the call before it. A step counts when it is over, and was the
+chain to its end; otherwise its recorders are dropped. As in ``segment_clock``, nothing waits for the device: a step
+is read once the device has passed all of it. Once enough steps have been read, nothing more is recorded.
 
 [Note: What a chain's times mean]
+
 - Segments are those of [Note: What the times mean] in ``segment_readings``, named by their calls.
-- The time between the end of one call and the beginning of the next is that of the second one's entry, an empty segment
-  of the chain (``planner.chain``): eager code, collectives, or a host that is late. Copies run beside it, and no call
-  waits for a copy in it, so a plan counts it as computation. What lies between the last forward and the first backward
-  (the loss, and a head that is not compiled) is the ``TURN``.
+
+- The time between the end of one call and the beginning of the next belongs to the second one's entry, an empty segment
+  of the chain (``planner.chain``). It holds eager code, collectives, or a host that is late. Copies run during it, and
+  no call waits for a copy in it, so a plan counts it as computation. The gap between the last forward and the first
+  backward is the ``TURN``: the loss, and a head that is not compiled.
+
 - The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
-  where the first backward begins. What stands before and behind (an embedding, the optimizer) is in neither.
-- [Note: Gaps] What is allocated and freed between two calls (FSDP's reduction of gradients, an eager head) is known
-  from the first step that follows a plan, in which the allocator's events are recorded. No kernel of the chain is tuned
-  between calls, so that step tells as much of it as any other; a gap in which something else is compiled tells nothing.
-  Without a record (somebody else has it, or the allocator keeps none) it is seen only where the allocator's peak rises
-  there, which belongs to the process.
-- What is left of a step is inside calls and outside segments: waits for copies, and the executor's own host time where
-  the device notices it.
+  where the first backward begins. Work before and after it (an embedding, the optimizer) is in neither.
+
+- The rest of a step is inside calls and outside segments: waits for copies, and the executor's own host time where the
+  device notices it.
+
+[Note: Gaps] Memory may be allocated and freed between two calls: FSDP's reduction of gradients, an eager head. It is
+known from the first step that follows a plan, in which the allocator's events are recorded. No kernel of the chain is
+tuned between calls, so that step tells as much of it as any other. A gap in which something else is compiled tells
+nothing. Without a record (another one is kept, or the allocator keeps none), a gap's peak is seen only where the
+allocator's peak rises there, which belongs to the process.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from fxoffload.runtime.steps.lent import Lent
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4
 
-# What lies between the forwards and the backwards: a segment behind the forward's last one.
+# The gap between the forwards and the backwards: a segment after the forward's last one.
 TURN = "turn entry"
 
 
@@ -66,12 +71,12 @@ class StepRecording:
     """One step that is measured. Used by one call at a time.
 
     Args:
-        sources: what its recorders read.
+        sources: the sources that its recorders read.
         num_calls: of the chain.
         ended: called by ``end`` with a step that counts.
-        failed: called with what kept a call from being measured.
-        only_gaps: whether nothing counts but ``gap_peaks``: something may be compiled in its calls.
-        left_bytes: of what is there when it begins, so much is its all the same, beside what it is ``given``.
+        failed: called with the error that kept a call from being measured.
+        only_gaps: whether only ``gap_peaks`` count: something may be compiled in its calls.
+        left_bytes: bytes that are there when it begins and yet belong to it, in addition to those it is ``given``.
         history: of the allocator's events, begun with the step. Ended with its last call.
 
     Attributes:
@@ -189,7 +194,7 @@ class StepRecording:
 
 
 def _add(whole: Sample, call: Sample, number: int) -> None:
-    """Put a call's segments into its phase's; what is known of the step up to its end."""
+    """Put a call's segments into its phase's sample, and the step's peak up to the call's end."""
 
     def named(values: dict[str, int]) -> dict[str, int]:
         return {segment_of(number, name): value for name, value in values.items()}
@@ -205,8 +210,8 @@ def _add(whole: Sample, call: Sample, number: int) -> None:
 class ChainClock:
     """Times and bytes of steps of one chain. Thread-safe.
 
-    Not counted: the first ``skip`` steps (variants are new), but for [Note: Gaps], and steps in which something was
-    compiled, that were not the chain to their end, or that run under CUDA graph capture.
+    It does not count the first ``skip`` steps, whose variants are new; but see [Note: Gaps]. Nor does it count steps in
+    which something was compiled, that were not the chain to their end, or that run under CUDA graph capture.
 
     Args:
         num_calls: of the chain.
@@ -216,7 +221,7 @@ class ChainClock:
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
         left_bytes: of each step; see ``StepRecording``.
-        history: begins a record of the allocator's events; None, or none of it, where there is none.
+        history: begins a record of the allocator's events; None, or a result of None, where there is none.
 
     Attributes:
         measuring: whether ``begin_step`` may still return a recording.
@@ -293,7 +298,7 @@ class ChainClock:
             self.measuring = self._counted < self._count
 
     def fail(self, error: Exception) -> None:
-        """Something cannot be measured: nothing is, and what was is thrown away. Warns once."""
+        """A step cannot be measured: measure no more, and drop all measurements. Warns once."""
         with self._lock:
             is_known, self._failed, self.measuring = self._failed, True, False
             self._unread.clear()
@@ -312,7 +317,7 @@ class ChainClock:
         while self._unread and self._unread[0].has_completed():
             step = self._unread.popleft()
             self._samples.append(step.samples())
-            step.drop()  # its events are used again
+            step.drop()  # its events are reused
 
     def ready(self) -> bool:
         """Whether all that is to be measured was measured, and the device has passed it. Never waits."""
@@ -326,7 +331,7 @@ class ChainClock:
             return not self.measuring and not self._unread and not self._samples
 
     def readings(self) -> Readings:
-        """What was measured, as of one forward and one backward. See [Note: What a chain's times mean]."""
+        """The measurements, as of one forward and one backward. See [Note: What a chain's times mean]."""
         with self._lock:
             self._read_completed()
             samples: dict[Phase, list[Sample]] = {

@@ -11,7 +11,7 @@ from fxoffload.runtime.steps.held import CallAt
 
 log = logging.getLogger(__name__)
 
-# Whoever plans waits so long for the device to pass the step.
+# The planner waits at most this long for the device to pass the step.
 _PATIENCE_S = 20.0
 _POLL_S = 1e-3
 
@@ -60,7 +60,7 @@ class GapTimes:
             return dict(self._found)
 
     def drop(self) -> None:
-        """The step is not what it was to be."""
+        """The step is not the expected one: forget its events."""
         with self._lock:
             self._found = self._found or {}
             self._release()

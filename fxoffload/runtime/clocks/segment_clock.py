@@ -1,9 +1,9 @@
 """Measures the segments of one compiled graph, forward and backward, over its first calls: times and bytes.
 
-What was measured replaces the estimates that a plan is made from. A call of a graph is recorded by a ``Recorder``: an
-event before and behind each segment on the compute stream, and two numbers of the allocator beside each event. Nothing
-waits for the device: a call is read when its last event has completed, at the next ``begin`` or ``ready``. Nothing is
-exchanged between ranks. Once enough was measured ``begin`` returns None, and ``measuring`` is False.
+Measurements replace the estimates that a plan is made from. A call of a graph is recorded by a ``Recorder``: before and
+after each segment, an event on the compute stream and two numbers of the allocator. Nothing waits for the device: a
+call is read when its last event has completed, at the next ``begin`` or ``ready``. Ranks exchange nothing. Once enough
+was measured, ``begin`` returns None, and ``measuring`` is False.
 
 [Note: What the times mean] is in ``segment_readings``, [Note: What the bytes mean] in ``allocator_trace``.
 """
@@ -27,7 +27,7 @@ from fxoffload.runtime.clocks.stream_events import EventSource, cuda_events, hos
 
 # Times over ``count`` at which a phase gives up: shapes that never repeat, calls that are never counted.
 _PATIENCE = 4
-# What is known of a forward that has no recorder: it is not to be measured, nor is its backward; or it was not needed.
+# Why a forward has no recorder: neither it nor its backward is to be measured; or it was not needed.
 _Unrecorded = Literal["ruled out", "not needed"]
 
 
@@ -51,10 +51,10 @@ class _Calls:
 class SegmentClock:
     """Times and bytes of the segments of one forward graph and of its backward. Thread-safe.
 
-    Not counted: the first ``skip`` calls of each graph (kernels are loaded, autotuned), calls in or around which
-    something was compiled, forwards under saved-tensor hooks or inside a backward (a checkpoint's recompute) and their
-    backwards (where these are known), calls that raised, calls under CUDA graph capture. The clock holds no recorder
-    that has not ended.
+    The first ``skip`` calls of each graph do not count: kernels are loaded and tuned in them. Nor do calls that raised,
+    that run under CUDA graph capture, or during which something was compiled. Nor do forwards under saved-tensor hooks
+    or inside a backward (a checkpoint's recompute), and their backwards, where these are known. The clock holds no
+    recorder that has not ended.
 
     Args:
         skip: calls of each of the two graphs that are not measured.
@@ -94,7 +94,7 @@ class SegmentClock:
     def begin(self, phase: Phase, signature: Hashable = (), forward: Recorder | None = None) -> Recorder | None:
         """A call begins: its recorder, or None if this call is not measured.
 
-        ``signature``: calls with different ones are kept apart (sizes; what a policy decided, for bytes and phases). Of
+        ``signature``: calls with different ones are kept apart (sizes; a policy's decisions, for bytes and phases). Of
         a backward it is its forward's where that is known.
         ``forward``: of a backward, the recorder of its forward. Without it the forward that waits is taken, as long as
         never more than one did; then the backward counts for times, without bytes.
@@ -193,7 +193,7 @@ class SegmentClock:
             return self._by_frequency()
 
     def readings(self, signature: Hashable = None) -> Readings:
-        """What was measured of the calls of ``signature``, or of the first one of ``signatures``."""
+        """The measurements of the calls of ``signature``, or of the first one of ``signatures``."""
         with self._lock:
             self._read_completed()
             wanted = [signature] if signature is not None else self._by_frequency()

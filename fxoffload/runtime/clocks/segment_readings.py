@@ -1,16 +1,20 @@
-"""What was measured of a graph's segments: the calls that were read, and the numbers that stand for all of them.
+"""Measurements of a graph's segments: the calls that were read, and the numbers that stand for all of them.
 
 [Note: What the times mean]
-- A segment's bracket begins behind the waits for copies that were enqueued before it, and ends before what follows. So
-  it holds the segment's kernels and nothing else that this graph asks for, as they run *beside the copies of that
-  step*: where memory bandwidth is short, a segment beside a copy is slower than one alone.
-- Where the host launches more slowly than the device computes, the gaps between kernels are in the bracket, and the
-  work of the executor between segments is in the time of the phase. A sum of brackets far above the estimates tells so.
-- Only host time that the device notices is added: reading the allocator takes tens of microseconds, outside the
-  brackets; where the device is behind the host, it sees none of it.
+
+- A segment's bracket begins after the waits for copies that were enqueued before it, and ends before the next op. So it
+  holds the segment's kernels and nothing else that this graph asks for. They run *during the copies of that step*:
+  where memory bandwidth is short, a segment is slower during a copy than alone.
+
+- Where the host launches more slowly than the device computes, the gaps between kernels are in the bracket. The
+  executor's work between segments is in the time of the phase. A sum of brackets far above the estimates tells so.
+
+- Only host time that the device notices is added. Reading the allocator takes tens of microseconds, outside the
+  brackets; a device that lags the host sees none of it.
+
 - The time of a phase runs from its begin to its end on the compute stream, waits included: the simulator's
-  ``forward_ms``. For the backward the simulator's ``backward_ms`` begins at the forward's end, this one where the
-  backward graph begins; what the user runs between them (a loss outside of the graph) is in neither.
+  ``forward_ms``. The simulator's ``backward_ms`` begins at the forward's end, the measured one where the backward graph
+  begins. Code that the user runs between them (a loss outside of the graph) is in neither.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ class Sample:
         phase_ms: the whole call.
         segment_ms: by segment.
         live_before: bytes allocated before each segment.
-        live_after: likewise.
+        live_after: bytes allocated after each segment.
         peaks: most bytes allocated while each segment ran; None where that is not known.
-        temp_bytes: the same above what was live when the segment began.
+        temp_bytes: most bytes while each segment ran, above those when it began; None where that is not known.
         gap_peaks: of a chain, most bytes between two calls, by the empty segment that stands there; None where that is
             not known.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
@@ -52,7 +56,7 @@ class Sample:
     bounds: tuple[int, int] | None = None
 
     def raise_bytes(self, nbytes: int) -> None:
-        """So many of the bytes that were there at the beginning count as well (in ``gap_peaks`` they do already)."""
+        """Add ``nbytes`` that were there at the beginning to all counts but ``gap_peaks``, which have them already."""
         for found in (self.live_before, self.live_after):
             found.update({name: live + nbytes for name, live in found.items()})
         self.peaks = {name: None if peak is None else peak + nbytes for name, peak in self.peaks.items()}
@@ -86,7 +90,7 @@ class Readings:
         return {p: _median_bytes(s.live_before for s in found) for p, found in self.samples.items()}
 
     def live_after(self) -> dict[Phase, dict[str, int]]:
-        """Bytes allocated after each segment, likewise."""
+        """Bytes allocated after each segment, above those at the beginning of the forward: medians."""
         return {p: _median_bytes(s.live_after for s in found) for p, found in self.samples.items()}
 
     def segment_peaks(self) -> dict[Phase, dict[str, int | None]]:
@@ -95,23 +99,24 @@ class Readings:
         return {p: _largest(s.peaks for s in found) for p, found in self.samples.items()}
 
     def temp_bytes(self) -> dict[Phase, dict[str, int | None]]:
-        """The same above what was live when the segment began (the simulator's ``SegmentStep.temp_bytes``)."""
+        """As ``segment_peaks``, above the bytes when the segment began (the simulator's ``SegmentStep.temp_bytes``)."""
         return {p: _largest(s.temp_bytes for s in found) for p, found in self.samples.items()}
 
     def gap_peaks(self) -> dict[str, int]:
-        """Most bytes between two calls of a chain, likewise, by the empty segment that stands there; without those that
-        are not known. The peak of the process rises mostly in a plan's first step."""
+        """Most bytes between two calls of a chain, above those at the beginning of the forward, by the empty segment
+        that stands there. Gaps whose peak is not known are missing. The peak of the process rises mostly in a plan's
+        first step."""
         found = _largest((*(s.gap_peaks for of in self.samples.values() for s in of), *self.skipped_gaps))
         return {name: peak for name, peak in found.items() if peak is not None}
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that
-        beginning: the largest of the exact ones, None where none is known. What runs between the two counts too."""
+        beginning: the largest of the exact ones, None where none is known. Code between the two counts too."""
         return max((s.peak for s in self.samples["backward"] if s.peak is not None), default=None)
 
     def peak_bounds_bytes(self) -> tuple[int, int] | None:
-        """At least and at most: the same, where it need not be exact. Low: what was allocated at the edge of a segment.
-        High: the allocator's peak, which may be older than the step."""
+        """Bounds of ``peak_bytes``, which need not be exact. Low: most bytes allocated at the edge of a segment. High:
+        the allocator's peak, which may be older than the step."""
         found = [s.bounds for s in self.samples["backward"] if s.bounds is not None]
         return (max(low for low, _ in found), max(high for _, high in found)) if found else None
 

@@ -1,11 +1,15 @@
 """The peak of one step, from a few reads of the allocator: exact, or between two bounds.
 
-[Note: The peak of a step] The allocator keeps one peak for the process, which is the user's and never reset here. Three
-things tell the peak of a step all the same, without a synchronisation:
-- The process's peak rose in the step, or equals what is allocated at a read: then it is the step's.
-- A record of the allocator's events (``allocator_history``): exact, but it takes milliseconds to be read.
-- The bytes of all allocations: at most so much was added to what was there at first. And a step that allocates no more
-  than one whose peak is known, and begins with no more, has no higher a peak; else it exceeds it by that at most.
+[Note: The peak of a step] The allocator keeps one peak for the process, which is the user's and never reset here. A
+step's peak can be told without a synchronisation in three other ways:
+
+- The process's peak rose in the step, or equals the bytes allocated at a read: then it is the step's.
+
+- A record of the allocator's events (``allocator_history``) has it exactly, but takes milliseconds to read.
+
+- The bytes of all allocations bound it: at most these were added to the bytes at first. A step that allocates no more
+  than one whose peak is known, and begins with no more, has no higher a peak. Else it exceeds that peak by the
+  difference at most.
 """
 
 from __future__ import annotations
@@ -21,16 +25,16 @@ from fxoffload.runtime.steps.lent import Lent
 
 @dataclass(frozen=True)
 class StepPeak:
-    """Most bytes of a step, above what was there when it began.
+    """Most bytes of a step, above those that were there when it began.
 
     Attributes:
         least: at least.
-        most: at most, with nothing that the step before left; None: nobody knows.
+        most: at most, without anything that the step before left; None: unknown.
         highest: most bytes at a read.
         total: bytes of all its allocations.
-        carried_bytes: of what was there when it began, so much were outputs of the step before.
-        begun: what was there when it began.
-        is_exact: whether ``least`` is the peak: a record told, also of what the step before left.
+        carried_bytes: the part of the bytes at its begin that outputs of the step before are.
+        begun: bytes that were there when it began.
+        is_exact: whether ``least`` is the peak: a record gave it, and what the step before left.
     """
 
     least: int
@@ -46,8 +50,8 @@ class StepPeak:
         return known.total >= self.total and known.highest >= self.highest and known.begun >= self.begun
 
     def bounded_by(self, known: StepPeak) -> int:
-        """At most, by what is known of another step of the same plan, whose peak is exact."""
-        # What is there from the beginning on may be left by the step before (``AllocatorHistory.carried_bytes``).
+        """At most, given another step of the same plan whose peak is exact."""
+        # Bytes that are there from the beginning may be left by the step before (``AllocatorHistory.carried_bytes``).
         left = max(self.begun - known.begun, 0)
         bound = known.least + max(self.total - known.total, self.highest - known.highest, 0)
         return max(bound if self.most is None else min(bound, self.most), self.least) + left
@@ -58,9 +62,9 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. What of them is gone when the second call begins belongs to the step (see ``Lent``).
-        others_bytes: of what is there at first, so much belongs to the step as well.
-        carried_bytes: likewise, as outputs of the step before, where no record tells.
+        args: of the first call. Those that are gone when the second call begins belong to the step (see ``Lent``).
+        others_bytes: the part of the other bytes at its begin that belongs to the step as well.
+        carried_bytes: the part that outputs of the step before are, where no record tells.
         history: of the allocator's events, begun with the step; None: there is none.
         owns_history: whether it ends with this watch.
     """
@@ -89,7 +93,7 @@ class PeakWatch:
         return self._history is not None
 
     def second_call_begins(self) -> None:
-        """What the first call was given, and is gone by now, was there for the step alone."""
+        """Arguments of the first call that are gone by now were there for the step alone."""
         if self._lent is not None:
             self._lent_bytes = self._lent.left_bytes()
             self._lent = None
@@ -124,7 +128,7 @@ class PeakWatch:
         if exact is not None:
             found = StepPeak(exact - base, exact - base, trace.highest - base, total, carried, first.allocated)
             return replace(found, is_exact=is_known)
-        bounds = [first.allocated + total] if memory.total and total >= 0 else []  # somebody may set it back
+        bounds = [first.allocated + total] if memory.total and total >= 0 else []  # negative: the counter was reset
         bounds += [] if trace.was_reset else [memory.peak]
         most = max(min(bounds), trace.highest) - base if bounds else None
         return StepPeak(trace.highest - base, most, trace.highest - base, total, carried, first.allocated)

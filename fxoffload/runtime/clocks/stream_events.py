@@ -37,7 +37,7 @@ _E = TypeVar("_E", bound=Event)
 
 
 class PooledEvents(Generic[_E]):
-    """Events that are made once and recorded again and again.
+    """Events that are made once and recorded repeatedly.
 
     Args:
         make: makes an event.

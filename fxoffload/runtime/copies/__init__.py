@@ -1,1 +1,1 @@
-"""The copy streams of a device, and what keeps copies and other work from slowing each other."""
+"""The copy streams of a device, and measures that keep copies and other work from slowing each other."""

@@ -1,16 +1,17 @@
 """Copies of one direction of the link, which let small copies of other streams pass.
 
 [Note: Giving way]
-A GPU has one engine for copies to the host and one for those from the host. It works off what one stream has queued
-before it turns to another stream, however small the copies are: one of 4 KiB that another stream makes waits for all of
-them (38 ms behind 2 GiB; H200, 2026-11-23). And there are such copies: FSDP2 sends a table of sizes to the device for
-each gather and each scatter, a dropless MoE reads how many tokens each expert has, a loop reads its loss. So what is
-copied goes to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives the
-engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9; 8 MiB:
-0.05 ms, 53.1). Two streams that do not wait for each other change nothing, nor do smaller copies on one, nor does one
-stream that waits for an event of another one which has nothing to copy.
+A GPU has one engine for copies to the host and one for those from the host. An engine finishes all copies that one
+stream has queued before it turns to another stream, however small the other's copies are. A copy of 4 KiB on another
+stream waited 38 ms for 2 GiB (H200, 2026-11-23). Such small copies are common. FSDP2 sends a table of sizes to the
+device for each gather and each scatter. A dropless MoE reads how many tokens each expert has. A loop reads its loss.
 
-Beside a training step turns cost more than that: see [Note: Host pace] for who takes them.
+So copies go to two streams in turn, ``BURST_BYTES`` to each, and each waits for the other: a stream that waits gives
+the engine away. A small copy then waits for 0.05 ms, and the link carries 54.4 GB/s of 55.3 (32 MiB: 0.35 ms, 54.9; 8
+MiB: 0.05 ms, 53.1). Two streams that do not wait for each other change nothing. Nor do smaller copies on one stream,
+nor does one stream that waits for an event of another one which has nothing to copy.
+
+During a training step, turns cost more than that: see [Note: Host pace] for who takes them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ BURST_BYTES = 16 << 20
 
 
 class GivingWay:
-    """Two streams that take turns. To all others there is one, ``stream``: what it was told to wait for before a copy,
-    the copy waits for, and what is put on it behind a copy comes behind the copy.
+    """Two streams that take turns, and look like one, ``stream``.
+
+    A copy waits for whatever ``stream`` was told to wait for before. Work that is put on ``stream`` after a copy runs
+    after the copy.
 
     Attributes:
-        both: for whoever wants all copies to be finished, also those of a thread that is just making some.
+        both: for callers who want all copies to be finished, also those that another thread is just making.
     """
 
     def __init__(self, device: torch.device) -> None:

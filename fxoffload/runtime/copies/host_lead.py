@@ -1,18 +1,18 @@
 """How far the host is ahead of the device: a forward call may wait until the device has begun the one before it.
 
 [Note: Streams that wait]
-FSDP2 gathers and reduces on streams of its own. As long as the host is ahead of the device these wait for the compute
-stream, and while two or more streams of a process wait, the GPU reads over the link without end: NVML counted 5 GB/s
-for each of them but the first, and nothing with one. Copies to the host beside that reach 49 GB/s of 55 (fxoffload's
-reloads 50; H200, torch 2.11, ``benchmarks/results/2026-11-23-h200-waiting-streams-ablation.json``). It makes no
-difference what priority the streams have, whether the gathers and scatters move anything, or that the copies' own
-stream waits for nothing; nor does power, which was at its limit with and without.
+FSDP2 gathers and reduces on streams of its own. As long as the host is ahead of the device, these wait for the compute
+stream. While two or more streams of a process wait, the GPU reads over the link without end: NVML counted 5 GB/s for
+each of them but the first, and nothing with one. Copies to the host then reach 49 GB/s of 55 (fxoffload's reloads 50;
+H200, torch 2.11, ``benchmarks/results/2026-11-23-h200-waiting-streams-ablation.json``). The priority of the streams
+makes no difference. Nor does it matter whether the gathers and scatters move anything, or whether the copies' own
+stream waits for nothing. Power is no cause: it was at its limit with and without.
 
-With the host at most one layer ahead, copies beside forwards carried 54.9 GB/s. So calls whose copies need all of the
+With the host at most one layer ahead, copies during forwards carried 54.9 GB/s. So calls whose copies need all of the
 link are *paced* (``Choice.paced``, ``fxoffload.planner.pacing``): each begins when the device has begun the paced call
-before it. The gather for it is launched already then, as early as FSDP2 would let it run: that waits for the
-beginning of the call before the one before. The host has the time of a call to launch the next one, and the last
-forward is followed by no wait. A host that is slower than the device finds the event done, and waits for nothing.
+before it. Its gather has been launched by then, as early as FSDP2 would let it run: that waits for the beginning of the
+call before the one before. The host has the time of a call to launch the next one, and no wait follows the last
+forward. A host that is slower than the device finds the event done, and waits for nothing.
 
 Backwards are not paced: their copies have twice the time, for which 50 GB/s are enough.
 """
@@ -28,12 +28,12 @@ from fxoffload.counters import counters
 log = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 1e-4
-# Whatever the device waits for itself (a rank that is late, or that waits for something that this host has yet to
-# launch): the host goes on, and waits for nothing until the device has caught up.
+# The device may itself wait: for a rank that is late, or for work that this host has yet to launch. After this time the
+# host goes on, and does not wait until the device has caught up.
 _LONGEST_S = 1.0
 # Where the rest of the step before stands in the queue: its backward, and the optimizer.
 _LONGEST_BEHIND_STEP_S = 10.0
-# A program in which that happens again and again is not paced any more. So many waits that end well make up for it.
+# A program that stalls this often is no longer paced. This many waits that end well make up for the stalls.
 _MOST_STALLS = 5
 _FORGIVEN_AFTER = 500
 
@@ -55,8 +55,8 @@ class HostLead:
         self._num_good = 0
 
     def wait_for(self, begun: Event, *, behind_step: bool = False) -> None:
-        """Return when the device has passed ``begun``, or after a while. ``behind_step``: it may have a backward to
-        pass before."""
+        """Return when the device has passed ``begun``, or after a while. ``behind_step``: the rest of the step before,
+        its backward say, may come first."""
         if self._num_stalls >= _MOST_STALLS or not self._caught_up():
             return
         longest_s = _LONGEST_BEHIND_STEP_S if behind_step else _LONGEST_S

@@ -1,21 +1,21 @@
 """The copy streams of one device, and the null object that stands for them on a CPU.
 
 [Note: Copies and fences]
-Five orderings make copies safe without ``record_stream``; each is a ``Wait`` below, and the GPU tests take them out one
-at a time to see the numbers go wrong:
+Five orderings make copies safe without ``record_stream``. Each is a ``Wait`` below. The GPU tests take them out one at
+a time to see the numbers go wrong.
 
-SOURCE_READY        the offload stream waits for the compute stream before it reads a source
-SOURCE_DONE         the compute stream waits for the copy before the reference to its source is dropped: the caching
-                    allocator may then hand the block to the next op of the compute stream
-TARGET_FREE         the reload stream waits for the compute stream before it writes a target that was allocated there
-TARGET_READY        the compute stream waits for the reload before it reads the target
-HOST_READ           the offload stream waits for the last reload out of a host block before it writes the block again
-                    (two compute streams may use the same blocks one after the other)
+SOURCE_READY        The offload stream waits for the compute stream before it reads a source.
+SOURCE_DONE         The compute stream waits for the copy before the reference to its source is dropped. The caching
+                    allocator may then hand the block to the next op of the compute stream.
+TARGET_FREE         The reload stream waits for the compute stream before it writes a target that was allocated there.
+TARGET_READY        The compute stream waits for the reload before it reads the target.
+HOST_READ           The offload stream waits for the last reload out of a host block before it overwrites the block.
+                    Two compute streams may use the same blocks one after the other.
 
-That a reload reads its host block only after the copy that wrote it needs no wait of its own: the source of that copy
-is either still held, then it is taken back and nothing is reloaded, or the compute stream has waited for the copy (at
-its release, or for a graph input before the forward returned; SOURCE_DONE), and the reload stream waits for the compute
-stream (TARGET_FREE). Groups of another compute stream are never prefetched.
+A reload reads its host block only after the copy that wrote it. That needs no wait of its own. If the source of that
+copy is still held, it is taken back and nothing is reloaded. Else the compute stream has waited for the copy
+(SOURCE_DONE): at its release, or for a graph input before the forward returned. And the reload stream waits for the
+compute stream (TARGET_FREE). Groups of another compute stream are never prefetched.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CopyStreams(Protocol):
         ...
 
     def offload(self, pieces: Iterable[tuple[Tensor, Tensor]], *, gives_way: bool = True) -> object:
-        """Starts copies to the host, (target, source), and returns the event behind them. ``gives_way``: to small
+        """Starts copies to the host, (target, source), and returns the event after them. ``gives_way``: to small
         copies of others."""
         ...
 
@@ -78,7 +78,7 @@ class CopyStreams(Protocol):
         ...
 
     def host_waits(self) -> bool:
-        """Whether the host reads from the device between offloads, and so waits for whatever is copied before that."""
+        """Whether the host reads from the device between offloads, and so waits for all copies queued before that."""
         ...
 
     def pace(self) -> None:
@@ -87,8 +87,8 @@ class CopyStreams(Protocol):
         ...
 
     def go_back(self) -> None:
-        """After copies that an exception broke off: this thread is on its own stream again, and what is done next on a
-        copy stream comes behind them."""
+        """After an exception broke off copies: put this thread on its own stream, and let later work on a copy stream
+        run after them."""
         ...
 
     def exposed_ms(self) -> float: ...
@@ -106,16 +106,16 @@ class HostCopies:
         return None
 
     def offload_waits_for_compute(self) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def offload_waits_for(self, event: object, wait: Wait) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def reload_waits_for_compute(self) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def compute_waits_for(self, event: object, wait: Wait, stream: Any = None) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def offloading(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -151,8 +151,7 @@ class HostCopies:
 
 
 class _OnStream:
-    """In this block a copy stream is the current one: what torch.cuda.stream() does, with less host time, for this runs
-    for every segment.
+    """Makes a copy stream the current one, as torch.cuda.stream() does, with less host time: it runs for every segment.
 
     Args:
         stream: the copy stream.
@@ -172,7 +171,7 @@ class _OnStream:
         self.go_back()
 
     def go_back(self) -> None:
-        """The stream and the device are what they were."""
+        """Restore the stream and the device."""
         torch.cuda.set_stream(self._before)
         if self._device != self._index:
             torch.cuda.set_device(self._device)
@@ -214,21 +213,21 @@ class CudaCopies:
         self._host_lead = HostLead()
         self._begun: torch.cuda.Event | None = None  # where the latest paced call begins
         self._num_paced = 0  # calls since the latest backward
-        self._launched: torch.cuda.Event | None = None  # behind what compute had when something was offloaded last
+        self._launched: torch.cuda.Event | None = None  # after the compute stream's work at the last offload
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._exposed_ms = 0.0
-        self._lock = ForkSafeRLock()  # to count what is pending
+        self._lock = ForkSafeRLock()  # to count pending waits
         self._torn = False
         self._left: dict[int, _OnStream] = {}  # by thread: the block in which it is on a copy stream
 
     @property
     def offload_stream(self) -> torch.cuda.Stream:
-        """Behind everything that was offloaded so far."""
+        """Work put on it runs after everything that was offloaded so far."""
         return self._down.stream
 
     @property
     def reload_stream(self) -> torch.cuda.Stream:
-        """Behind everything that was reloaded so far."""
+        """Work put on it runs after everything that was reloaded so far."""
         return self._up.stream
 
     def compute_stream(self) -> torch.cuda.Stream:
@@ -254,7 +253,7 @@ class CudaCopies:
             self.offload_stream.wait_event(event)  # type: ignore[arg-type]
 
     def reload_waits_for_compute(self) -> None:
-        self._launched = None  # what a forward finds done behind a backward says nothing of forwards
+        self._launched = None  # whether it is done after a backward says nothing of forwards
         self._num_paced = 0
         if self.left_out is not Wait.TARGET_FREE:
             self.reload_stream.wait_stream(self.compute_stream())
@@ -306,7 +305,7 @@ class CudaCopies:
             _wait_for(self._host_lead, before, self._num_paced == 2)
 
     def exposed_ms(self) -> float:
-        """Milliseconds that the compute stream stood still for copies. Waits for what is still running."""
+        """Milliseconds that the compute stream stood still for copies. Waits for copies that still run."""
         self._fold(wait_for_them=True)
         return self._exposed_ms
 

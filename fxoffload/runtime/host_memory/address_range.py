@@ -1,4 +1,4 @@
-"""One range of host addresses, without memory behind it until it is touched."""
+"""One range of host addresses, which has no memory until it is touched."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class HostRange:
     """Addresses that start at a huge page, and their bytes as a tensor.
 
     The mapping goes with the last reference to ``bytes`` or a view of them: closing it earlier would pull the memory
-    from under a view that somebody holds. A forked child does not have the range at all (MADV_DONTFORK): a child would
-    copy pages that the device writes to. It has the bytes of a ``tensor`` that is alive when it is forked.
+    from under a live view. A forked child does not have the range at all (MADV_DONTFORK): a child would copy pages that
+    the device writes to. It has the bytes of a ``tensor`` that is alive when it is forked.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class HostRange:
         return found
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Return the memory behind some whole pages to the operating system; the addresses stay."""
+        """Return the memory of some whole pages to the operating system; the addresses stay."""
         # madvise() keeps the GIL: a piece at a time, so that no other thread waits for all of it.
         for at in range(start, start + nbytes, _PIECE):
             try:
@@ -110,7 +110,7 @@ def _advise_parts(advice: str) -> None:
 
 def _after_fork_in_child() -> None:
     # The child has a hole there, in which its own mappings will come to lie: unmapping the range would unmap those. A
-    # reference that nobody gives back keeps the object from ever doing it.
+    # reference that is never given back keeps the object from ever doing it.
     for held in _MAPS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 

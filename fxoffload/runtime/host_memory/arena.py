@@ -1,43 +1,44 @@
 """Host memory for offloaded values: exact-size blocks from one growing, pinned range of addresses.
 
 [Note: Host arena]
-The arena reserves addresses once, without memory behind them, and backs them from the bottom up, one chunk at a time:
-fault the pages in, then register them with CUDA. A block may lie across two chunks, so nothing is lost at chunk ends; a
-copy across a chunk border is split in two, because one copy may not touch two registrations. Alternatives that were
-rejected: PyTorch's caching host allocator rounds every block up to a power of two (up to twice the memory), and fixed
-slabs lose their ends. Threads in the background do the pinning while the model compiles (see [Note: Chunk threads] in
-``fxoffload.runtime.host_memory.chunk_threads``); a step waits only for what is not ready yet, and never again
-afterwards, unless memory was trimmed. What the arena has or is about to have is booked, so that other processes do not
-count on it (``fxoffload.runtime.host_memory.ledger``).
+The arena reserves addresses once, without memory, and backs them from the bottom up, one chunk at a time: fault the
+pages in, then register them with CUDA. A block may lie across two chunks, so nothing is lost at chunk ends. A copy
+across a chunk border is split in two, because one copy may not touch two registrations.
+
+Rejected: PyTorch's caching host allocator, which rounds every block up to a power of two (up to twice the memory), and
+fixed slabs, which lose their ends. Background threads do the pinning while the model compiles (see
+[Note: Chunk threads] in ``fxoffload.runtime.host_memory.chunk_threads``). A step waits only for memory that is not
+ready yet, and never later, unless memory was trimmed. The arena books the memory that it has or is about to have, so
+that other processes do not count on it (``fxoffload.runtime.host_memory.ledger``).
 
 [Note: Trim]
-``trim`` gives chunks at the end of the range back while steps go on. All of them are taken out of the free list at
-once, so that no block comes to lie in them any more, and no copy that touches them can be started after that. Then it
-waits for the copies that were: of those out of a block its fence would tell, of those into one nothing does. Only then
-one chunk after the other, the last one first, is unregistered and loses its memory, without the lock. Who wants to grow
-meanwhile waits for the one chunk that is in hand, and has all others again: the trim is over. Addresses that were given
-back are backed and registered anew like any others.
+``trim`` gives chunks at the end of the range back while steps go on. It takes all of them out of the free list at once,
+so no new block lies in them, and no new copy touches them. Then it waits for copies that were started before. A block's
+fence would tell of those out of it, but nothing tells of those into it. Only then it unregisters the chunks and gives
+their memory back, one at a time, the last one first, without the lock. If the arena has to grow meanwhile, the trim is
+over: the grower waits for the one chunk that is in hand, and has all others back. Addresses that were given back are
+backed and registered anew like any others.
 
 [Note: Arena and fork]
-A forked child has no part of the range. Its arena is empty and may be used anew; blocks from before the fork are
+A forked child has no part of the range. Its arena is empty and may be used anew. Blocks from before the fork are
 refused, and freeing them does nothing. The events that were its parent's are not destroyed there
 (``fxoffload.runtime.forked``): the arena holds them, those of the copies into its blocks too.
 
 [Note: Who owns a block]
-Whoever refers to it: a block that nobody refers to returns by itself, and ``free`` returns one early. So none is lost
-where an exception comes between ``allocate`` and whoever was to have the block. The leases say what is lent; what is
-free is all the rest, and can be found again from that ([Note: Asynchronous exceptions]).
+References own a block: one without references returns by itself, and ``free`` returns one early. So none is lost where
+an exception comes between ``allocate`` and the code that was to have the block. The leases are the record of blocks in
+use; all the rest is free, and can be found from that ([Note: Asynchronous exceptions]).
 
 [Note: Block fences]
-Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last host-to-
-device copy out of it; the next device-to-host copy into it waits for that event on its stream. Copies of one direction
-come in order, as on one stream, so of several events the youngest stands for all.
+Freeing a block says nothing about copies that still read it. A freed range remembers the event of the last copy out of
+it to the device. The next copy into it from the device waits for that event on its stream. Copies of one direction come
+in order, as on one stream, so of several events the youngest stands for all.
 
 [Note: Tensors of a block]
 ``tensor`` gives users a block's bytes as a tensor. They may keep it, and views and NumPy arrays of it, for as long as
 they like. A block whose storage is alive is not written again, and a freed one is not taken again. The memory of a
 released arena goes with the last of them. Copies to a device that users have started may outlive the storage, on any
-stream, so the host waits for all devices once before the block is written. torch copies a tensor in one call. So a
+stream. So the host waits for all devices once before the block is written. PyTorch copies a tensor in one call. So a
 block across several registrations is registered anew as one (2 GiB in huge pages: 0.1 s; H200, 2026-11-26).
 """
 
@@ -95,7 +96,7 @@ class HostBlock:
 
     Attributes:
         span: where it lies.
-        home: tells the arena that it is a range of, as that was made or as a fork left it.
+        home: identifies its arena, as that was made or as a fork left it.
     """
 
     __slots__ = ("__weakref__", "home", "span")
@@ -136,7 +137,7 @@ class _Busy:
 
 
 _BUSY = _Busy()
-_PATIENCE_S = 1.0  # after which one that waits looks again, whether or not it was told of a change
+_PATIENCE_S = 1.0  # after which a waiter looks anyway, whether or not it was told of a change
 
 
 class HostArena:
@@ -146,8 +147,8 @@ class HostArena:
         pinner: registers chunks with the device driver.
         capacity_bytes: addresses to reserve; no memory is used for them until the arena grows.
         exact: grow by pages, not by huge pages: as much memory as was asked for and no more.
-        chunk_bytes: what one thread registers at a time, and so the largest piece; None for ``MAX_CHUNK_BYTES``.
-        warn: say so where memory that was asked for cannot be had. Else ``refusal`` is all that tells.
+        chunk_bytes: bytes that one thread registers at a time, and so the largest piece; None for ``MAX_CHUNK_BYTES``.
+        warn: log a warning where memory that was asked for cannot be had. Else only ``refusal`` tells.
         booking: None for one in the ledger that all processes share.
 
     Attributes:
@@ -185,12 +186,12 @@ class HostArena:
         self._torn = False
         self._changes = Changes()
         self._threads = ChunkThreads(self._changes)
-        self._leases: dict[int, _Lease] = {}  # by their start: the source of truth of what is lent
+        self._leases: dict[int, _Lease] = {}  # by their start: the source of truth of blocks in use
         self._dead: deque[_Lease] = deque()  # may have returned
         self._bury = self._dead.append  # in C: no exception comes in between
         self._in_use = 0
-        self._given_up: HostRange | None = None  # of a release that is under way: the driver knows it still
-        self._cutting: tuple[int, int, int] | None = None  # the chunk that a trim has in hand: thread, start, end
+        self._given_up: HostRange | None = None  # of a release that is under way: the driver still knows it.
+        self._cutting: tuple[int, int, int] | None = None  # The chunk that a trim has in hand: thread, start, end.
         self._trimmer = 0  # the thread that has begun the latest trim
         self._joining: tuple[HostRange, int, int] | None = None  # chunks that become one registration: start, end
         self._warned_failed = False
@@ -201,7 +202,7 @@ class HostArena:
         """No chunk is ready."""
         self._borders: list[int] = [0]  # chunk borders; the last one is the number of bytes that are ready
         self._free = FreeList()
-        self._cut: Span | None = None  # what a trim has taken out of the free list and not given back yet
+        self._cut: Span | None = None  # the chunks that a trim has taken out of the free list and not given back yet
         self._in_tensors: dict[int, Span] = {}  # by their start: freed, but users have tensors of them
         self._highest = 0  # see ``highest_bytes``
         self._failed: BaseException | None = None
@@ -215,7 +216,7 @@ class HostArena:
         return work()
 
     def _mend(self) -> None:
-        """The leases say what is lent, the borders what is ready. What a trim or a release has begun is ended."""
+        """The leases list blocks in use, the borders ready memory. A trim or a release that has begun is ended."""
         if self._joining is not None:
             self._end_joining(*self._joining)
         if self._given_up is not None:
@@ -320,7 +321,7 @@ class HostArena:
             changed.wait(min(left, _PATIENCE_S))
 
     def _until_not_busy(self, attempt: Callable[[], _Found | _Busy]) -> _Found:
-        """What is waited for is waited for without the lock."""
+        """Repeat ``attempt`` until it is not busy. It waits without the lock."""
         while True:
             changed = self._changes.next
             found = attempt()
@@ -330,7 +331,7 @@ class HostArena:
 
     @transaction
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
-        """A block of ``nbytes`` bytes out of what is ready now; None where there is none."""
+        """A block of ``nbytes`` bytes out of memory that is ready now; None where there is none."""
         self._collect()
         return self._take(block_bytes(nbytes))
 
@@ -358,7 +359,7 @@ class HostArena:
         if block is None and self._is_trimming:
             if not self._end_trim():
                 return _BUSY
-            block = self._take(size)  # what it had taken out is there again
+            block = self._take(size)  # the chunks that the trim had taken out are back
         if block is None and self._grow_for(size, limit_bytes):
             return _BUSY
         return block
@@ -466,14 +467,14 @@ class HostArena:
             self._forget_memory()
         _unregister_all(self._pinner, self._registered)
         self._booking.release()
-        self._given_up = None  # unmapped with the last view that somebody holds
+        self._given_up = None  # unmapped with the last view of it
 
     def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None]) -> int:
         """Give back the free chunks at the end of the range that lie above ``keep_bytes``; see [Note: Trim]. Returns
         the bytes given back; nothing is while the arena grows, and no more once it has to.
 
         Args:
-            keep_bytes: what stays, counted from the start of the range.
+            keep_bytes: bytes that stay, counted from the start of the range.
             wait_for_copies: returns when all copies that were started before are done.
         """
         try:
@@ -537,7 +538,7 @@ class HostArena:
 
     @transaction
     def _cut_tail(self, keep_bytes: int) -> Span | None:
-        """Take what ``trim`` may give back out of the free list; None where there is nothing, or no time for it."""
+        """Take the memory that ``trim`` may give back out of the free list; None where there is none, or no time."""
         self._collect()
         if self._is_trimming or self.is_growing:
             return None
@@ -595,7 +596,7 @@ class HostArena:
         self._changes.notify()
 
     def _end_cutting_for_good(self, start: int, end: int) -> None:
-        """Whoever had the chunk in hand was interrupted, before or after the driver let go of it."""
+        """The thread that had the chunk in hand was interrupted, before or after the driver let go of it."""
         if self._borders[-1] == end:
             self._borders.pop()
         if self._cut is not None:
@@ -619,8 +620,8 @@ class HostArena:
         self._changes.notify()
 
     def _end_trim(self) -> bool:
-        """What was not given back is free again. Returns whether the trim is over: no chunk is in another thread's
-        hand."""
+        """Put chunks that were not given back into the free list. Returns whether the trim is over: no chunk is in
+        another thread's hand."""
         cut, self._cut = self._cut, None
         if cut is not None:
             self._free.insert(cut)
@@ -643,7 +644,7 @@ class HostArena:
         return False
 
     def _grow_to(self, nbytes: int, limit_bytes: int, *, whole: bool) -> bool:
-        """Have the threads grow to ``nbytes`` within the limit and what can be booked; ``whole``: or not at all. No
+        """Have the threads grow to ``nbytes`` within the limit and the room for bookings; ``whole``: or not at all. No
         trim is under way."""
         # The last chunk under a limit may end between two huge pages, but not between two pages.
         granule = mmap.PAGESIZE if self._exact else _PAGE
@@ -654,7 +655,7 @@ class HostArena:
         if not whole:
             wanted = _whole_pages(self._booking.grow_within(wanted))
         elif not self._booking.grow_to(wanted):
-            # Another process has booked the rest of the machine. A whole huge page more may be what is too much.
+            # Another process has booked the rest of the machine. A whole huge page more may be too much.
             wanted = _round_up(nbytes, mmap.PAGESIZE)
             if not self._booking.grow_to(wanted):
                 return False
@@ -664,7 +665,7 @@ class HostArena:
         return True
 
     def back(self, start: int, end: int) -> None:
-        """Put memory behind a chunk and register it. Called by the threads."""
+        """Back a chunk with memory and register it. Called by the threads."""
         address = self._open().address + start
         began = time.perf_counter()
         if self._pinner.pinned:
@@ -673,7 +674,7 @@ class HostArena:
         log.debug("pinned %d MiB at %.1f GB/s", end - start >> 20, (end - start) / 1e9 / (time.perf_counter() - began))
 
     def undo(self, start: int, end: int, *, is_backed: bool) -> None:
-        """Take a chunk's memory away again. Called by the threads."""
+        """Take the memory of a chunk back. Called by the threads."""
         if self._range is None:
             return
         try:
@@ -745,7 +746,7 @@ def _drop(pinner: Pinner, registered: list[int], booking: Booking, owner: int) -
 
 
 def _unregister_all(pinner: Pinner, registered: list[int]) -> None:
-    """What the driver does not let go goes with the process."""
+    """Registrations that the driver keeps go with the process."""
     while registered:
         try:
             pinner.unregister(registered[-1])
@@ -767,7 +768,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def block_bytes(nbytes: int) -> int:
-    """What a block of ``nbytes`` bytes takes of an arena."""
+    """The bytes of an arena that a block of ``nbytes`` bytes takes."""
     return _round_up(max(nbytes, 1), ALIGNMENT)
 
 

@@ -13,7 +13,7 @@ _OWN = Path("/proc/self/cgroup")
 @dataclass(frozen=True, slots=True)
 class Group:
     """A group with a limit. ``path``: below the hierarchy's root, "/" for the root itself. ``used_bytes``: without the
-    file pages that the kernel gives back before it kills anybody."""
+    file pages that the kernel gives back before it kills a process."""
 
     path: str
     limit_bytes: int
@@ -50,8 +50,8 @@ _HIERARCHIES = (
 def limited_groups() -> tuple[str, list[Group]]:
     """The path of this process' own group, and those of that group and its parents that have a limit.
 
-    Inside a container the own path is often "/", or a path of the host that is not to be seen here: the root, which is
-    the container's group, is looked at in every case.
+    Inside a container the own path is often "/", or a path of the host that cannot be seen here. So the root, which is
+    the container's group, is read in every case.
     """
     for hierarchy in _HIERARCHIES:
         own = _own_path(hierarchy)

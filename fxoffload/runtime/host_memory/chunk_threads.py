@@ -1,12 +1,14 @@
-"""Several threads that put memory behind a range, chunk by chunk, published in order.
+"""Several threads that back a range with memory, chunk by chunk, published in order.
 
 [Note: Chunk threads]
-The driver registers chunks of several threads at once and faults pages in with one: so each thread touches its chunk
-and then registers it. On an H200 machine with 16 cores: 28.8 GB/s with 16 threads, 20.4 with 8, 5.2 with one (1.1 where
-the virtual machine's pages are fresh); 4.0 where the driver faults, however many threads there are
-(benchmarks/results/2026-11-22-h200-pinning.json). A chunk that is done before those in front of it waits to be
-published, so that the bytes which are ready are always one range from the start. After a failure no thread takes
-another chunk; when all have ended, what lies behind the first gap is given back.
+The driver registers chunks of several threads at once, but faults pages in with one thread. So each thread touches its
+chunk and then registers it. On an H200 machine with 16 cores: 28.8 GB/s with 16 threads, 20.4 with 8, 5.2 with one. One
+thread has 1.1 where the virtual machine's pages are fresh. Where the driver faults, any number of threads has 4.0
+(benchmarks/results/2026-11-22-h200-pinning.json).
+
+A chunk that is done before those in front of it waits to be published, so that the ready bytes are always one range
+from the start. After a failure no thread takes another chunk. When all have ended, memory after the first gap is given
+back.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MAX_THREADS = 16
 
 
 class ChunkOwner(Protocol):
-    """What the threads do with a chunk.
+    """The operations of the threads on a chunk.
 
     ``back`` is called by several threads and without the lock. ``publish`` (in order; once more where it was
     interrupted) and ``settle`` (all threads have ended, and the first error) are called in a transaction of the owner,
@@ -51,8 +53,8 @@ class ChunkThreads:
         self._changes = changes
         self.ready = 0  # published up to here
         self.target = 0  # asked for up to here
-        self._claimed = 0  # taken by a thread up to here
-        self._ahead: dict[int, int] = {}  # start to end of what is done and not published
+        self._claimed = 0  # taken by a thread up to here.
+        self._ahead: dict[int, int] = {}  # `start -> end` of chunks that are done and not published
         self._threads: list[threading.Thread] = []  # that have not ended, as far as is known
         self._error: BaseException | None = None
         self._chunk_bytes = self._page = 1
@@ -111,7 +113,7 @@ class ChunkThreads:
             has_ended = owner.transact(lambda: self._end(owner))
 
     def _begin(self) -> None:
-        """Whoever has started this thread may have been interrupted before it was noted."""
+        """The thread that has started this one may have been interrupted before it was noted."""
         if threading.current_thread() not in self._threads:
             self._threads.append(threading.current_thread())
 
@@ -143,7 +145,7 @@ class ChunkThreads:
         self._changes.notify()
 
     def _end(self, owner: ChunkOwner) -> bool:
-        """The last thread gives back what cannot be published and tells how it went. False where more was asked for
+        """The last thread gives back chunks that cannot be published, and settles. False where more was asked for
         since this one found nothing left: it counted as one that would do it."""
         if not self._is_over():
             return False

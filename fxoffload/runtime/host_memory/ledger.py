@@ -1,15 +1,17 @@
-"""Who has booked how much of this machine's memory, so that two processes do not count on the same bytes.
+"""Bookings of this machine's memory, so that two processes do not count on the same bytes.
 
 [Note: Ledger]
-Each process has one file in a folder of its user, named by its number and its start time: what is left of a process
-that died is told from a process that was given the same number, ignored and removed. A file says what is booked, how
-much of that has memory behind it, and the process' control group. Bookings change under one lock over the folder. A
-growth is allowed where, for the machine and for each control group with a limit, all live bookings together stay within
-a share of the limit, and what is used already, what is booked but not yet backed, and the growth fit below it. Where no
-folder can be written there is no ledger, and the limits hold for each process by itself.
+Each process has one file in a folder of its user, named by its process number and its start time. So the file of a
+process that died is not taken for that of a later one with the same number; it is ignored and removed. A file has three
+entries: the bytes booked, how many of them are backed by memory, and the process' control group.
 
-Bookings change in transactions ([Note: Asynchronous exceptions]): the file repeats what they say. A finalizer that
-gives memory back in the middle of one only notes it, and it is done at the end of that.
+Bookings change under one lock over the folder. A growth has to fit in the machine and in each control group with a
+limit. There, all live bookings together must stay within a share of the limit. And the memory in use, bookings that are
+not yet backed, and the growth must stay below it. Where no folder can be written there is no ledger, and the limits
+hold for each process by itself.
+
+Bookings change in transactions ([Note: Asynchronous exceptions]): the file repeats them. A finalizer that gives memory
+back in the middle of one only notes it; the memory is given back at the end of that transaction.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from fxoffload.runtime.weak_bag import WeakBag
 
 log = logging.getLogger(__name__)
 
-# What is used may come this near to a limit. Memory below it goes to what cannot be foreseen.
+# Memory in use may come this near to a limit. The rest is for needs that cannot be foreseen.
 _FULL = 0.95
 _LOCK_S = 2.0
 
@@ -57,15 +59,15 @@ class Booking:
         return nbytes <= self.nbytes or self._ledger.grow(self, nbytes, nbytes) >= nbytes
 
     def grow_within(self, nbytes: int) -> int:
-        """Book as much of ``nbytes`` as there is room for. Returns what is booked in all."""
+        """Book as much of ``nbytes`` as there is room for. Returns all booked bytes."""
         return self.nbytes if nbytes <= self.nbytes else self._ledger.grow(self, nbytes, 0)
 
     def backed(self, nbytes: int) -> None:
-        """Say that ``nbytes`` have memory behind them by now: they are part of what the machine says is used."""
+        """Say that ``nbytes`` are backed by memory now: the machine counts them as used."""
         self._ledger.note_backed(self, nbytes)
 
     def shrink_to(self, nbytes: int) -> None:
-        """Give back what is booked beyond ``nbytes``."""
+        """Give back bookings beyond ``nbytes``."""
         self._ledger.shrink(self, nbytes)
 
     def release(self) -> None:
@@ -93,7 +95,7 @@ class Ledger:
         self._shrinking: deque[tuple[Booking, int]] = deque()
 
     def _mend(self) -> None:
-        """The bookings say what is booked."""
+        """The bookings are the source of truth."""
         self._unlock_folder()
         self._do_shrinking()
         self._write()
@@ -114,7 +116,7 @@ class Ledger:
 
     @transaction
     def _grow(self, booking: Booking, nbytes: int, at_least: int) -> int:
-        self._do_shrinking()  # what was given back before this growth must not be taken off it afterwards
+        self._do_shrinking()  # bytes given back before this growth must not be taken off it afterwards
         self._lock_folder()
         others = self._others()
         self._group, limits = host_limits.memory_limits()
@@ -147,12 +149,12 @@ class Ledger:
         self._shrink_if_idle()
 
     def _shrink_if_idle(self) -> None:
-        """Whoever is in a transaction does it when that is over: maybe this thread, which a finalizer interrupts."""
+        """A thread in a transaction does it when that is over: maybe this thread, which a finalizer interrupts."""
         while self._shrinking and not self._torn:
             self._do_shrinking()
 
     def booked_bytes(self) -> int:
-        """What all live processes have booked."""
+        """Bytes that all live processes have booked."""
         booked = self._count()
         self._shrink_if_idle()
         return booked
@@ -180,7 +182,7 @@ class Ledger:
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def _room(self, others: Sequence[ledger_files.Entry], limits: Sequence[Group], share: float) -> tuple[int, str]:
-        """How many more bytes may be booked, and what keeps it from being more."""
+        """How many more bytes may be booked, and why not more."""
         tightest: tuple[int, str] | None = None
         for group in limits:
             name = f"control group {group.path}" if group.path else "machine"
@@ -243,7 +245,7 @@ class Ledger:
         self._opened = True
 
     def _others(self) -> list[ledger_files.Entry]:
-        """What other live processes have booked; the files of dead ones are removed."""
+        """Bookings of other live processes; the files of dead ones are removed."""
         if self._folder is None:
             return []
         found = []

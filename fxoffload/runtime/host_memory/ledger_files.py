@@ -1,4 +1,4 @@
-"""The files of the ledger: what one process has booked, and whether it still runs."""
+"""The files of the ledger: the bookings of one process, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -90,4 +90,4 @@ def is_alive(number: int, start_ms: int) -> bool:
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
-        return True  # of somebody who does not let us look
+        return True  # it belongs to a user whose processes we may not read

@@ -18,8 +18,8 @@ PAGEABLE_SHARE = 0.95
 
 
 def processes_on_this_machine() -> int:
-    """Ranks on this machine, which share its memory: what torchrun (or a launcher with its conventions) says, else as
-    many of the process group as there are GPUs to see."""
+    """Ranks on this machine, which share its memory: the number from torchrun (or a launcher with its conventions),
+    else as many of the process group as there are GPUs to see."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     if count.isdigit() and int(count) > 0:
         return int(count)
@@ -39,7 +39,7 @@ def default_host_budget_bytes() -> int:
 
 
 def memory_limits() -> tuple[str, list[Group]]:
-    """The path of this process' control group, and all that bounds its memory: its groups, then the machine itself
+    """The path of this process' control group, and all limits of its memory: its groups, then the machine itself
     (with an empty path, under which every process counts)."""
     path, groups = limited_groups()
     memory = psutil.virtual_memory()

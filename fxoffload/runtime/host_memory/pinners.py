@@ -1,4 +1,4 @@
-"""What makes a chunk of host memory fit for copies."""
+"""Pinners, which make a chunk of host memory fit for copies."""
 
 from __future__ import annotations
 

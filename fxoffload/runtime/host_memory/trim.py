@@ -1,19 +1,19 @@
 """Gives host memory back that only the steps before a plan over several graphs needed.
 
 [Note: When host memory is trimmed]
-Until a chain of calls has its plan, its steps offload all that may move; the plan then needs less, and what is pinned
-beyond that would stay pinned. When a plan has settled and a few whole steps in a row did what plans say, everything
-above the highest block of those steps goes. That is done once for each plan, and never below what another plan that is
-still there was seen to need, nor below what was pinned for graphs that are in no such plan (a model that is one graph):
-where steps of an actor and of a critic take turns, memory does not come and go with them.
-What is pinned again later (for a longer evaluation, say) stays. Where sizes vary from call to call nothing goes: the
-next batch may be the longest one again.
+Until a chain of calls has its plan, its steps offload everything that may move. The plan then needs less, and the rest
+of the pinned memory would stay pinned. When a plan has settled, and a few whole steps in a row did as plans say,
+everything above the highest block of those steps goes.
 
-It is done between two steps, by the thread that begins the second one: the driver lets everything on the device end
-before it gives the first chunk up, whichever thread asks for it, and takes 2.1 ms for each of 128 MiB after that. A
-thread of its own, which rested between chunks, let 48 steps of 65 ms wait 2 ms each for 6 GiB; at once it is one step
-that waits 0.1 s (H200, 2026-11-22, a script that was not kept; ``benchmarks run pinning --variants give_back`` measures
-the like).
+That is done once for each plan. The need of every other plan that still exists stays, as it was seen. So does memory
+that was pinned for graphs that are in no such plan (a model that is one graph). So memory does not come and go where
+steps of an actor and of a critic take turns. Memory that is pinned later (for a longer evaluation, say) stays. Where
+sizes vary from call to call nothing goes: the next batch may be as long as the longest one.
+
+The thread that begins the second step trims, between two steps. The driver lets everything on the device end before it
+gives the first chunk up, whichever thread asks for it, and takes 2.1 ms for each of 128 MiB after that. Rejected: a
+thread of its own, which rested between chunks. It let 48 steps of 65 ms wait 2 ms each for 6 GiB. At once, one step
+waits 0.1 s (H200, 2026-11-22, a script that was not kept; see ``benchmarks run pinning --variants give_back``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-# So many whole steps in a row, behind one that did the same, show what a plan needs.
+# Whole steps in a row, after one that did the same, that show the need of a plan.
 STEADY_STEPS = 4
 
 
 class HostMemory(Protocol):
-    """What is trimmed; see ``CopyEngine``."""
+    """Memory that can be trimmed; see ``CopyEngine``."""
 
     def mark_host_memory(self) -> None:
         """Count the need from here on."""
@@ -45,7 +45,7 @@ class HostMemory(Protocol):
         ...
 
     def trim_host_memory(self, keep_bytes: int) -> int:
-        """Give back what is free above ``keep_bytes``. Returns bytes."""
+        """Give back free memory above ``keep_bytes``. Returns bytes."""
         ...
 
 
@@ -68,8 +68,9 @@ class HostTrim:
 
         Args:
             plan: that was followed.
-            may_shrink: whether what steps need stays as it is.
-            others_bytes: what graphs need that are in none of ``plans``. Both are asked only before memory would go.
+            may_shrink: whether the need of steps stays as it is.
+            others_bytes: bytes that graphs need that are in none of ``plans``. Both are asked only before memory would
+                go.
         """
         if plan in self._needs:
             return
@@ -82,12 +83,12 @@ class HostTrim:
             self._trim(max(*self._needs.values(), others_bytes()))
 
     def interrupted(self) -> None:
-        """A step was something else: what it needed does not count."""
+        """A step followed no plan: its need does not count."""
         self._steps.clear()
         self._is_marked = False
 
     def forget(self) -> None:
-        """What was compiled is gone, and all plans with it."""
+        """All compiled code is dropped, and all plans with it."""
         self.interrupted()
         self._needs.clear()
 

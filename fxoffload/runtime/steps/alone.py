@@ -1,8 +1,8 @@
 """Graphs with plans of their own that run in one step: each was planned as if it had the budget to itself.
 
-Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. When
-they are seen together, those that were cut are planned together from then on, like layers that are compiled each on its
-own. One that fits into the budget alone is plain Inductor's, and nothing of it can move: then somebody is told.
+Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. Once
+they are seen in one step, the graphs that were cut into segments are planned together, like layers that are compiled
+each on its own. A graph that fits into the budget alone is plain Inductor's. Nothing of it can move: a warning says so.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PlannedAlone:
         peak_bytes: of that plan.
         budget_bytes: that it was made for.
         join: lets the graph be part of a plan for the whole step; or why it cannot be.
-        is_done: whether it was asked to join, or somebody was told.
+        is_done: whether it was asked to join, or a warning said that it cannot.
         loop: judges its steps where it is plain Inductor's.
-        has_exceeded: whether somebody was told that they exceed the budget.
+        has_exceeded: whether a warning said that its steps exceed the budget.
     """
 
     peak_bytes: int
@@ -48,7 +48,7 @@ class PlannedAlone:
         self.loop = BudgetLoop(self.budget_bytes, num_skipped=1)
 
     def exceeded(self, peak_bytes: int) -> None:
-        """A step of it, alone, took so much. It cannot be corrected: somebody is told, once."""
+        """A step of this graph alone had this peak. Its plan cannot be corrected: warns, once."""
         if self.has_exceeded:
             return
         self.has_exceeded = True
@@ -62,7 +62,7 @@ class PlannedAlone:
         )
 
     def together(self) -> None:
-        """It runs in one step with others: it is planned with them, or somebody is told that it cannot be. Once."""
+        """The graph runs in one step with others: join their plan, or warn that it cannot. Once."""
         if self.is_done:
             return
         self.is_done = True
@@ -96,8 +96,8 @@ class PlainCalls:
 
 
 def plan_together(calls: Sequence[Site], plain: Sequence[PlannedAlone]) -> None:
-    """Forwards wait for their backwards at the same time. What was planned alone is planned together from now on,
-    unless the plans fit into the budget side by side.
+    """Have graphs planned together whose forwards wait for their backwards at the same time, unless their own plans
+    add up to no more than the budget.
 
     Args:
         calls: of graphs that were cut.
@@ -117,8 +117,7 @@ def plan_together(calls: Sequence[Site], plain: Sequence[PlannedAlone]) -> None:
 
 
 def saved_of_its_own(args: Sequence[Any], results: Sequence[Any], num_user_outputs: int) -> int | None:
-    """Position of a result that is saved and that nobody else has: no argument, and nothing that the user gets. None:
-    there is none."""
+    """Position of a saved result whose storage is neither an argument's nor a user output's; None: there is none."""
     others = (*args, *results[:num_user_outputs])
     given = {StorageRef(a).key for a in others if isinstance(a, Tensor)}
     for i, value in enumerate(results[num_user_outputs:], num_user_outputs):

@@ -1,8 +1,8 @@
 """Whether the steps of one plan meet their budget, step by step.
 
 Each step's peak is read (``fxoffload.runtime.clocks.step_peak``). Where the reads leave it open whether a step met the
-budget, the following ones are recorded, until one that allocates as much has told. What becomes of a plan that is
-exceeded is up to who made it.
+budget, the following ones are recorded, until one that allocates as much has told. The caller decides what to do
+with a plan that is exceeded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
-# So often in a row a plan that is exceeded is corrected; what needs more does not settle.
+# Most consecutive corrections of a plan that is exceeded: one that needs more does not settle.
 MOST_CORRECTIONS = 6
-# What a step allocates has fallen where it is less by this part of the budget.
+# A step's allocation has fallen where it is less by this part of the budget.
 _FALL = 0.05
-# After so many records that do not tell, no more are asked for until a peak is known again.
+# After this many recordings that do not tell the peak, request no more until a peak is known.
 _MOST_FAILED = 3
-# So many steps whose peaks are known are remembered.
+# Most steps with known peaks that are remembered.
 _MOST_KNOWN = 8
-# A step whose peak is open may come once in so many. The end of a record takes milliseconds, read or not.
+# Wait this many steps for one like a step whose peak is open. The end of a recording takes milliseconds, read or not.
 _MOST_WAITED = 32
 
 
@@ -32,8 +32,8 @@ class BudgetLoop:
 
     Args:
         budget_bytes: that each of them is to meet.
-        is_exceeded: whether they are known to exceed it; then nothing is found, but what changes.
-        num_skipped: so many of the first steps are not to be judged: kernels are tuned in them.
+        is_exceeded: whether they are known to exceed it; then ``ended`` finds no excess, and only a fall counts.
+        num_skipped: how many of the first steps are not judged: kernels are tuned in them.
 
     Attributes:
         num_skipped: how many steps are still not to be judged.
@@ -51,7 +51,7 @@ class BudgetLoop:
         self._is_exceeded = is_exceeded
         self._known: list[StepPeak] = []  # exact, or at most as high
         self._newest: StepPeak | None = None  # of those
-        self._open: StepPeak | None = None  # of one that nobody knows
+        self._open: StepPeak | None = None  # of a step whose exact peak is not known
         self._num_waited = self._num_failed = 0
         self._asks = self._has_asked = False
 
@@ -62,13 +62,13 @@ class BudgetLoop:
         return self._asks
 
     def carried_bytes(self, begun: int) -> int:
-        """What of so many bytes, with which a step begins, the step before has left, as far as is known."""
+        """The part of ``begun``, a step's bytes at its start, that the step before has left, as far as is known."""
         newest = self._newest
         is_there = newest is not None and begun > newest.begun - newest.carried_bytes // 2
         return newest.carried_bytes if newest is not None and is_there else 0
 
     def is_open(self, peak: StepPeak) -> bool:
-        """Whether a step whose reads say this may have exceeded the budget, and may have met it."""
+        """Whether the reads leave open if the step exceeded the budget."""
         if peak.is_exact:
             return False
         if self._asks:
@@ -81,8 +81,8 @@ class BudgetLoop:
         return most is None or most > self.budget_bytes >= peak.least
 
     def ended(self, peak: StepPeak, *, is_recorded: bool) -> int:
-        """A step has ended. Returns by how many bytes it exceeded the budget, as far as is known; 0: it did not, or
-        another one will tell."""
+        """A step has ended. Returns by how many bytes it exceeded the budget, as far as is known; 0: it did not, or a
+        later step will tell."""
         self._has_asked, self._asks = self._asks, False
         is_open, most = self.is_open(peak), max((known.total for known in self._known), default=0)
         self.peak_bytes = max(self.peak_bytes, peak.least)
@@ -108,7 +108,7 @@ class BudgetLoop:
         self._known = [*self._known, replace(peak, least=least)][-_MOST_KNOWN:]
 
     def _wait(self, peak: StepPeak, is_open: bool) -> None:
-        """For a step that tells what is open."""
+        """Note that a step is open, or count the steps that an earlier one has waited for an answer."""
         if is_open and (self._open is None or peak.total > self._open.total):
             self._open, self._num_waited = peak, 0
         elif self._open is not None:

@@ -1,14 +1,14 @@
 """The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
 
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
-reverse. ``StepCalls`` (one per copy engine) watches the chain go by. Two steps that ran through the same graphs are
-handed to a planner, with what was seen of the memory that passes between calls; from the next step on, each call
-follows the plan of its place in the chain. Where sizes vary from step to step, each has a plan of its own, made from
-what is on the device in its first step (``fxoffload.runtime.steps.chains``).
+reverse. ``StepCalls`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through the
+same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of its
+place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that was
+on the device in its first step (``fxoffload.runtime.steps.chains``).
 
-Nothing here can make a result wrong: what a call does is settled when it begins, and its tokens say what it did. A step
-that is not the chain that was planned (other graphs, several forwards before a backward, a forward in the middle of a
-backward, saved-tensor hooks, an exception) does from there on what it does without a plan.
+Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From the
+place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
+several forwards before a backward, a forward inside a backward, saved-tensor hooks, or an exception.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)
 
-# After so many forwards it is asked whether any of them waits for a backward: if not, none of them is remembered.
+# After this many forwards, check whether any waits for a backward: if not, forget them all.
 _MOST_FORWARDS = 64
 
 
@@ -72,16 +72,16 @@ class Site:
     """One compiled graph, as a place where steps pass by. Made by ``StepCalls.site``.
 
     Attributes:
-        part: what the planner knows of the graph; None: no chain that it is in is planned.
+        part: the planner's description of the graph; None: no chain that it is in is planned.
         sizes: of its calls, where they vary; None: they do not.
         edges: of the graph.
         planner: plans a chain that begins here.
-        may_follow: whether the graph does what a plan says, at the moment.
-        may_keep: whether it computes what a plan says, but keeps everything.
-        followed: what the forward that begins now is to do; None: what it does without a plan.
-        written: inputs, by their names in ``edges``, that somebody was seen to modify between a call and its backward.
-        at_first: what a forward does until its chain is planned: with a budget in all steps, else in those in which
-            what is beside the graphs is read; None: what it does without a plan.
+        may_follow: whether the graph follows a plan, at the moment.
+        may_keep: whether it computes as the plan says, but keeps everything.
+        followed: the choice for the forward that begins now; None: it runs as it does without a plan.
+        written: inputs, by their names in ``edges``, that were modified between some call and its backward.
+        at_first: a forward's choice until its chain is planned; None: it runs as it does without a plan. With a budget
+            it applies in all steps, else in those in which memory outside the graphs is read.
         measure: makes the recorder of the call that begins now; None: it is not measured.
         chains: that begin here.
         reserved_bytes: of host memory, pinned for one call of it when it was compiled.
@@ -90,7 +90,7 @@ class Site:
         alone: of a graph with a plan of its own.
         control: of such a graph, where its plan can be corrected.
         has_budget: whether its steps have one, as far as they are planned.
-        gives_up: tells that no chain which begins here will be planned.
+        gives_up: called when no chain that begins here will be planned.
     """
 
     calls: StepCalls
@@ -165,10 +165,11 @@ class StepCalls:
         in_flight: storage -> how many sources the copy engine holds of it.
         in_background: whether plans are made on a thread of their own.
         memory: reads the allocator; None where there is nothing to read.
-        history: begins a record of the allocator's events; None, or none of it, where there is none.
-        others: begins to watch what other streams have, from the arguments of a step's first call on; None likewise.
+        history: begins a record of the allocator's events; None, or a result of None, where there is none.
+        others: begins to watch the memory of other streams, from the arguments of a step's first call on; None: they
+            are not watched.
         trim: of the host's memory; None: it stays as it is.
-        events: of the compute stream; None: what eager code between the calls takes is not known.
+        events: of the compute stream; None: the time of eager code between the calls is not known.
     """
 
     def __init__(
@@ -204,14 +205,16 @@ class StepCalls:
         return site
 
     def follow_instead(self, site: Site, follower: Follower, choices: tuple[Choice, ...], spare_bytes: int = 0) -> None:
-        """The next step that begins at ``site`` makes other choices, which leave so much of the budget, if it still
-        follows the plan of ``follower``."""
+        """If the next step at ``site`` still follows the plan of ``follower``, it makes these choices, which leave
+        ``spare_bytes`` of the budget."""
         with self._lock:
             site.chains.follow_instead(follower, choices, spare_bytes)
 
     def end_step(self) -> bool:
-        """The step that ran is over, if all its backwards are. What it gives reason to plan is planned when this
-        returns. Returns whether steps like it go on as they are: they follow a plan, or will have none."""
+        """End the step that ran, if all its backwards have, and wait for the plan that it may lead to.
+
+        Returns whether steps like it go on as they are: they follow a plan, or will have none.
+        """
         with self._lock:
             step = self._step
             if step is None or not step.is_complete:
@@ -223,7 +226,7 @@ class StepCalls:
         return step.was_planned or not step.awaits_plan
 
     def forget(self) -> None:
-        """What was compiled is gone. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
+        """All compiled code is dropped. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
         step, self._step, self._planning = self._step, None, None
         self._plain, self._sites = PlainCalls(), weakref.WeakSet()
         if step is not None:
@@ -299,7 +302,7 @@ class StepCalls:
                 ]
 
     def plain_forward_begins(self, graph: PlannedAlone) -> None:
-        """Of a graph that is planned, for a budget, and yet plain Inductor's."""
+        """The forward of a graph that has a budget and is yet plain Inductor's begins."""
         with self._lock:
             step = self._step
             sites = self._waiting(step) if step is not None and step.phase == "forward" else []
@@ -330,18 +333,19 @@ class StepCalls:
 
     @staticmethod
     def _waiting(step: RunningStep) -> list[Site]:
-        """Whose forwards wait for their backwards."""
+        """The sites whose forwards wait for their backwards."""
         return [site for call in step.pending if call.waits() and (site := call.site()) is not None]
 
     def _prepare(self, site: Site, args: Sequence[Any]) -> None:
-        """Make what is planned ready to be followed, where a step begins. Not under the lock: it may take minutes.
+        """Get the plans of ``site`` ready to be followed, where a step begins. Not under the lock: may take minutes.
 
-        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size may
-        not come again for long."""
+        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size
+        may be long in coming back.
+        """
         chains = site.chains
         if not chains.may_prepare:
             return
-        chains.may_prepare = False  # before anybody looks: another plan may be made meanwhile
+        chains.may_prepare = False  # before reading plans: another one may be made meanwhile
         mine = chains.get(site.planned_sizes(args))
         others = [c for c in chains.all if c is not mine]
         is_done = False
@@ -381,8 +385,8 @@ class StepCalls:
         goes_on = step.plan is not None and step.plan.has(len(step.calls), site)
         if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
             return False
-        # A forward that goes through the same graphs again, when nothing waits for its backward any more; or what does
-        # was kept, to be looked at beside the steps of the plan.
+        # A forward through the same graphs, when nothing waits for its backward any longer. Or one that follows a step
+        # under override_policy("keep_all"), which the caller may hold to compare it with the plan's steps.
         again = bool(step.calls) and (step.calls[0].site() is site or len(step.calls) % _MOST_FORWARDS == 0)
         return again and (step.keeps or not any(c.waits() for c in step.pending))
 
@@ -511,18 +515,18 @@ class StepCalls:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _look(self, step: RunningStep) -> None:
-        """Which of what is watched is still held by others than the engine."""
+        """Note which of the watched memory is still held outside the engine."""
         step.edges.look(self._in_flight())
 
     def _read(self, step: RunningStep, at: CallAt, args: Sequence[Any]) -> None:
-        """What is on the device when a call begins, if anybody is to know."""
+        """Read the device's memory, and the time, when a call begins, if the step needs them."""
         if (memory := self._memory_of(step)) is not None:
             step.live_bytes.read(at, args, memory)
         if (times := step.live_bytes.gap_times) is not None:
             times.call_begins(at)
 
     def _read_end(self, step: RunningStep) -> None:
-        """Likewise when it ends."""
+        """The same when it ends."""
         if (times := step.live_bytes.gap_times) is not None:
             times.call_ended()
         if (memory := self._memory_of(step)) is not None:
@@ -539,7 +543,7 @@ class StepCalls:
 
     @staticmethod
     def _record(step: RunningStep) -> Record:
-        """What was seen of a step whose last backward has run."""
+        """The recording of a step whose last backward has run."""
         held = step.edges.held()
         step.edges.clear()
         step.records = False
@@ -572,7 +576,7 @@ class StepCalls:
             self._plan(first, chain)
 
     def _plan(self, first: Site, chain: SizedChain) -> None:
-        """Make a plan for a chain that begins at ``first``, from what is known of it."""
+        """Make a plan for a chain that begins at ``first``, from its recordings."""
         known = first.chains.known
         assert known is not None
         sites = [site for ref in known.sites if (site := ref()) is not None]
@@ -607,7 +611,7 @@ class StepCalls:
             first.chains.end_planning(chain, plan)
 
     def _finish(self) -> None:
-        """The step is over: was it what was planned?"""
+        """The step is over: judge whether it went as planned, and plan or correct."""
         step, self._step = self._step, None
         if step is not None:
             step.end_recording()
@@ -628,7 +632,7 @@ class StepCalls:
             if self._hold is not None and chain is not None and step.regular:
                 self._hold.judge(first, chain, step)
         elif chain is None or (step.keeps and not step.regular):
-            return  # forgotten meanwhile; or somebody looked at something, which says nothing of the steps to come
+            return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
         elif step.regular and step.is_complete:
             chain.num_misses = 0
             self._plan_as_measured(first, chain, step)
@@ -640,7 +644,7 @@ class StepCalls:
             log.info("steps are not what was planned any more: they are recorded again")
 
     def _watch_host_memory(self, step: RunningStep) -> None:
-        """A step with a backward is over: may what it did not need of the host's memory go?"""
+        """A step with a backward is over. Tell the trim whether it followed its plan: unneeded memory may go then."""
         trim = self._trim
         if trim is None:
             return
@@ -651,7 +655,7 @@ class StepCalls:
             trim.interrupted()
 
     def _bytes_of_others(self) -> int:
-        """What was pinned for graphs that are in no plan which the trim knows."""
+        """Host bytes pinned for graphs that are in no plan that the trim knows."""
         assert self._trim is not None
         plans = (p for p in self._trim.plans if isinstance(p, Following))
         known = {id(site) for plan in plans for ref in plan.sites if (site := ref()) is not None}

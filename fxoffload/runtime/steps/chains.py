@@ -1,8 +1,8 @@
 """The chains of calls that begin at one compiled graph, and their plans: one for each size of the first call.
 
-Where sizes vary from call to call, which memory passes between the calls of a step does not. So a chain that was
-recorded twice, whatever its sizes were, is planned for other sizes without being recorded again. What else is on the
-device does depend on them: where that counts (a budget) and can be read, the first step of each size is measured.
+Sizes may vary from call to call, but which memory passes between the calls of a step does not. So a chain that was
+recorded twice, whatever its sizes were, is planned for other sizes without being recorded anew. The other memory on
+the device does depend on sizes. Where that counts (a budget) and can be read, the first step of each size is measured.
 Sizes are rounded up to a coarse grid; a plan serves all calls that are no larger than those that it was made for.
 """
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 # Sizes of one call that vary from call to call; empty where none does.
 Sizes = tuple[int, ...]
 
-# So many steps in a row that are not the chain that was planned, and it is recorded anew.
+# Record anew after this many consecutive steps that are not the planned chain.
 _MOST_MISSES = 2
-# A chain that keeps changing is not worth planning, or looking at, again and again.
+# A chain that keeps changing is not worth planning, or recording, forever.
 _MOST_PLANS = 3
 _MOST_RECORDS = 16
-# So many sizes have a plan at a time (a tenth of a MiB each), and so many plans are made in all.
+# Most sizes that have a plan at a time (a tenth of a MiB each), and most plans that are made in all.
 _MOST_SIZES = 64
 _MOST_PLANS_IN_ALL = 64
-# So many steps of one size are measured until one was what it was to be, and so many in all.
+# Most steps of one size that are measured before one was the expected chain, and most measured steps in all.
 _MOST_MEASURED = 3
 _MOST_MEASURED_IN_ALL = 2 * _MOST_PLANS_IN_ALL
-# After so many steps that allocate far less a plan is made again.
+# Plan anew after this many consecutive steps that allocate far less.
 FALLEN_STEPS = 8
 
 
@@ -61,7 +61,7 @@ class Follower(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to be measured or planned again."""
+        """Whether nothing is left to be measured or planned anew."""
         ...
 
     def step_begins(self) -> StepRecording | None:
@@ -75,17 +75,17 @@ class Following:
 
     Attributes:
         sites: the graphs, in the order of the forwards.
-        choices: what the call at each place does.
+        choices: of the call at each place.
         shown: kept alive for as long as the plan is.
-        prepare: what has to be done before the first step can follow (variants of graphs are compiled); called once, on
-            the thread that runs the forwards, when a step begins.
+        prepare: compiles variants of graphs, so that the first step can follow; called once, on the thread that runs
+            the forwards, when a step begins.
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
         follower: measures steps that follow it; None: nothing does.
         sizes: per call, the largest that it serves; empty where no sizes vary.
         budget_bytes: that its steps are to meet; None: there is none.
-        is_least: nothing was found that meets it, which was said: it is not made again because of that.
+        is_least: no plan was found that meets it, and a warning said so: it is not made anew because of that.
         spare_bytes: that its prediction leaves of the budget.
-        least: choices of the least peak, followed while a plan that was exceeded is made again; empty: there are none.
+        least: choices of the least peak, followed while a plan that was exceeded is made anew; empty: there are none.
         costs_time: whether it moves or recomputes anything.
         first: choices of its first step, which needs memory to tune new variants' kernels; empty: as in all steps.
             That step is neither measured nor judged.
@@ -96,7 +96,7 @@ class Following:
     shown: object = None
     prepare: Callable[[], None] | None = None
     otherwise: Callable[[], Following] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the one who makes it ready
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that makes it ready
     follower: Follower | None = None
     sizes: tuple[Sizes, ...] = ()
     budget_bytes: int | None = None
@@ -107,7 +107,7 @@ class Following:
     first: tuple[Choice, ...] = ()
 
     def begin_first(self) -> Following:
-        """What its first step follows."""
+        """The plan for its first step."""
         found = replace(self, choices=self.first, first=(), follower=None, budget_bytes=None)
         self.first = ()
         return found
@@ -128,7 +128,7 @@ class Following:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a chain.
+    """Measurements of a chain.
 
     Attributes:
         held: memory at the edges of its calls.
@@ -138,10 +138,10 @@ class Seen:
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         carried_bytes: the part of these that outputs of the step before are.
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
-        gap_times: of the time between its calls; None: nobody knows.
+        gap_times: of the time between its calls; None: it was not measured.
         other: the same of steps of another size, where there were any.
         most_volume: that of the largest steps of this chain, as far as they are known.
-        margin_bytes: what steps exceeded earlier plans by, which nothing of this explains.
+        margin_bytes: the part by which steps exceeded earlier plans that these measurements do not explain.
     """
 
     held: tuple[Held, ...]
@@ -157,11 +157,11 @@ class Seen:
 
     def gap_ms(self) -> dict[CallAt, float]:
         """Milliseconds between the call before and each call; empty where that is not known. May wait for the device:
-        not to be asked by a step."""
+        no step may call it."""
         return {} if self.gap_times is None else self.gap_times.ms()
 
     def grown_bytes(self, before: Seen) -> int:
-        """How much more was beside the graphs, at most, than ``before``."""
+        """The most by which memory outside the graphs grew at any call since ``before``; at least 0."""
         pairs = ((self.live_bytes, before.live_bytes), (self.gap_bytes, before.gap_bytes))
         return max([0, *(n - old[at] for new, old in pairs for at, n in new.items() if at in old)])
 
@@ -172,7 +172,7 @@ class Seen:
 
     @staticmethod
     def of(held: tuple[Held, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
-        """With what was read in a step of these sizes."""
+        """The measurements ``live`` of a step of these sizes, with the memory that calls pass on."""
         others, carried = live.others_bytes, live.carried_bytes
         return Seen(held, live.above_start(), sizes, others, live.gap_bytes(), live.gap_times, carried)
 
@@ -189,7 +189,7 @@ class Planner(Protocol):
             sites: of the calls.
             seen: of them.
             sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
-            meanwhile: is given what to follow until the plan is there; None: no step runs until then.
+            meanwhile: called with a plan to follow until this one is there; None: no step runs until then.
         """
         ...
 
@@ -199,7 +199,7 @@ Meanwhile = Callable[["Following"], None]
 
 @dataclass(frozen=True)
 class Record:
-    """What was seen of one step; see ``Seen``."""
+    """The recording of one step; see ``Seen``."""
 
     sites: tuple[weakref.ref[Site], ...]
     held: tuple[Held, ...]
@@ -213,15 +213,17 @@ class Record:
         )
 
     def merged(self, other: Record) -> Seen | None:
-        """What both say: memory is held for as long as in either. None where it passes between calls otherwise. What is
-        on the device is that of ``other`` (nothing was compiled in it, if this one came first), but for one whose sizes
-        are smaller."""
+        """Both recordings as one; None where memory passes between other calls in one than in the other.
+
+        Memory is held for as long as in either. Device memory is read from ``other``, since kernels may have been
+        compiled in this one; if the sizes of ``other`` are smaller, it is read from this one.
+        """
         mine, others = ({h.members: h.until for h in r.held} for r in (self, other))
         if mine.keys() != others.keys():
             return None
         held = tuple(Held(members, later(until, others[members])) for members, until in mine.items())
         if volume_of(self.sizes) > volume_of(other.sizes):
-            # What was tuned in it may have been between its calls.
+            # Kernels may have been tuned in it, and their memory counted between its calls.
             return replace(Seen.of(held, self.live, self.sizes), gap_bytes={})
         return Seen.of(held, other.live, other.sizes)
 
@@ -234,7 +236,7 @@ class Known:
         sites: the graphs, in the order of the forwards.
         seen: of it.
         steps: sizes of the calls of steps; grows when a step is larger than its plan.
-        seen_first: what was seen where the first call has these sizes.
+        seen_first: measurements by the sizes of the first call.
         num_measured: how many steps were to be measured, by the sizes of the first call.
     """
 
@@ -249,8 +251,10 @@ class Known:
         return place < len(self.sites) and self.sites[place]() is site
 
     def seen_at(self, first: Sizes) -> Seen:
-        """What was seen where the sizes of the first call are ``first``; where nothing was, what the largest step that
-        was recorded had. And what was seen of the size that is farthest from it, and how large steps may be."""
+        """The measurements for a first call of the sizes ``first``; without any, those of the largest recorded step.
+
+        ``other`` is set to those of the size that is farthest from it, ``most_volume`` to that of the largest step.
+        """
         found, everything = self.seen_first.get(first, self.seen), (self.seen, *self.seen_first.values())
         others = [s for s in everything if s.live_bytes and s.volume != found.volume]
         other = max(others, key=lambda s: abs(s.volume - found.volume), default=None)
@@ -262,16 +266,18 @@ class Known:
         return first not in self.seen_first and self.num_measured[first] < _MOST_MEASURED
 
     def measured(self, first: Sizes, live: LiveBytes, sizes: tuple[Sizes, ...]) -> None:
-        """A step of this chain had this on the device, and calls of these sizes. ``first``: what those of its first
-        call are planned as."""
+        """Note that a step of this chain had calls of these sizes, and this memory on the device. ``first``: the sizes
+        for which its first call is planned."""
         self.seen_first[first] = Seen.of(self.seen.held, live, sizes)
         planned = self.sizes_at(first)
         if planned and not all(map(_fits, sizes, planned)):
             self.learns(self.sites, sizes)
 
     def sizes_at(self, first: Sizes) -> tuple[Sizes, ...]:
-        """Sizes of all calls where those of the first are ``first``. Each is one of them if it always was the same one;
-        any other is the largest that was seen, rounded up."""
+        """Sizes of all calls where those of the first are ``first``.
+
+        A size that always equalled one of the first call's is that one; any other is the largest seen, rounded up.
+        """
         if not any(self.steps[-1]):
             return ()
         found = []
@@ -289,8 +295,8 @@ class Known:
         return next((first[i] for i in same), most)
 
     def learns(self, sites: tuple[weakref.ref[Site], ...], sizes: tuple[Sizes, ...]) -> bool:
-        """Add the sizes of a step that was larger than its plan. Whether there was anything to add: it went through the
-        same graphs."""
+        """Add the sizes of a step that was larger than its plan. Returns whether they were new, and the step went
+        through the same graphs."""
         is_new = sites == self.sites and sizes not in self.steps
         if is_new:
             self.steps.append(sizes)
@@ -299,11 +305,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Correction:
-    """A plan is made again, since its steps exceeded their budget, or need far less than they did.
+    """Why a plan is made anew: its steps exceeded their budget, or need far less than they did.
 
     Attributes:
-        error_bytes: by how much they exceeded what was predicted, as far as it matters for the budget.
-        seen: what the plan was made from.
+        error_bytes: by how much they exceeded the prediction, as far as it matters for the budget.
+        seen: the measurements from which the plan was made.
     """
 
     error_bytes: int
@@ -319,11 +325,11 @@ class SizedChain:
         plan: that steps follow.
         num_plans: how many there were.
         num_misses: how many steps in a row were another chain than the one that was planned.
-        correction: why the plan is being made again; None: it is not.
+        correction: why the plan is being made anew; None: it is not.
         meanwhile: followed while a plan is being made; None: nothing is.
         margin_bytes: see ``Seen``.
-        num_corrections: how many there were in a row.
-        fallen_steps: the plan is made again after so many steps that allocate far less.
+        num_corrections: consecutive corrections so far.
+        fallen_steps: the plan is made anew after this many steps that allocate far less.
     """
 
     sizes: Sizes = ()
@@ -338,7 +344,7 @@ class SizedChain:
     _loop: tuple[weakref.ref[Following], BudgetLoop] | None = None
 
     def loop_of(self, plan: Following) -> BudgetLoop | None:
-        """What judges the steps of ``plan``; None: they have no budget."""
+        """The budget loop that judges the steps of ``plan``; None: they have no budget."""
         if plan.budget_bytes is None:
             return None
         if self._loop is None or self._loop[0]() is not plan:
@@ -353,7 +359,7 @@ class SizedChain:
 
     @property
     def ready(self) -> Following | None:
-        """The plan, if a step can follow it at once; while it is made, what takes its place."""
+        """The plan, if a step can follow it at once; else the one that is followed meanwhile."""
         if self.plan is None:
             return self.meanwhile
         return self.plan if self.plan.prepare is None else self.meanwhile
@@ -363,7 +369,7 @@ class Chains:
     """All chains that begin at one graph.
 
     Attributes:
-        before: what the last step that was recorded looked like.
+        before: the last step that was recorded.
         known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
@@ -400,11 +406,14 @@ class Chains:
         return self._found.get(sizes)
 
     def at(self, sizes: Sizes) -> SizedChain:
-        """The chain of these sizes. The one that was not asked for longest is forgotten, if there are too many: one
-        without a plan first, the largest last, since its plan serves all others."""
+        """The chain of these sizes, new if it is not remembered.
+
+        If there are too many, one is forgotten: one without a plan first, else the one that was asked for least
+        recently. The largest goes last, since its plan serves all others.
+        """
         chain = self._found.pop(sizes, None) or SizedChain(sizes)
         if sizes and not chain.plan and self._num_plans >= _MOST_PLANS_IN_ALL:
-            return chain  # it gets no plan: nobody has to make room
+            return chain  # it gets no plan: nothing has to make room
         if len(self._found) >= _MOST_SIZES:
             largest = max(self._found, key=math.prod)
             del self._found[min(self._found, key=lambda s: (self._found[s].plan is not None, s == largest))]
@@ -417,7 +426,7 @@ class Chains:
         return min(found, key=lambda c: math.prod(c.sizes), default=None)
 
     def may_plan(self, chain: SizedChain) -> bool:
-        """Whether ``chain`` can, and is still to, get a plan from what is known."""
+        """Whether ``chain`` still needs a plan, and the known chain allows one."""
         if self.known is None or self.is_planning or chain.plan is not None or chain.is_tired:
             return False
         return not chain.sizes or self._num_plans < _MOST_PLANS_IN_ALL
@@ -435,7 +444,7 @@ class Chains:
         return self.known.may_measure(chain.sizes)
 
     def begin_measuring(self, chain: SizedChain) -> Known | None:
-        """A step of ``chain`` is measured. Returns what it is to be."""
+        """Count a step of ``chain`` as measured. Returns the chain that it is expected to be."""
         known = self.known
         if known is not None:
             known.num_measured[chain.sizes] += 1
@@ -443,8 +452,10 @@ class Chains:
         return known
 
     def awaits_plan(self, chain: SizedChain) -> bool:
-        """Whether a step of ``chain``, which has no plan, does until then what is right for the first steps. Where so
-        many sizes come by that not all of them get a plan, it goes on doing that."""
+        """Whether a step of ``chain``, which has no plan, acts as the first steps do until a plan comes.
+
+        With more sizes than plans, those without one go on acting so.
+        """
         return not chain.is_tired and (self.known is not None or self.num_records < _MOST_RECORDS)
 
     def begin_planning(self, chain: SizedChain) -> None:
@@ -460,7 +471,7 @@ class Chains:
         self.is_planning = False
 
     def take(self, chain: SizedChain, plan: Following | None) -> None:
-        """``plan`` is that of ``chain``; None: it could not be made, and what is known is of no use."""
+        """``plan`` is that of ``chain``; None: it could not be made, and the known chain is of no use."""
         chain.plan, chain.correction = plan, None
         if plan is None or plan.prepare is None:
             chain.meanwhile = None
@@ -469,14 +480,16 @@ class Chains:
             self.forget_known()
 
     def forget_known(self) -> None:
-        """What is known is of no use: steps are recorded anew, and no plan can be made again from it."""
+        """Drop the known chain: steps are recorded anew, and no plan can be corrected from it."""
         self.known = None
         for chain in self.all:
             chain.correction, chain.meanwhile, chain.margin_bytes = None, None, 0
 
     def correct(self, chain: SizedChain, plan: Following, excess_bytes: int) -> bool:
-        """``plan``, that of ``chain``, is made again: from what one more step shows, which is run as the first ones
-        were. Whether it is: what does not settle is left as it is."""
+        """Have ``plan``, that of ``chain``, made anew from one more measured step, which runs as the first ones did.
+
+        Returns whether it will be: a plan that does not settle is left as it is.
+        """
         known = self.known
         if known is None or self.is_planning or chain.num_corrections >= MOST_CORRECTIONS:
             return False
@@ -494,7 +507,7 @@ class Chains:
         return True
 
     def corrected(self, chain: SizedChain) -> None:
-        """The step was run. What it does not explain of the excess is left free from now on."""
+        """The corrected plan is being made: the part of the excess that its step does not explain stays free."""
         correction, known = chain.correction, self.known
         if correction is not None and known is not None:
             known.seen_first.setdefault(chain.sizes, correction.seen)  # no step could be measured
@@ -509,8 +522,11 @@ class Chains:
             self.known.seen_first.pop(chain.sizes, None)  # it was seen in smaller calls
 
     def missed(self, chain: SizedChain) -> bool:
-        """A step was not what was planned, or known where there is no plan: then a larger plan, which it would have
-        followed, is the one that was missed. Whether that was so often enough that steps are recorded again."""
+        """Count a step that was not the planned chain, or not the known one where there is no plan.
+
+        Without a plan of its own, the larger plan that it would have followed was missed. Returns whether that
+        happened often enough that steps are recorded anew.
+        """
         if chain.plan is None:
             chain = self.larger(chain.sizes) or chain
         chain.num_misses += 1
@@ -523,7 +539,7 @@ class Chains:
         return True
 
     def follow_instead(self, follower: Follower, choices: tuple[Choice, ...], spare_bytes: int) -> None:
-        """Plans that are still followed by ``follower`` make other choices, which leave so much of the budget."""
+        """Plans that ``follower`` still measures make these choices, which leave ``spare_bytes`` of the budget."""
         for chain in self.all:
             if chain.plan is not None and chain.plan.follower is follower:
                 chain.plan = replace(chain.plan, choices=choices, spare_bytes=spare_bytes, first=())

@@ -1,4 +1,4 @@
-"""Memory at the edges of compiled graphs, and how long somebody was seen to hold it."""
+"""Memory at the edges of compiled graphs, and how long references to it were alive."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ CallAt = tuple[Phase, int]
 
 @dataclass(frozen=True)
 class Edges:
-    """What enters and leaves a compiled graph, by position: names of storages of its step; None for what it does not
-    list.
+    """The values that enter and leave a compiled graph, by position: names of storages of its step; None for values
+    that the step does not list.
 
     Attributes:
         inputs: of the forward: candidates, and under the names of their placeholders those that only a variant of the
             graph may save.
         outputs: of the forward, those that the caller sees.
-        tangents: what the backward is given; None where it is a saved value.
-        gradients: what the backward returns.
-        saved: positions among the forward's results of what is made and saved for its backward alone.
+        tangents: arguments of the backward; None where one is a saved value.
+        gradients: results of the backward.
+        saved: positions among the forward's results of values that are made and saved for its backward alone.
     """
 
     inputs: tuple[str | None, ...]
@@ -56,7 +56,7 @@ class Held:
 
     Attributes:
         members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
-        until: the last end of a call at which somebody besides the copy engine held it; None: to the step's end.
+        until: last call boundary at which a reference outside the copy engine was alive; None: until the step ends.
     """
 
     members: tuple[tuple[int, str], ...]

@@ -1,9 +1,9 @@
 """Holds steps to the budget that they were planned for: each is judged when it is over, and its plan corrected.
 
-A plan over several graphs that is exceeded is made again (``Chains.correct``): one step runs as the first ones did and
-is read, and what it does not explain of the excess is left free. Until the new plan is there, steps make the choices of
-the least peak. A graph with a plan of its own is corrected by its ``BudgetControl``; several of them in one step are
-planned together from then on.
+When steps exceed a plan over several graphs, it is made anew (``Chains.correct``). One step runs as the first ones did
+and is measured; the part of the excess that it does not explain is left free. Until the new plan is there, steps make
+the choices of the least peak. A graph with a plan of its own is corrected by its ``BudgetControl``; several of them in
+one step are planned together from then on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# By so many times more steps have to allocate far less, before their plan is made again because of that once more.
+# After a plan was made anew because steps allocate far less, the next time takes this many times more such steps.
 _FALLEN_FACTOR = 8
 _NEVER = 1 << 62
 
@@ -42,11 +42,11 @@ class BudgetControl(Protocol):
         ...
 
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
-        """A step exceeded the budget by so much. ``num_corrections``: in a row, with this one."""
+        """A step exceeded the budget by these bytes. ``num_corrections``: in a row, with this one."""
         ...
 
     def fallen(self, peak_bytes: int) -> None:
-        """Steps allocate far less than they did, and take so much at the most."""
+        """Steps allocate far less than they did, and have at most this peak."""
         ...
 
 
@@ -102,7 +102,7 @@ class HoldToBudget:
             step.peak_watch.first_backward_begins(self._memory())
 
     def end(self, step: RunningStep) -> None:
-        """The last call of a step that is what it was to be has returned."""
+        """The last call of a step that went as expected has returned."""
         first = step.calls[0].site()
         chain = None if first is None else first.chains.get(step.sizes)
         if step.peak_watch is None or first is None or chain is None:
@@ -122,7 +122,7 @@ class HoldToBudget:
             return
         if not loop.records_next:
             chain.num_corrections = 0
-        # Where sizes vary, so does what steps allocate.
+        # Where sizes vary, so do the allocations of steps.
         if loop.num_fallen < chain.fallen_steps or first.sizes is not None:
             return
         if chain.plan is None and not peak.is_exact and loop.asks():
@@ -166,7 +166,7 @@ class HoldToBudget:
     def _correct(first: Site, chain: SizedChain, step: RunningStep, loop: BudgetLoop, excess: int) -> None:
         plan = chain.plan
         if chain.fallen_steps > FALLEN_STEPS:
-            chain.fallen_steps = _NEVER  # what went away comes back
+            chain.fallen_steps = _NEVER  # the memory that went away comes back
         if plan is None and len(step.calls) > 1:
             for call in step.calls:
                 if (site := call.site()) is not None and site.alone is not None:
@@ -180,7 +180,7 @@ class HoldToBudget:
 
 
 def _loop_of(first: Site, chain: SizedChain, step: RunningStep) -> BudgetLoop | None:
-    """What judges a step that begins, or began, at ``first``; None: nothing does."""
+    """The budget loop that judges a step that begins, or began, at ``first``; None: nothing does."""
     if step.was_planned:
         plan = None if step.followed is None else step.followed()
         return None if plan is None or chain.plan is not plan else chain.loop_of(plan)

@@ -1,4 +1,4 @@
-"""What is on the device when a step begins to be watched, and is the step's all the same."""
+"""Memory that is on the device before a step's first call is watched, and yet belongs to the step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from fxoffload.runtime.clocks.allocator_trace import Block, cuda_blocks
 
 
 class Lent:
-    """What the first call of a step is given. Of that, what is gone or emptied when the second call begins was there
-    for the step alone: the parameters of a layer that FSDP gathers for it, say.
+    """The arguments of a step's first call.
+
+    An argument whose memory is gone or emptied when the second call begins was there for the step alone: the
+    parameters of a layer that FSDP gathers for it, say.
 
     Args:
         args: of the first call.
@@ -25,22 +27,23 @@ class Lent:
         plain: dict[int, Tensor] = {}
         for a in _plain(args):
             plain.setdefault(a.untyped_storage()._cdata, a)
-        # Not the tensors: what a compiled graph is given may be a view that lives for the call.
+        # Not the tensors: an argument of a compiled graph may be a view that lives for the call.
         self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]
 
     def left_bytes(self) -> int:
-        """Bytes of what is gone or empty by now."""
+        """Bytes of the arguments that are gone or empty by now."""
         return sum(nbytes for ref, nbytes in self._given if not ref.nbytes())
 
 
 class OnOtherStreams:
-    """What streams other than the compute stream have allocated when a step begins, and no longer when it ends: the
-    buffer that FSDP2 gathers a layer's parameters into, which it keeps until it gathers the next layer's. What the
-    first call is given is not among it (see ``Lent``). On the compute stream nobody can tell such memory from what the
-    last step's results still hold.
+    """Memory on streams other than the compute stream that is allocated when a step begins, and gone when it ends.
+
+    FSDP2 gathers a layer's parameters into such a buffer, and keeps it until it gathers the next layer's. Arguments of
+    the first call do not count here (see ``Lent``). On the compute stream such memory cannot be told from memory that
+    the last step's results still hold.
 
     Args:
-        read: what is allocated.
+        read: lists the allocated blocks.
         compute: the handle of the compute stream.
         args: of the first call.
 

@@ -1,4 +1,4 @@
-"""What becomes of a graph's outputs: whether the caller holds them, and whether gradients come from them."""
+"""The use of a graph's outputs: whether the caller holds them, and whether gradients come from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 
 @dataclass(frozen=True)
 class Zeros:
-    """What takes the place of a gradient that nothing comes from.
+    """The zeros in place of a gradient that nothing comes from.
 
     Attributes:
         position: of the backward's argument.
@@ -38,7 +38,7 @@ class Outputs:
     Attributes:
         zeros: for the gradients of all outputs; empty: autograd makes them.
         are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None where there
-            are none, or nobody knows: several forwards ran before it.
+            are none, or where several forwards ran before it.
         have_gradients: whether the last backward was given gradients of them; None where there are none.
     """
 

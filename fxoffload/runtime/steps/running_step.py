@@ -1,4 +1,4 @@
-"""The step that runs, as far as it has come: its calls of compiled graphs, and what is known of it."""
+"""The state of the step that runs: its calls of compiled graphs so far, its plan and its measurements."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class CallOfStep:
     site: weakref.ref[Site]
     place: int
     sizes: Sizes = ()
-    group: weakref.ref[Group] | None = None  # None until the forward has returned
-    empty: Group | None = None  # of a call that follows a plan and moved nothing: nobody else holds it
-    kept: StorageRef | None = None  # of such a call, or one of a variant: something that waits for its backward
-    is_bundled: bool = False  # of a variant: its backward knows its group
-    inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # recorded: name, value, version
+    group: weakref.ref[Group] | None = None  # None until the forward has returned.
+    empty: Group | None = None  # Of a call that follows a plan and moved nothing: its only reference.
+    kept: StorageRef | None = None  # Of such a call, or of a variant: a value that is saved for its backward.
+    is_bundled: bool = False  # Of a variant: its backward knows its group.
+    inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # Recorded: name, value, version.
 
     def waits(self) -> bool:
-        """Whether a backward of it may still come, as far as what it saved tells."""
+        """Whether its backward may still come, as its saved values tell."""
         group = self.group() if self.group is not None else None
         if self.kept is not None:
             return not self.kept.is_expired()
         return group is not None and len(group) > 0
 
     def may_wait(self) -> bool:
-        """Likewise, and where nothing tells: it follows a plan and saved nothing but inputs, which stay in any case."""
+        """The same, but True where nothing tells: it follows a plan and saved only inputs, which stay in any case."""
         return self.waits() or (self.empty is not None and self.kept is None)
 
     def saved(self, group: Group) -> bool:
@@ -69,25 +69,25 @@ class RunningStep:
     awaits_plan: bool = False
     records: bool = False
     began_recording: bool = False
-    counts: bool = False  # what is beside the graphs is read in it
-    measures: Known | None = None  # what it is to be; only the memory on the device is not known yet at its sizes
+    counts: bool = False  # memory outside the graphs is read in it
+    measures: Known | None = None  # the chain that is expected, whose device memory at these sizes is not known yet
     regular: bool = True
     missed: bool = False
     has_alone: bool = False  # a call is of a graph with a plan of its own
     has_several: bool = False  # it was recorded, and several forwards waited when the first backward began
     is_outgrown: bool = False  # a call was larger than its plan
     is_complete: bool = False
-    keeps: bool = False  # a call computes what the plan says, and moves nothing
+    keeps: bool = False  # a call computes as the plan says, and moves nothing
     record: Record | None = None  # of a step that is complete
     live_bytes: LiveBytes = field(default_factory=LiveBytes)
     edges: EdgeWatch = field(default_factory=EdgeWatch)
     peak_watch: PeakWatch | None = None  # of a step that has to meet a budget
     peak: StepPeak | None = None  # of one that is complete
-    judged_by: BudgetLoop | None = None  # of what it followed when it ended
+    judged_by: BudgetLoop | None = None  # that of its plan when it ended
 
     @property
     def expected(self) -> Following | Known | None:
-        """What it is to be, as far as it was that; None: nobody knows."""
+        """The plan or chain that the step is expected to be, while it still matches; None: none is."""
         return (self.plan or self.measures) if self.regular else None
 
     def sites_and_sizes(self) -> tuple[tuple[weakref.ref[Site], ...], tuple[Sizes, ...]]:
@@ -95,7 +95,7 @@ class RunningStep:
         return tuple(c.site for c in self.calls), tuple(c.sizes for c in self.calls)
 
     def spoil(self, *, missed: bool = False) -> None:
-        """It is no chain that could be planned. ``missed``: not the one that is."""
+        """The step is no chain that could be planned. ``missed``: not the one that is."""
         self.regular = False
         self.missed = self.missed or missed
         self.plan = None
@@ -106,19 +106,19 @@ class RunningStep:
         self.end_recording()
 
     def drop_peak(self) -> None:
-        """Nobody is to know its peak."""
+        """Stop watching its peak."""
         watch, self.peak_watch, self.peak = self.peak_watch, None, None
         if watch is not None:
             watch.drop()
 
     def keep(self) -> None:
-        """A call keeps what it would offload: what such a step takes says nothing of the plan."""
+        """A call keeps values that it would offload: the peak of such a step says nothing of the plan."""
         self.keeps = True
         self.drop_peak()
         self.end_recording()
 
     def end_recording(self) -> None:
-        """What was measured counts if the step was what was planned, to its end."""
+        """End the recording. It counts if the step followed the plan to its end."""
         recording, self.recording = self.recording, None
         if recording is not None and self.regular and self.is_complete:
             recording.end()

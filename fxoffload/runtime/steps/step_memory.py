@@ -1,7 +1,6 @@
-"""Memory of a step as its calls go by: how much is on the device when each begins, what the peak was between two of
-them, and what passes between them.
+"""Memory of a step: the device's bytes at each call's begin, the peak between two calls, and memory that calls pass on.
 
-Neither is thread-safe: ``fxoffload.runtime.steps.calls`` has a lock.
+Neither class is thread-safe: ``fxoffload.runtime.steps.calls`` has a lock.
 
 [Note: The end of a backward] FSDP2 gathers the parameters of a root module (embedding and head: 2.3 GiB of Qwen3-8B's
 shape) before the step's first call, and lets go of them when autograd has ended the backward, after its last call. So
@@ -32,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class LiveBytes:
-    """What is on the device when each call of a step begins, and at most between two of them, as the allocator says.
+    """The allocator's bytes when each call of a step begins, and the most between two calls.
 
     Args:
-        others: watches what other streams have, from the arguments of the step's first call on; None: nobody knows.
+        others: watches the memory of other streams, from the arguments of the step's first call on; None: unknown.
         history: of the allocator's events, begun with the step; None: there is none.
-        gap_times: of the step's calls; None: nobody knows.
+        gap_times: of the step's calls; None: unknown.
 
     Attributes:
         gap_times: those.
-        others_bytes: what was there when the step began, and was its all the same (see ``OnOtherStreams``,
+        others_bytes: memory that was there when the step began, and yet belongs to it (see ``OnOtherStreams``,
             ``AllocatorHistory.carried_bytes`` and [Note: The end of a backward]); once it has ended.
         carried_bytes: the part of it that outputs of the step before are.
     """
@@ -109,7 +108,7 @@ class LiveBytes:
             self.others_bytes += self._history.freed_bytes_after(begin, None if others is None else others.compute)
 
     def drop(self) -> None:
-        """The step is not what it was to be: nothing that was not ended is looked at any more."""
+        """The step is not the expected one: whatever has not ended is no longer watched."""
         self._others = None
         if self._history is not None:
             self._history.end(read=False)
@@ -119,17 +118,17 @@ class LiveBytes:
     def _begin_to_watch(self, args: Sequence[Any]) -> OnOtherStreams | None:
         try:
             return None if self._watch is None else self._watch(args)
-        except RuntimeError as error:  # it is no reason to do without a plan
+        except RuntimeError as error:  # a plan is worth having without it
             log.info("what other streams have is not known: %s", error)
             return None
 
     def above_start(self) -> dict[CallAt, int]:
-        """When each call began, above what is there whether the step runs or not."""
+        """Bytes when each call began, above those that are there whether the step runs or not."""
         base = next(iter(self._read.values()), 0) - self._left_bytes - self.others_bytes
         return {at: nbytes - base for at, nbytes in self._read.items()}
 
     def gap_bytes(self) -> dict[CallAt, int]:
-        """Between the call before and each call at most, above what is there when it begins; where that is known."""
+        """Most bytes between the call before and each call, above those when it begins; where that is known."""
         peaks = {at: (gap.last.allocated, gap.exact_peak(self._history)) for at, gap in self._gaps.items()}
         return {at: peak - begun for at, (begun, peak) in peaks.items() if peak is not None}
 
@@ -157,21 +156,21 @@ class EdgeWatch:
         self._by_key: dict[int, _Watched] = {}
 
     def look(self, in_flight: Mapping[int, int]) -> None:
-        """Which of what is watched is still held by others than the engine, which holds so many sources of each."""
+        """Note which watched memory is held outside the engine. ``in_flight``: the engine's references, by key."""
         for key, item in list(self._by_key.items()):
             if item.ref.is_alive(in_flight.get(key, 0)):
                 item.until = self.now
             elif item.ref.is_expired():
-                # It does not come back; what gets its key next is something else.
+                # It does not come back; the next storage with its key is another one.
                 del self._by_key[key]
 
     def watch(self, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> bool:
-        """From here on. False: nobody can say what happens to all of it."""
+        """Watch these values from now on. False: some of them cannot be watched."""
         for name, value in zip(names, values, strict=False):
             if name is None or not isinstance(value, Tensor):
                 continue
             if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
-                return False  # what it holds is not in one storage
+                return False  # its memory is not one storage
             ref = StorageRef(value)
             known = self._by_key.get(ref.key)
             if known is None:
