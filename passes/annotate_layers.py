@@ -31,7 +31,7 @@ from fxoffload.passes.values import tensor_of
 LAYER_KEY = "fxoffload_layer"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
-# ``L['args'][0]``: a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
+# ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
 _DECORATED = ("args", "0")
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}

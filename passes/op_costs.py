@@ -2,9 +2,9 @@
 
 Sizes are read as hints, so that asking for a cost never adds a guard. The FLOPs of matrix products, and of any op that
 a user gave a formula by ``torch.utils.flop_counter.register_flop_formula``, come from that registry. Attention and
-convolution are counted here: the registry ignores causal masks, reads the (batch, sequence, head, dim) layout of
-``_flash_attention_forward`` as (batch, head, sequence, dim), and counts a depthwise convolution's weight gradient as if
-it had one group.
+convolution are counted here, for three errors of the registry. It ignores causal masks. It reads the (batch, sequence,
+head, dim) layout of ``_flash_attention_forward`` as (batch, head, sequence, dim). It counts a depthwise convolution's
+weight gradient as if it had one group.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ def node_kind(node: fx.Node) -> Kind:
     """What the time of ``node`` depends on.
 
     ==============  ================================================================================================
-    ``matmul``      matrix products, and custom ops with a registered FLOP formula
-    ``attention``   scaled-dot-product and flex attention
-    ``convolution`` convolutions
-    ``collective``  collectives over a process group, and the wait for them
-    ``fused``       what Inductor generates code for: pointwise ops, reductions, copies, indexing
-    ``opaque``      kernels of their own that only move bytes, as far as is known: sorts, scans, custom ops
-    ``view``        free: views, items of a tuple, sizes, checks
+    ``matmul``      Matrix products, and custom ops with a registered FLOP formula.
+    ``attention``   Scaled-dot-product and flex attention.
+    ``convolution`` Convolutions.
+    ``collective``  Collectives over a process group, and the wait for them.
+    ``fused``       Ops that Inductor generates code for: pointwise ops, reductions, copies, indexing.
+    ``opaque``      Kernels of their own that only move bytes, as far as is known: sorts, scans, custom ops.
+    ``view``        Free: views, items of a tuple, sizes, checks.
     ==============  ================================================================================================
     """
     if node.op != "call_function":

@@ -1,10 +1,11 @@
-"""Pass on the joint graph, before all others: what a nested region hands out and has from outside is taken from there.
+"""Pass on the joint graph, before all others: take the inputs, and views of them, that a nested region returns from
+outside the region.
 
 ``torch.compiler.nested_compile_region`` makes one graph of a layer, and a call of it for each layer. AOTAutograd lets
-that graph return all that its backward needs, inputs of the layer and views of them too, and describes the results of
-all its calls by the same fake tensors. Then nothing says which values share memory: Inductor reuses an input's and so
-overwrites what was saved (torch 2.13: gradients wrong by as much as they are large), and what two layers save looks
-like one storage. Before and after, where a region returns its first input and a view of it::
+that graph return all that its backward needs, inputs of the layer and views of them too. It describes the results of
+all calls by the same fake tensors, so nothing says which values share memory. Inductor then reuses an input's memory
+and overwrites a saved value (torch 2.13: gradients wrong by as much as they are large). The values that two layers
+save look like one storage. An example, where a region returns its first input and a view of it, before and after::
 
     %call  = invoke_subgraph(%region, 'fw_0', %x, %w)      %call  = invoke_subgraph(%region, 'fw_0', %x, %w)
     %out   = getitem(%call, 0)                             %out   = getitem(%call, 0)
@@ -52,7 +53,7 @@ def _open(gm: fx.GraphModule, call: fx.Node) -> int:
     if not items:
         return 0
     for item in reversed(items):
-        call.append(item)  # what is made of one stands behind all of them
+        call.append(item)  # results made of an item come after all items
     results: list[Any] = output_values(region.graph)
     own: list[fx.Node] = []
     taken = 0

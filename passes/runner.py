@@ -1,4 +1,4 @@
-"""Runs passes: times each, lints what it leaves, shows it before and after, and names the one that failed."""
+"""Runs passes: times each, lints its result, shows the graph before and after, and names the pass that failed."""
 
 from __future__ import annotations
 

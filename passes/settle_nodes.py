@@ -1,16 +1,16 @@
-"""Pass 2, on the forward and the backward graph: move what stands far from what it belongs to.
+"""Pass 2, on the forward and the backward graph: move nodes that stand far from their layer back to it.
 
-The partitioner appends saved views and comparisons at the end of the forward; left there, they drag the end of every
-layer to the end of the graph and the cuts collapse (gpt2: segments of 10, 526, 3, 3, 7, 3 nodes). Each moves right
-behind its last input::
+The partitioner appends saved views and comparisons at the end of the forward. Left there, they drag the end of every
+layer to the end of the graph, and the cuts collapse (gpt2: segments of 10, 526, 3, 3, 7, 3 nodes). Each moves right
+after its last input::
 
     %view   = view(%mm)                     %view    = view(%mm)
     ... 500 nodes ...                       %permute = permute(%view)
     %permute = permute(%view)       ->      ... 500 nodes ...
     return (..., %permute)                  return (..., %permute)
 
-Likewise a getitem moves right behind the op whose result it unpacks (a cut between the two breaks Inductor), and a
-dropout seed look-up behind the seeds, so that a layer takes its seed as an input and identical layers stay identical.
+A getitem moves right after the op whose result it unpacks: a cut between the two breaks Inductor. A dropout seed
+look-up moves right after the seeds. So a layer takes its seed as an input, and identical layers stay identical.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SettleNodes:
         """Returns the number of nodes moved."""
         graph = gm.graph
         late = _needed_by_saved_only(graph, self.num_user_outputs)
-        # Order of a node: (its root's place in the old order, its place in the chain behind that root).
+        # Order of a node: (its root's place in the old order, its place in the chain that follows the root).
         order = {n: (i, 0) for i, n in enumerate(graph.nodes)}
         root = {n: n for n in graph.nodes}
         chain: dict[fx.Node, list[fx.Node]] = {}

@@ -7,11 +7,12 @@ Forward and backward are built apart and meet in what autograd saves::
 
 The rules:
 
-``pair-missing``   what the forward may hand over as a copy, the backward takes as one (and reloads, or never reads);
-                   what the backward takes as a copy, the forward offloads; the caller never sees a copy
-``pair-order``     both list the saved values in the same order, with the same shapes and dtypes
-``pair-donated``   copies that share a transfer share a storage in the backward too, or none of them is overwritten:
-                   they come back as views of one buffer
+``pair-missing``   A value that the forward may return as a copy, the backward takes as one (and reloads, or never
+                   reads). A value that the backward takes as a copy, the forward offloads. The caller never sees
+                   a copy.
+``pair-order``     Both list the saved values in the same order, with the same shapes and dtypes.
+``pair-donated``   Copies that share a transfer share a storage in the backward too, or none of them is overwritten:
+                   they come back as views of one buffer.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Alike(Generic[T]):
-    """Remembers what was worked out for a segment, for the next one of the same ops on the same shapes."""
+    """Remembers a segment's estimate, for the next segment of the same ops on the same shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, T] = {}

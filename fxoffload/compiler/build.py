@@ -67,7 +67,7 @@ class Builder:
 
     @property
     def donates(self) -> bool:
-        """Whether segments may overwrite what they are the last to read."""
+        """Whether segments may overwrite values that they are the last to read."""
         return self.options.inner == "inductor" and "donation" not in self.disabled
 
     def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
@@ -99,7 +99,7 @@ class Builder:
         run_steps(self._enabled(FORWARD), state, "forward")
 
     def forward(self, state: ForwardState, kwargs: GraphKwargs) -> BuiltForward:
-        """Compile what was lowered. ``kwargs``: what Inductor was given for the whole graph."""
+        """Compile the graph that was lowered. ``kwargs``: those that Inductor was given for the whole graph."""
         assert state.outer is not None
         self._compile_segments(state, kwargs)
         ordered, movables = movables_of(state)

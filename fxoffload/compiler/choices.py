@@ -1,7 +1,7 @@
 """The solver's problem before the graph is partitioned: per layer, the points of its frontier.
 
-Times, working sets and everything that is no candidate come from a draft, plain Inductor's; what a layer saves and
-computes again comes from ``FindFrontier``. Layers of one class share their alternatives.
+Times, working sets and everything that is no candidate come from a draft, plain Inductor's. The values that a layer
+saves and recomputes come from ``FindFrontier``. Layers of one class share their alternatives.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Choices:
         for storage in point.saved:
             name = kind.name_at(label, storage.position)
             if storage.num_layers > 1 or name not in self._forward_names:
-                continue  # what several layers read counts with what is outside them; a graph input is the caller's
+                continue  # values of several layers count with those outside of layers; graph inputs are the caller's
             if storage.position >= 0 and name in self._taken_in:
                 continue  # the layer behind saves it too, under every point
             readers = self._readers(self._nodes[name], computed)
@@ -112,7 +112,7 @@ class Choices:
         return Alternative(f"{label}, point {number}", tuple(items), {first: point.extra_ms}, spread)
 
     def _readers(self, node: fx.Node, computed: set[str]) -> list[int]:
-        """Backward segments that read ``node``: themselves, through views, or through what is computed again."""
+        """Backward segments that read ``node``: themselves, through views, or through recomputed values."""
         found: set[int] = set()
         seen = {node}
         wanted = list(node.users)
@@ -153,7 +153,7 @@ class _Places:
                 if REPEATS_KEY in node.meta:
                     self._repeats[node.meta[REPEATS_KEY]].append(i)
         for name, places in self._repeats.items():
-            self.of.setdefault(name, places[0])  # nobody reads it where it was
+            self.of.setdefault(name, places[0])  # its own place has no reader
         assert len(steps) == len(segments)
 
     def all_of(self, name: str) -> list[int]:

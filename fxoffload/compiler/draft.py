@@ -54,7 +54,7 @@ class Draft:
         backward: as partitioned; no pass has touched it.
         forward_state: of the passes on a copy of ``forward``.
         backward_state: of the passes on a copy of ``backward``; None where the forward saves nothing that may move.
-        step: None likewise.
+        step: None where ``backward_state`` is.
         movables: what the executor would be told, in the order of the outer graph's offload ops.
     """
 
@@ -140,8 +140,8 @@ def own_values(down: ForwardState) -> frozenset[str]:
 def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
     """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked.
 
-    Most training loops go on with the loss alone: outputs count as let go of, and beside a loss they count as having no
-    gradients, until a step shows otherwise (``fxoffload.runtime.steps.outputs.Outputs``).
+    Most training loops go on with the loss alone. So outputs count as released and, if one of them is a loss, the
+    others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.steps.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
     found = from_graphs(

@@ -33,7 +33,7 @@ class FakeGraph:
     Args:
         session: that partitioned it.
         forward: as AOTAutograd hands it over.
-        backward: likewise.
+        backward: as AOTAutograd hands it over.
         forward_kwargs: what Inductor is given for the forward.
         backward_kwargs: what Inductor is given for the backward.
 
@@ -87,7 +87,7 @@ class FakeGraph:
 
     @cached_property
     def plain(self) -> Part | None:
-        """Likewise, as plain Inductor compiles it."""
+        """The same for the graph as plain Inductor compiles it."""
         base = None if self.planned is None else self.planned.base
         return self.part if base is None or base is self._draft else self._part_of(base, None)
 
@@ -147,7 +147,7 @@ class FakeStep:
     _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
 
     def begin(self, *, watches: bool) -> None:
-        """Another step: what was seen of the one before is forgotten."""
+        """Start another step, and forget the one before."""
         self.watches = watches
         self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
         self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
@@ -162,7 +162,7 @@ class FakeStep:
         return self._as_compiled.held()
 
     def held_plain(self) -> tuple[Held, ...]:
-        """Likewise, in the names of plain Inductor's graphs."""
+        """The same, in the names of plain Inductor's graphs."""
         return self._as_plain.held()
 
     # -- calls ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Made-up inputs for operators and segments that are measured.
 
 Floating-point values are random. Integers are zero, which is a valid index. Where every reader is known, indices are
-spread over the rows instead, and ends of groups (grouped products, packed sequences) are even: with zeros, a scatter
-would write one row many times, and all groups would be empty. Memory is new, and shared as the graph's inputs share
-theirs.
+spread over the rows instead: with zeros, a scatter would write one row many times. Ends of groups (grouped products,
+packed sequences) are then even: with zeros, all groups would be empty. Memory is new, and shared as the graph's inputs
+share theirs.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Shared:
 
 
 def nbytes_shared(all_made: Sequence[MadeUp]) -> int:
-    """Bytes of the inputs of all of them at once, where one ``Shared`` is used: what is not shared counts each time."""
+    """Bytes of the inputs of all of them at once, where one ``Shared`` is used. Unshared inputs count each time."""
     most: Counter[_Kind] = Counter()
     for made in all_made:
         most |= made.kinds()

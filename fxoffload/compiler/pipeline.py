@@ -64,7 +64,7 @@ class BackwardState:
 
     @property
     def frees_tangents(self) -> bool:
-        """Whether tangents are likely zeros that the graph makes, and frees: there is a loss beside other outputs."""
+        """Whether tangents are likely zeros that the graph makes, and frees: one of several outputs is a loss."""
         outputs = output_values(self.forward.gm.graph)[: self.forward.num_user_outputs]
         return bool(zeros_of(self.gm)) and any(is_loss(v) for v in outputs)
 

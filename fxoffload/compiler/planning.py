@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 # What libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It is in
 # the first step's peak, which has to meet the budget too; a plan made again from measured steps has it back.
 LIBRARY_BYTES = 64 << 20
-# What tuning Triton's kernels takes in the first step (copies of what they write, a buffer to empty the cache with).
+# Bytes that tuning Triton's kernels takes in the first step (copies of outputs, a buffer to empty the cache with).
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.05
-# Estimates of peaks have been a fifth too large on stock models: where the device tells what steps take, a budget that
-# is missed by no more than this part of the least peak is not refused on paper.
+# Estimates of peaks have been a fifth too large on stock models. So a budget that is missed by no more than this part
+# of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
 _TOO_LARGE = 0.25
-# Points of a frontier that is drawn, and of one that nobody may look at: each is planned for, which takes seconds.
+# Points of a frontier that is drawn, and of one that is not shown: each is planned for, which takes seconds.
 DRAWN_POINTS = 7
 FEW_POINTS = 2
 
@@ -79,17 +79,17 @@ class Planning:
 
     Args:
         joint: labelled; of tags, those that are to be obeyed. It is left as it is.
-        partition: what partitions (a copy of) it.
+        partition: partitions (a copy of) it.
         settings: of the drafts.
         rates: of the machine.
-        goal: what is asked for.
+        goal: that the user asked for.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
         num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
-        asked: what is asked for.
+        asked: the goal that the user asked for.
         goal: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
     """
 
@@ -355,8 +355,9 @@ def too_small(
 
 
 def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
-    """The budget is met in the step in which kernels are tuned too, and if the caller should hold the outputs or have
-    gradients come from them, where that is possible: compute waits more.
+    """Meet the budget also in the step in which kernels are tuned; compute waits more.
+
+    Where possible, meet it also if the caller holds the outputs or sends gradients through them.
 
     Args:
         scheduler: of a step whose outputs are let go of.

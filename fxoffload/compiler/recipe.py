@@ -46,7 +46,7 @@ class Source:
     """Where variants come from.
 
     Attributes:
-        joint: labelled, not tagged; nobody changes it.
+        joint: labelled, not tagged; never changed.
         partition: partitions (and changes) a copy of it.
         num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
             so; ``joint`` is without those tags, so that variants may recompute less.
@@ -84,8 +84,8 @@ class VariantDraft:
         draft: its graphs.
         step: of one forward and backward of it.
         edges: of its graphs, by the positions of the graph that was compiled first.
-        saved: what its forward saves; ``Choice.offload`` has one bool for each candidate.
-        layout: of what it saves in the slots of the graph that was compiled first.
+        saved: values that its forward saves; ``Choice.offload`` has one bool for each candidate.
+        layout: of these values in the slots of the graph that was compiled first.
     """
 
     draft: Draft
@@ -240,7 +240,7 @@ class Recipe:
         return number in self._variants
 
     def compile(self, number: int) -> None:
-        """Compile what was reserved, unless it is compiled. Whatever it raises, nothing but the number is lost."""
+        """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost."""
         with self._compiling:
             if self.is_compiled(number):
                 return

@@ -1,4 +1,4 @@
-"""Which recompute choice a graph is compiled under: the solver proposes, and a draft of each shows what it takes."""
+"""Chooses the recompute variant that a graph is compiled under: the solver proposes, a draft of each gives its cost."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class RecomputeSearch:
     """Finds recompute choices and schedules for one joint graph. Each choice is drafted once.
 
     Args:
-        draft: what drafts a choice.
-        scheduler: what schedules a draft.
+        draft: makes a choice's draft.
+        scheduler: makes a draft's scheduler.
         base: plain Inductor's draft, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
-        choices: what it chooses from; not asked for under a level.
+        choices: of the solver; not asked for under a level.
         checkpointed: the draft under the model's own activation checkpointing, one more choice.
     """
 
@@ -148,7 +148,7 @@ class RecomputeSearch:
                 continue
             if found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
                 return
-            # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
+            # Compute waits until copies have freed enough memory: the shortfall is the bytes copied in that time.
             short = found.schedule.simulation.exposed_ms * choices.problem.d2h_bytes_per_ms
             budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
 
@@ -260,7 +260,7 @@ class RecomputeSearch:
         aim: Callable[[Scheduler], Schedule | None],
         seen: set[Hashable],
     ) -> Try | None:
-        """None for what was seen, or saves nothing that may move."""
+        """None if it was tried before, or saves nothing that may move."""
         if solution.alternatives in seen:
             return None
         seen.add(solution.alternatives)

@@ -51,7 +51,7 @@ _C = TypeVar("_C", bound=Clock)
 class Replan(Generic[_C]):
     """Follows one plan through its first steps.
 
-    The drafts of the plan, whose graphs are as large as what was compiled, are held until the calibration has ended.
+    The drafts of the plan, whose graphs are as large as the compiled ones, are held until the calibration has ended.
 
     Args:
         calibration: what plans again.
@@ -140,7 +140,7 @@ class Replan(Generic[_C]):
                     self._calibration, self.clock = None, None
 
     def _check(self, clock: _C) -> None:
-        """What the steps behind the calibration took."""
+        """Show the times of the steps after the calibration."""
         readings = clock.readings()
         segments = readings.segment_ms()
         total = sum(readings.step_ms().values())
@@ -171,7 +171,7 @@ def log_times(when: str, readings: Readings) -> None:
 
 
 class Calibration(PlanAgain):
-    """Plans one graph again, once, with what was measured of it.
+    """Plans one graph again, once, with its measured times.
 
     Args:
         graph: the compiled graph.
@@ -180,7 +180,7 @@ class Calibration(PlanAgain):
         goal: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
-        pin: has so many more bytes of host memory ready: whether they are.
+        pin: prepares that many more bytes of host memory, and says whether they are ready.
 
     Attributes:
         first: what the first step does; None: as all steps.
@@ -263,7 +263,7 @@ class Calibration(PlanAgain):
 def measured_step(
     step: TrainingStep, ms: Phases, temp_bytes: Mapping[Phase, Mapping[str, int | None]] | None = None
 ) -> TrainingStep:
-    """``step`` with what was measured of its segments; what was not stays."""
+    """``step`` with measurements of its segments; the rest stays as estimated."""
 
     def known(phase: Phase, segments: tuple[SegmentStep, ...]) -> tuple[SegmentStep, ...]:
         times = ms.get(phase, {})
@@ -314,7 +314,7 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
 def shared(
     sizes: Mapping[Phase, Mapping[str, int | None]], alike: Mapping[Phase, Mapping[str, object]]
 ) -> dict[Phase, dict[str, int | None]]:
-    """``sizes``, where a segment that was not measured takes what was measured of one of the same code."""
+    """``sizes``, where an unmeasured segment takes the measurement of one of the same code."""
     found: dict[Phase, dict[str, int | None]] = {}
     for phase, codes in alike.items():
         known: dict[object, int] = {}
@@ -326,7 +326,7 @@ def shared(
 
 
 def scale(prediction: Prediction, ratio: float) -> Prediction:
-    """The same with all times multiplied: what was measured of one partition, told of another one."""
+    """The same with all times multiplied: applies the measured ratio of one partition to another."""
     return replace(
         prediction,
         step_ms=prediction.step_ms * ratio,

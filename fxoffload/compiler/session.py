@@ -1,7 +1,7 @@
 """One call of the backend: partition, forward, backward.
 
 AOTAutograd calls back three times: ``partition`` with the joint graph, then ``inner_compile`` with the forward and with
-the backward graph. The session carries what they have to know of each other.
+the backward graph. The session carries state from one to the next.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _JointState:
     tags: TagReport = field(default_factory=TagReport)
 
 
-# So many calls follow the first step's schedule at most, where no calibration comes that would count the outputs.
+# Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
 _MOST_AT_FIRST = 32
 _PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
@@ -137,7 +137,7 @@ class Partitioner(CustomPartitionerFn):
         return self._session.partition(gm, joint_inputs, self._base, kwargs)
 
     def uuid(self) -> None:
-        """None: what was partitioned for us must not come out of Inductor's cache of whole graphs."""
+        """None: a graph that was partitioned for us must not come out of Inductor's cache of whole graphs."""
 
 
 class CompileSession:
@@ -170,19 +170,19 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._planned: Planned | None = None
-        self._must_offload = False  # a user's policy wants some value on the host
-        self._sized: SizedPlan | None = None  # where sizes vary
-        self._range: Range | None = None  # of them
-        self._limit_bytes: int | None = None  # of the budget, for what is planned
-        self._op_times: Mapping[str, float] = {}  # measured
-        self._meter: Meter | None = None  # measures before the first step, if anything does
-        self._allowance = Allowance()  # for that
-        self._ran: RanSegments | None = None  # of the compiled graphs, before the first step
-        self._calibration: PlanAgain | None = None  # until then
+        self._must_offload = False  # A user's policy wants some value on the host.
+        self._sized: SizedPlan | None = None  # Where sizes vary.
+        self._range: Range | None = None  # Of these sizes.
+        self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
+        self._op_times: Mapping[str, float] = {}  # Measured.
+        self._meter: Meter | None = None  # Measures before the first step, if anything does.
+        self._allowance = Allowance()  # Of the meter.
+        self._ran: RanSegments | None = None  # Of the compiled graphs, before the first step.
+        self._calibration: PlanAgain | None = None  # Until the first step.
         self._plan_box: PlanBox | None = None
-        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
-        self._own_budget: int | None = None  # of a plan for this graph alone
-        self._checkpointed: Checkpointed | None = None  # what that plan replaces
+        self._watched_graph: PlannedAlone | None = None  # Where a budget let it be plain Inductor's.
+        self._own_budget: int | None = None  # Of a plan for this graph alone.
+        self._checkpointed: Checkpointed | None = None  # Activation checkpointing that the plan replaces.
         self._goal = PlanGoal.of(
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -259,8 +259,10 @@ class CompileSession:
         return forward, backward
 
     def _without_plain_checkpointing(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The joint graph without the tags that a plan replaces; ``gm`` itself where all are obeyed. Where sizes depend
-        on data, nobody knows checkpointing's peak."""
+        """The joint graph without the tags that a plan replaces; ``gm`` itself where all are obeyed.
+
+        Where sizes depend on data, they are obeyed: checkpointing's peak is unknown.
+        """
         if self.options.checkpoints != "plan" or self.options.recompute != "auto" or depends_on_data(gm):
             return gm
         free = copy_graph(gm)
@@ -299,13 +301,13 @@ class CompileSession:
         self._planned = self._plan_box = self._source = None
 
     def _chooses(self) -> bool:
-        """Whether the options say what is saved and recomputed, and not AOTAutograd's partitioner."""
+        """Whether the options choose the saved and recomputed values, and not AOTAutograd's partitioner."""
         planned = self.options.policy == "auto" and "planner" not in self.disabled
         return planned or self.options.recompute == "cheap"
 
     def _plans(self, joint: fx.GraphModule) -> bool:
-        """Whether there is something to plan: in a graph of one layer there is not, and a budget cannot be promised for
-        sizes that nobody knows."""
+        """Whether there is something to plan. A graph of one layer has nothing, and no budget can be promised for
+        sizes that are unknown before the step."""
         off = self.disabled & {"planner", "segments", "offload"}
         if self.options.policy != "auto" or off or len(self._layers.layers) < 2:
             return False
@@ -424,8 +426,10 @@ class CompileSession:
             return None
 
     def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
-        """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
-        when it is seen in one step with others."""
+        """Let a graph be part of a plan for the whole step.
+
+        Normally that is at once. A graph with a plan of its own and a budget joins when a step runs it with others.
+        """
         forward, site, source = self._forward, self._site, self._source
         own = self._plan_box
         if forward is None or site is None or (own is not None and self._own_budget is None):
@@ -509,7 +513,7 @@ class CompileSession:
             return self._inner_compile(gm, example_inputs, kwargs)
         self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         found = self._inner_compile(gm, example_inputs, kwargs)
-        self._source = self._checkpointed = None  # likewise
+        self._source = self._checkpointed = None  # for the same reason
         if self._range is not None:
             self._range.guard()
         return found
@@ -565,7 +569,7 @@ class CompileSession:
         first = None if self._planned is None else self._planned.first
         keeps_turn = self._runtime.keeps_turn and planned is None
         leaving = [c for c in chosen if not (keeps_turn and c.name in state.turn.names)]
-        # Pinned behind the rest of the compilation.
+        # Pinned in the background while the rest compiles.
         reserved = sum(block_bytes(c.nbytes or 0) for c in leaving)
         if first is not None:
             reserved = max(reserved, first.simulation.bytes_offloaded)
@@ -615,7 +619,7 @@ class CompileSession:
             return chosen if is_in_order else replace(chosen, offload=[chosen.offload[i] for i in built.order])
 
         def clock(args: list[Any]) -> SegmentClock | None:
-            """What is measured is the step that was planned."""
+            """The clock, for calls of the step that was planned."""
             replan = self._replan
             if site.followed is not None and own is not None and not is_told:
                 is_told.append(True)
@@ -697,8 +701,11 @@ class CompileSession:
         return Choice(tuple(offload[c.name] for c in state.saved.candidates), schedule.windows)
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``run``, a backward, after whose first call the plan takes over from the first step's schedule: at once, or,
-        where outputs are not what the plan takes them for, when the calibration has counted them or has ended."""
+        """``run``, a backward: after its first call the plan takes over from the first step's schedule.
+
+        Normally that is at once. Where outputs are not as the plan assumes, it waits until the calibration has counted
+        them or has ended.
+        """
         assert self._forward is not None
         graph, replan = self._forward.graph, self._replan
         outputs, first, num_calls = graph.outputs, graph.planned, itertools.count(1)
