@@ -2,9 +2,9 @@
 variant.
 
 Segments of variants differ, and so do the storages that pass between calls. So the chain is laid out once for each
-variant, with all calls running it; what a call saves under a variant is read off there, and its places are counted in
-the segments of the first layout. A chain that mixes variants is close to that, not equal: what the solver proposes has
-to be laid out and simulated.
+variant, with all calls running it. The values that a call saves under a variant are read off there; their places are
+counted in the segments of the first layout. A chain that mixes variants is close to that, not equal: a chain that the
+solver proposes has to be laid out and simulated.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Layout:
         return self._onto.backward[call] + (size if offset >= count else _up((offset + 1) * size, count) - 1)
 
     def _backward(self, at: int) -> tuple[int, int, int]:
-        """Call, offset in it, and how many segments it has; behind them stands the entry of the next. Call -1: the
+        """Call, offset in it, and how many segments it has; the entry of the next call follows them. Call -1: the
         step's end."""
         if at >= len(self._chain.step.backward):
             return -1, 0, 1

@@ -15,7 +15,7 @@ from fxoffload.planner.timeline import to_chrome_trace
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
-# What was measured on the device before the first step, from least to most; see ``Plan.basis``.
+# Measurements on the device before the first step, from least to most; see ``Plan.basis``.
 Basis = Literal["estimated", "operators", "segments"]
 BASES: tuple[Basis, ...] = get_args(Basis)
 
@@ -36,7 +36,7 @@ class Decision:
         name: the first saved value's name, in the first of the layers.
         producer: the op that computes it, for example "aten.mm.default".
         nbytes: bytes of one layer's storage.
-        action: "stay" is what may not move: a parameter, what the caller sees, what is too small. "mask" decides
+        action: "stay": the value may not move, being a parameter, seen by the caller, or too small. "mask" decides
             nothing: it names a mask of S x S that attention is called with. A mask that is saved has another decision
             of its own.
         reason: why, in words.
@@ -74,7 +74,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes, on paper. Bytes are those above what was allocated when the step began.
+    """The predicted time and memory of a step. Bytes are those above the bytes allocated when the step began.
 
     Attributes:
         peak_bytes: most bytes on the device.
@@ -86,7 +86,7 @@ class Prediction:
         bytes_offloaded: copied to the host.
         peak_phase: "forward" or "backward".
         peak_segment: name of the segment in which the peak is.
-        outside_bytes: most bytes that eager code and FSDP have at a time beside the compiled graphs, as far as is
+        outside_bytes: most bytes that eager code and FSDP have at a time outside the compiled graphs, as far as is
             known: a head and a loss in eager, gathered parameters. Part of the peak where they are at it.
         outside_ms: time between the calls of compiled graphs. Part of the step's.
     """
@@ -125,12 +125,12 @@ class Prediction:
 class Plan:
     """The plan of one compiled graph, or of a step over several. ``print`` shows it as a table.
 
-    A plan does not change; what is learnt later (calibration, measurements) makes another one, with
-    ``dataclasses.replace``. Bytes are those above what was allocated when the step began.
+    A plan does not change. Later knowledge (calibration, measurements) makes another one, with
+    ``dataclasses.replace``. Bytes are those above the bytes allocated when the step began.
 
     Attributes:
         graph: place among the plans of this process; -1 (``NO_GRAPH``) in a plan made ahead.
-        label: what was planned, in words, or "".
+        label: class name of the planned model, or "".
         device: name of the device that was planned for, from its profile.
         shape: what the step was planned for, for example "1 x 16384 tokens", or "".
         activation_budget: most bytes that were asked for, or None.

@@ -24,7 +24,7 @@ from fxoffload.runtime.windows import Windows
 
 # How often the solver's budget is lowered by what the simulator found it to exceed.
 _MAX_REPAIRS = 4
-# The search for the least peak ends where it is known within this part, or after so many schedules.
+# The search for the least peak ends where it is known within this part, or after this many schedules.
 _PEAK_STEP = 0.01
 _MAX_PEAK_STEPS = 12
 # For one question to the solver.
@@ -33,7 +33,7 @@ _SOLVER_S = 2.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do with each candidate of a step, and what it is predicted to take.
+    """An action for each candidate of a step, and the predicted step.
 
     Attributes:
         offload: one bool per ``step.candidates``.
@@ -117,7 +117,7 @@ class Scheduler:
         whole = self.keep_all().peak_bytes
         solution = least_peak(self.problem, max_ms, deadline_s=_SOLVER_S)
         best: Schedule | None = None
-        # The solver's copies are a flow: what it promises may be far from what segments of this size reach.
+        # The solver's copies are a flow: its promise may be far from the peak that segments of this size reach.
         too_low, limit, step = 0, whole if solution is None else min(solution.peak_bytes, whole), _PEAK_STEP
         for _ in range(_MAX_PEAK_STEPS):
             found = self.least_time(limit)

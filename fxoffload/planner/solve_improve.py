@@ -14,7 +14,7 @@ _TIE = 1e-9
 
 
 class Goal:
-    """What is sought: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
+    """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
 
     def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
         self._problem = problem
@@ -28,7 +28,7 @@ class Goal:
         return model.least_peak(self._max_ms, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
 
     def value(self, loads: Loads) -> float | None:
-        """What is to be least; None: it does not fit, or takes too long."""
+        """The number to minimise; None: it does not fit, or takes too long."""
         if not loads.fits_host():
             return None
         if self._budget is not None:
