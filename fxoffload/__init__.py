@@ -1,6 +1,6 @@
 """fxoffload: train in less GPU memory.
 
-``torch.compile(model, backend="fxoffload")`` moves saved activations to pinned host memory behind the compute.
+``torch.compile(model, backend="fxoffload")`` moves saved activations to pinned host memory while the GPU computes.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ def in_backward() -> bool:
 
 
 def after_backward(work: Callable[[], None]) -> None:
-    """Call ``work`` when autograd has ended the backward in which this is called, after what was asked for so before;
-    at once outside of one. Not called where the backward raises."""
+    """Call ``work`` when autograd has ended the backward in which this is called, after earlier requests of this kind.
+
+    Outside of a backward it is called at once. It is not called where the backward raises.
+    """
     if in_backward():
         torch.autograd.Variable._execution_engine.queue_callback(work)
     else:
@@ -58,8 +60,11 @@ def after_backward(work: Callable[[], None]) -> None:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in profiles. Stands for ``torch.profiler.record_function``, which takes the host 8 us where
-    nobody profiles; this one, which Inductor's own code uses, takes 0.3."""
+    """A range of that name in profiles.
+
+    Stands for ``torch.profiler.record_function``, which takes the host 8 us without a profiler. This one, which
+    Inductor's own code uses, takes 0.3.
+    """
     return _RECORD_FUNCTION(name)
 
 
@@ -80,7 +85,7 @@ class AllocatorEvent(NamedTuple):
 
 
 def records_allocator_events() -> bool:
-    """Whether somebody has the caching allocator record its events. True where that cannot be known."""
+    """Whether the caching allocator records its events now. True where that cannot be known."""
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return is_enabled is None or bool(is_enabled())
 
@@ -94,12 +99,12 @@ def record_allocator_events(most: int) -> None:
 
 
 def stop_recording_allocator_events() -> None:
-    """Likewise record nothing. What was recorded is gone."""
+    """Have the caching allocator record nothing. Earlier records are gone."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def allocator_events() -> list[list[AllocatorEvent]]:
-    """What was recorded of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
+    """The record of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
     kinds = {"alloc": True, "free_requested": False}
     return [
         [
@@ -178,7 +183,7 @@ def fsdp2_activity(module: Any) -> str | None:
 
 
 def fsdp2_is_gathering(module: Any) -> bool:
-    """Whether an all-gather was started that nobody has waited for."""
+    """Whether an all-gather was started and not waited for yet."""
     return any(group._all_gather_result is not None for group in fsdp2_groups(module))
 
 
@@ -360,7 +365,9 @@ _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # t
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Lets autograd believe that a tensor was written to so many times. It is no inference tensor: those count nothing.
+    """Lets autograd believe that a tensor was written to ``version`` times.
+
+    It is no inference tensor: those count nothing.
 
     One by one: several tensors, in different storages too, may have one counter (``detach()``, then ``.data = ``).
     """

@@ -143,9 +143,10 @@ def graphs() -> list[CompiledGraph]:
 def override_policy(policy: str) -> Iterator[None]:
     """Run the forwards of this thread under another policy: "auto", "offload_all" or "keep_all". Nothing recompiles.
 
-    Under "keep_all" what a plan computes again is still computed again, from the first step on that followed the plan
-    without the override: a step has the very bits that it has with offloading. Before that, under "offload_all", and
-    with a ``policy`` that is set on a graph, calls of a plan over several graphs run them as they were compiled.
+    Under "keep_all" the backward recomputes what the plan says, once a step has followed that plan without the
+    override. So a step has the very bits that it has with offloading. In three cases calls of a plan over several
+    graphs run the graphs as they were compiled: before that, under "offload_all", and with a ``policy`` that is set on
+    a graph.
 
     Raises:
         ValueError: unknown policy.

@@ -48,7 +48,7 @@ class Finding:
 
     Attributes:
         subject: what.
-        found: what is there.
+        found: the state of it on this machine.
         problem: what does not work because of it, and what to do; "" where all is well.
     """
 

@@ -16,7 +16,7 @@ _ENABLE = functools.partial(next, iter(gc.enable, object()))
 
 class _Pauses:
     """Those of a process: the first one that begins switches the collector off, the last one that ends on again. One
-    that an exception has cut short ends when nobody refers to it any more."""
+    that an exception has cut short ends with its last reference."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeRLock()

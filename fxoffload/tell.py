@@ -1,4 +1,4 @@
-"""What is said once: until the compiler is reset."""
+"""Messages that are told once, until the compiler is reset."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checkpointing_around() -> None:
 
 
 def checkpointing_inside(num_ops: int, costs: str) -> None:
-    """It is part of a compiled graph, and obeyed. ``costs``: what it takes, in words, or ""."""
+    """It is part of a compiled graph, and obeyed. ``costs``: its cost, in words, or ""."""
     warn_once(
         "checkpointing",
         f"activation checkpointing is on in compiled code: {num_ops} operations are recomputed in the backward, "

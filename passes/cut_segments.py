@@ -35,8 +35,8 @@ from fxoffload.passes.values import output_values
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05
-# Bytes that one segment should move at most, about. A segment of half as many is not cut: smaller copy windows are not
-# worth twice the code to compile. Then: the most pieces of a layer, and how far a cut may be from even shares.
+# Bytes that one segment should move at most, about. A layer is cut in two from half of that on; below, smaller copy
+# windows are not worth twice the code to compile. Then: the most pieces of a layer, and how far from even shares.
 MAX_MOVED_BYTES = 1 << 30
 _MAX_PIECES = 4
 _SPLIT_MARGIN = 0.6
@@ -80,7 +80,7 @@ class CutSegments:
     """Cut a graph at its layers, and a layer that moves much in two or more.
 
     A segment's values start to leave when it ends, and have all returned before it begins. So the copy windows have to
-    hold all bytes that it moves, and the last reload cannot overlap with its time.
+    hold all bytes that it moves, and its last reload cannot overlap with its own time.
 
     Args:
         moved: name of a saved value -> bytes that move for it (the values that share a storage carry them once).

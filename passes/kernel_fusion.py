@@ -10,7 +10,7 @@ Everything else is fused as Inductor would, and only moves memory:
 2. *Kernels* are formed by Inductor's scheduler from the written values. Two that read the same value, or of which one
    reads a result of the other, become one if their loops fit and no third one has to run between them. First come those
    of one form, then those that share most bytes, then the nearest in the graph. Two far apart do not join. Nor do two
-   that share few bytes, compared with the results that each could write in place. Loops fit that go over as many
+   that share few bytes, compared with the buffers that one could reuse from the other. Loops fit that go over as many
    elements. Around a reduction, they may go over as many as come out of it or, for whole rows, go into it. Reductions
    fit over the same dimension. A result made of several parts of one value is tiled otherwise than a reduction.
 3. A kernel reads each value once: of a view, its part; of an expanded one, its different elements; of an indexed one,

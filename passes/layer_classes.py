@@ -165,8 +165,7 @@ class Joint:
     def backward_readers(self, node: fx.Node, layer: Layer) -> list[fx.Node]:
         """The backward's ops that read a value which ``layer`` makes, and that belong to this layer.
 
-        Another layer's backward may read a value that this layer itself takes from outside. Those ops are the other
-        layer's.
+        An op of another layer's backward belongs to that layer if that layer itself takes the value from outside.
         """
         base = self._base[node]
         returned = self._returned if node in self._given_back else []

@@ -1,5 +1,5 @@
-"""Pass on the joint graph, before all others: take the inputs, and views of them, that a nested region returns from
-outside the region.
+"""Pass on the joint graph, before all others: where a nested region returns its inputs or views of them, take these
+from outside the region.
 
 ``torch.compiler.nested_compile_region`` makes one graph of a layer, and a call of it for each layer. AOTAutograd lets
 that graph return all that its backward needs, inputs of the layer and views of them too. It describes the results of

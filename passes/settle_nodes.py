@@ -1,4 +1,4 @@
-"""Pass 2, on the forward and the backward graph: move nodes that stand far from their layer back to it.
+"""Pass 2, on the forward and the backward graph: move nodes that stand far from their inputs next to them.
 
 The partitioner appends saved views and comparisons at the end of the forward. Left there, they drag the end of every
 layer to the end of the graph, and the cuts collapse (gpt2: segments of 10, 526, 3, 3, 7, 3 nodes). Each moves right

@@ -27,7 +27,7 @@ def _measure(request: Request) -> Any:
 
 
 def probe() -> Machine:
-    """The GPU that torch takes by default, and what is free on it."""
+    """The GPU that torch takes by default, and its free memory."""
     if not torch.cuda.is_available():
         return Machine(None, torch.__version__)
     free, total = torch.cuda.mem_get_info()

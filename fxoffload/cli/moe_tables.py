@@ -36,7 +36,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def print_inspection(found: Inspection, console: Console) -> None:
-    """What it is, one row for each group of layers that are alike, and the whole below."""
+    """The kind of checkpoint, one row for each group of layers that are alike, and the whole below."""
     layouts = {_with_form(tower.layout, tower.form): tower.layout for tower in found.towers}
     mixed, several_forms = len(layouts) > 1, len({tower.form for tower in found.towers if tower.form}) > 1
     layout = f"mixed: {', '.join(layouts)}" if mixed else next(iter(layouts))

@@ -50,7 +50,7 @@ def path_of(identity: Identity) -> Path:
 
 
 def load(identity: Identity) -> MachineProfile | None:
-    """The profile kept for a device; None where there is none, or what is there is damaged or another device's."""
+    """The profile kept for a device; None where there is none, or where it is damaged or another device's."""
     try:
         path = path_of(identity)
         found = MachineProfile.from_json(path.read_text(encoding="utf-8"), str(path))

@@ -1,9 +1,9 @@
-"""Measured times of operators on disk, beside the machine profile of the same device: ``ops-*.json``.
+"""Measured times of operators on disk, next to the machine profile of the same device: ``ops-*.json``.
 
-[Note: Ranks decide alike] What a graph computes again follows from these times, and with collectives in it that has to
-be the same on every rank. A time that each rank measured for itself would differ by some percent. So the ranks of a
-machine share the file: one measures under a lock what is missing, and the others find it. Where there are several
-processes, what could not be measured is kept too, for an hour, or the next rank would try again and might know more.
+[Note: Ranks decide alike] These times decide which ops a graph recomputes. With collectives in the graph, that has to
+be the same on every rank, and times that each rank measured for itself would differ by some percent. So the ranks of a
+machine share the file: one measures missing times under a lock, and the others find them. Where there are several
+processes, failures to measure are kept too, for an hour, or the next rank would try once more and might know more.
 Ranks on several machines share no file, so they use estimates. So does a rank that has to wait for too long.
 """
 
@@ -41,7 +41,7 @@ Outcomes = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class OpTimes:
-    """What is known of some operators.
+    """The known times of some operators.
 
     Attributes:
         ms: key (``fxoffload.passes.op_key``) -> milliseconds of one call.
