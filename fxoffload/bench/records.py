@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Machine:
-    """What a process of ``kind`` "probe" found. Memory is None without a GPU."""
+    """The answer of a process of ``kind`` "probe". Memory is None without a GPU."""
 
     gpu: str | None
     torch: str

@@ -1,4 +1,4 @@
-"""The report as two tables and what has to be said below them."""
+"""The report as two tables and notes below them."""
 
 from __future__ import annotations
 

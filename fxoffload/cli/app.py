@@ -1,4 +1,4 @@
-"""The command line: which subcommands there are, and what a failure looks like.
+"""The command line: its subcommands, and the form of a failure.
 
 Nothing here, nor in the modules of the subcommands, imports torch before a command runs: help takes a moment.
 """

@@ -87,7 +87,7 @@ def describe_verification(done: Verification) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal obeys or UTF-8 lacks: names of files may be any bytes."""
+    """``text`` without characters that a terminal obeys or UTF-8 lacks: names of files may be any bytes."""
     shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown)
 

@@ -24,7 +24,7 @@ class Alike(Generic[T]):
         self, segment: Segment, work_out: Callable[[], T], *, marked: Collection[str] = (), also: Hashable = None
     ) -> T:
         """What ``work_out`` gives for ``segment``. ``marked``: names of values that make a difference.
-        ``also``: what else makes one."""
+        ``also``: any other difference."""
         key = (_signature(segment, marked), also)
         found = self._known.get(key)
         if found is None:

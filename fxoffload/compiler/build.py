@@ -28,7 +28,7 @@ class BuiltForward:
 
     Attributes:
         program: to be run.
-        movables: what the program knows of each storage; ranked when the backward is built.
+        movables: the program's data about each storage; ranked when the backward is built.
         order: for each of them, its place among the candidates.
     """
 
@@ -82,7 +82,7 @@ class Builder:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def find(self, gm: fx.GraphModule, num_user_outputs: int, static_inputs: frozenset[int]) -> ForwardState:
-        """What a forward graph saves and may move; no more is done to it."""
+        """The saved values and candidates of a forward graph; nothing else is done to it."""
         state = ForwardState(
             gm,
             num_user_outputs=num_user_outputs,

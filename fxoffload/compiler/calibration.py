@@ -61,7 +61,7 @@ class PlanAgain(ABC):
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
-        """The step with measured times and working sets, and what plain Inductor would take."""
+        """The step with measured times and working sets, and plain Inductor's prediction."""
 
     def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
         """Of the machine, corrected by measurements of ``step``; as before, unless a subclass knows better."""
@@ -73,14 +73,14 @@ class PlanAgain(ABC):
 
     @abstractmethod
     def summary_of(self, found: Schedule, baseline: Prediction) -> str:
-        """What the plan says of itself where ``found`` is followed; both are in measured time."""
+        """The plan's summary where ``found`` is followed; both are in measured time."""
 
     @abstractmethod
     def follow(self, found: Schedule) -> None:
         """From the next forward on ``found`` is followed."""
 
     def follow_first(self, found: Schedule) -> None:
-        """In the first step ``found`` is followed. What has no room on the host stays."""
+        """In the first step ``found`` is followed. Values that have no room on the host stay."""
         if found.simulation.bytes_offloaded > self._schedule.simulation.bytes_offloaded:
             self.pin(found, self._schedule)
         self.follow(found)
@@ -95,7 +95,7 @@ class PlanAgain(ABC):
 
     @property
     def once_more(self) -> PlanAgain | None:
-        """What plans again when the steps from here on have been measured; None: nothing does."""
+        """The calibration that plans after the next measured steps; None: nothing does."""
         return None
 
     @property
@@ -109,7 +109,7 @@ class PlanAgain(ABC):
         Args:
             readings: of the segments.
             basis: of the plan's predictions.
-            limit_bytes: what of the goal's budget the schedule may take now.
+            limit_bytes: the part of the goal's budget that the schedule may take now.
 
         Returns:
             The scheduler of the step with these readings.

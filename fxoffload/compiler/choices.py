@@ -18,12 +18,12 @@ from fxoffload.planner.formulate import items_of, problem_of
 from fxoffload.planner.problem import Alternative, Item, Layer, Problem
 from fxoffload.planner.rates import ProfileRates
 
-# What stands outside the layers has nothing to choose from but keep and offload.
+# Values outside the layers are kept or offloaded; there is no other choice.
 _OUTSIDE = "outside the layers"
 
 
 class Choices:
-    """What there is to choose from, layer by layer.
+    """The alternatives to choose from, layer by layer.
 
     Args:
         joint: labelled, not tagged.
@@ -61,7 +61,7 @@ class Choices:
         layers.append(Layer(_OUTSIDE, _OUTSIDE, (Alternative("as partitioned", tuple(rest), {}, {}),)))
         self._labels = [label for c in self.classes for label in c.layers]
         self._points = [c.points for c in self.classes for _ in c.layers]
-        # A frontier's first point computes what plain Inductor does, so its times are those of the draft.
+        # A frontier's first point computes the same as plain Inductor, so its times are those of the draft.
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
     def recompute(self, alternatives: Sequence[int]) -> Mapping[str, RecomputePoint]:
@@ -87,7 +87,7 @@ class Choices:
             if storage.num_layers > 1 or name not in self._forward_names:
                 continue  # values of several layers count with those outside of layers; graph inputs are the caller's
             if storage.position >= 0 and name in self._taken_in:
-                continue  # the layer behind saves it too, under every point
+                continue  # the next layer saves it too, under every point
             readers = self._readers(self._nodes[name], computed)
             if not readers:
                 continue

@@ -24,7 +24,7 @@ _WITHOUT_MASK = (
     'attn_implementation="fxoffload_causal_sdpa" (fxoffload.integrations.transformers) without an attention_mask, or '
     "is_causal=True"
 )
-# What takes less than this part of the peak is no floor worth naming.
+# A floor below this part of the peak is not worth naming.
 _FLOOR = 0.05
 
 
@@ -251,7 +251,7 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
             f"{about_gradients}"
         )
-    # What callers let go of is gone when the backward begins. Gradients of it may be there all the same.
+    # Outputs that the caller releases are gone when the backward begins. Their gradients may be there all the same.
     counts = step.holds_outputs or peak.phase == "forward"
     outputs = sum(s.nbytes for s in step.storages if s.is_output) if counts else 0
     has_tangents = peak.phase == "backward" and not step.frees_tangents

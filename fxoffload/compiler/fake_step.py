@@ -34,8 +34,8 @@ class FakeGraph:
         session: that partitioned it.
         forward: as AOTAutograd hands it over.
         backward: as AOTAutograd hands it over.
-        forward_kwargs: what Inductor is given for the forward.
-        backward_kwargs: what Inductor is given for the backward.
+        forward_kwargs: those that Inductor is given for the forward.
+        backward_kwargs: those that Inductor is given for the backward.
 
     Attributes:
         layers: of it.
@@ -75,8 +75,10 @@ class FakeGraph:
 
     @cached_property
     def part(self) -> Part | None:
-        """What a plan over several graphs knows of it, as it would be compiled; None: it saves nothing that may move,
-        or such a plan may not have it."""
+        """The graph as data for a plan over several graphs, as it would be compiled.
+
+        None: it saves nothing that may move, or such a plan may not have it.
+        """
         part = None if self.why_no_part else self._part_of(self._draft, self._recipe)
         obeyed, up = None if self.planned is None else self.planned.checkpointed, self._draft.backward_state
         if part is None or obeyed is None or up is None:
@@ -168,7 +170,7 @@ class FakeStep:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def inner_compile(self, session: CompileSession) -> Callable[..., Callable[[list[Any]], Any]]:
-        """What takes the place of ``session.inner_compile``: graphs run on fake tensors."""
+        """Takes the place of ``session.inner_compile``: graphs run on fake tensors."""
         forwards: list[tuple[fx.GraphModule, GraphKwargs]] = []
         found: list[FakeGraph] = []
 

@@ -19,7 +19,7 @@ from fxoffload.runtime.variant import Layout
 
 @dataclass(frozen=True)
 class Signature:
-    """What enters and leaves a forward and its backward.
+    """The inputs and outputs of a forward and its backward.
 
     Attributes:
         inputs: names of the forward's inputs.

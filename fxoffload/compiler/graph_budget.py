@@ -114,7 +114,7 @@ class GraphBudget:
 
     @property
     def schedule(self) -> Schedule:
-        """What the graph follows, or will when the correction is there."""
+        """The schedule that the graph follows, or will when the correction is there."""
         return self._schedule
 
     def calibrated(self, scheduler: Scheduler, schedule: Schedule) -> None:
@@ -142,11 +142,11 @@ class GraphBudget:
         self._start()
 
     def fallen(self, peak_bytes: int) -> None:
-        """See ``BudgetControl``. Where sizes vary, so does what steps allocate: that says nothing."""
+        """See ``BudgetControl``. Where sizes vary, so do the steps' allocations: they say nothing."""
         if self._planned.by_size is not None or not self.margin_bytes:
             return
         with self._lock:
-            # What these steps took beyond their prediction is still taken.
+            # The excess of these steps over their prediction is still taken.
             needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes) + self._spare_bytes
             more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
             self._open_bytes += more
@@ -190,7 +190,7 @@ class GraphBudget:
         planned, box, before = self._planned, self._planned.box, self._schedule
         more = found.simulation.bytes_offloaded - before.simulation.bytes_offloaded
         if more > 0:
-            planned.pin(more)  # where there is not so much, what has no room stays
+            planned.pin(more)  # where there is less room, values that find none stay
         self._schedule = found
         planned.graph.planned = Choice(tuple(found.offload[i] for i in planned.order), found.windows)
         plan = box.plan

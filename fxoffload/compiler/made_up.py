@@ -97,12 +97,12 @@ class _RandomState:
         return torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
 
 
-# What floating-point inputs of one allocation lie in: device, bytes, dtype of the first view of it.
+# The memory that floating-point inputs of one allocation lie in: device, bytes, dtype of the first view of it.
 _Kind = tuple[torch.device, int, torch.dtype]
 
 
 class Shared:
-    """Memory of floating-point inputs, which segments that run one after another may have in common: what one of them
+    """Memory of floating-point inputs, which segments that run one after another may share: values that one of them
     leaves there are still floating-point values."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class MadeUp:
         return _View(place, shape, tuple(strides), offset, value.dtype)  # type: ignore[arg-type]
 
     def _fill(self, node: fx.Node) -> Callable[[int, torch.device], torch.Tensor] | None:
-        """What makes the values of an integer input; None: they are zero, or random."""
+        """Makes the values of an integer input; None: they are zero, or random."""
         value = tensor_of(node)
         if value is None or not _is_integer(value):
             return None

@@ -95,7 +95,7 @@ def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> s
         with allowance.aside():  # kernels are tuned
             meter.once_ms(lambda: distinct.run(args))
         args = made.make_integers(inputs)
-        # The call alone holds what dies in it.
+        # Only the call has references to inputs that die in it.
         inputs[:] = [value for i, value in enumerate(args) if i not in distinct.dying]
         peak = meter.peak_bytes(lambda: distinct.run(args))
     except NotMadeUpError as error:

@@ -138,5 +138,5 @@ BACKWARD: tuple[Step[BackwardState], ...] = (
     Step("verify_pairing", _verify_pairing, "outer", on="outer"),
 )
 
-# What the piece "verify" switches off.
+# The passes that the piece "verify" switches off.
 PROOFS = ("verify_wiring", "verify_transfers", "verify_pairing")

@@ -40,7 +40,7 @@ _FIXED = {"device_types": ("cpu",), "on_error": "raise"}
 # Pieces without which there is no plan.
 _PLANNING = frozenset({"planner", "segments", "offload"})
 _MANY = 1 << 30
-# Plans are made one at a time: what Dynamo has learnt, and where it breaks graphs, is the process's.
+# Plans are made one at a time: Dynamo's caches and graph breaks are the process's.
 _TURN = threading.Lock()
 # Steps that are run, at most: in two, most models have compiled everything.
 _MOST_STEPS = 4
@@ -268,7 +268,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
 
 
 def _run_steps(step: FakeStep, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> tuple[str, ...]:
-    """Runs steps until one compiles nothing. Returns what breaks graphs in that one.
+    """Runs steps until one compiles nothing. Returns the graph breaks of that one.
 
     One step is enough where there is one graph. Where there are several, the first step may differ from all later ones
     (a model installs hooks in it), and compilation in a step takes memory meanwhile.
@@ -304,7 +304,7 @@ def _backward(output: Any) -> None:
 
 @contextlib.contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Errors of the model's on fake tensors say what to do. ``name``: of the model's class."""
+    """Errors of the model's on fake tensors come with advice. ``name``: of the model's class."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
@@ -327,8 +327,8 @@ def _errors_of(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dynamo_of_its_own() -> Iterator[None]:
-    """What Dynamo learns of sizes is forgotten, or the next compilation of the same code would be for dynamic ones. Its
-    limits, and that it may run on from errors, are for what the process compiles."""
+    """Make Dynamo forget sizes that it sees meanwhile, or the next compilation of the same code would be for dynamic
+    ones. Its limits, and its permission to run on from errors, are left to the process' own compilations."""
     from torch._dynamo import config
 
     settings = {

@@ -30,8 +30,8 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
-# What libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It is in
-# the first step's peak, which has to meet the budget too; a plan made again from measured steps has it back.
+# Memory that libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It
+# is in the first step's peak, which has to meet the budget too. A plan remade from measured steps has it back.
 LIBRARY_BYTES = 64 << 20
 # Bytes that tuning Triton's kernels takes in the first step (copies of outputs, a buffer to empty the cache with).
 TUNING_BYTES = 256 << 20
@@ -48,19 +48,19 @@ FEW_POINTS = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """What came of planning.
+    """The result of planning.
 
     Attributes:
-        draft: what to compile.
+        draft: the one to compile.
         schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
-        scheduler: to schedule the same step again, when its times are known better.
+        scheduler: to reschedule the same step when its times are known better.
         base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
         goal: that the plan was made for.
         checkpointed: the draft under the model's own activation checkpointing, which the plan replaces; None: there is
             none, or it is obeyed.
-        checkpointing: what activation checkpointing that is obeyed takes, in words; "" where there is none.
+        checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
     """
 
     draft: Draft
@@ -121,7 +121,7 @@ class Planning:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What of the budget the graph may take; None: there is none. Activation checkpointing's peak is a graph's."""
+        """The graph's part of the budget; None: there is none. Activation checkpointing's peak is a graph's."""
         budget = self.goal.budget_bytes
         if budget is None or self.goal.is_checkpointing:
             return budget
@@ -169,7 +169,7 @@ class Planning:
         return replace(planned, plan=plan, checkpointed=draft)
 
     def _with_obeyed(self, planned: Planned) -> Planned:
-        """The plan says what activation checkpointing that is obeyed does to it."""
+        """``planned`` with the cost of activation checkpointing that is obeyed."""
         joint, plan = copy_graph(self.joint), planned.plan
         clear_checkpointing(joint)
         plain = make_draft(joint, "default", self.partition, self.settings)
@@ -341,7 +341,7 @@ class Planning:
 def too_small(
     budget_bytes: int, smallest: Simulation, library_bytes: int, baseline_bytes: int, basis: str
 ) -> BudgetError:
-    """Nothing meets the budget. ``basis``: what this rests on, a sentence."""
+    """Nothing meets the budget. ``basis``: the evidence, a sentence."""
     least = smallest.peak_bytes + library_bytes
     where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
     return BudgetError(

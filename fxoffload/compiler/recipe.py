@@ -35,7 +35,7 @@ from fxoffload.runtime.variant import Layout, Variant, Variants
 
 log = logging.getLogger(__name__)
 
-# Of one graph, besides the one that was compiled first.
+# Of one graph, in addition to the one that was compiled first.
 MOST_VARIANTS = 2
 
 Points = Mapping[str, RecomputePoint]  # layer -> point
@@ -65,8 +65,8 @@ class Compiled:
         graph: to be shown.
         forward: of its passes.
         backward: of its passes.
-        forward_kwargs: what Inductor was given for the forward.
-        backward_kwargs: what Inductor was given for the backward.
+        forward_kwargs: those that Inductor was given for the forward.
+        backward_kwargs: those that Inductor was given for the backward.
     """
 
     graph: CompiledGraph
@@ -109,7 +109,7 @@ class Recipe:
         settings: of the drafts.
         surroundings: that the graph was compiled in.
         compiled: the graph itself.
-        builder: makes a builder; each variant has its own, so that one that fails leaves nothing behind.
+        builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
         variants: takes those that are compiled.
     """
 
@@ -207,7 +207,7 @@ class Recipe:
     # -- compiled variants ---------------------------------------------------------------------------------------------
 
     def add(self, draft: VariantDraft) -> int:
-        """Reserve the next number for a draft; the same draft has the same number again.
+        """Reserve the next number for a draft; the same draft always has the same number.
 
         Raises:
             RuntimeError: there are as many variants as there may be.

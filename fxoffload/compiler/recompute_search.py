@@ -18,7 +18,7 @@ from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
-# How often the recompute choice is made again because its draft missed the objective.
+# How often another recompute choice is made because a draft missed the objective.
 _MAX_ROUNDS = 5
 # A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
 _ENOUGH = 0.005
@@ -44,7 +44,7 @@ class Try:
 
     Attributes:
         limit_bytes: the limit that it was found within; asked for again, it is found again.
-        promised: what the solver said of this choice; None where it was not asked.
+        promised: the solver's solution for this choice; None where it was not asked.
     """
 
     draft: Draft
@@ -174,7 +174,7 @@ class RecomputeSearch:
             best, failed = (found, failed) if found.ms < best.ms else (best, budget)
 
     def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
-        """What checkpointing recomputes, where that may be faster than the best so far."""
+        """Checkpointing's choice, where that may be faster than the best so far."""
         known = self._drafted.get(_CHECKPOINTED)
         if known is None:
             return
@@ -183,7 +183,7 @@ class RecomputeSearch:
             yield Try(*known, schedule=aim(scheduler))
 
     def smallest(self) -> Try:
-        """The choice and schedule of the least peak that ``within`` finds again when it is asked for."""
+        """The choice and schedule of the least peak that ``within`` finds when it is asked for that peak."""
         tries = [*self._at_level(Scheduler.smallest)]
         if self._choices is not None:
             tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
@@ -215,7 +215,7 @@ class RecomputeSearch:
         def aim(scheduler: Scheduler) -> Schedule | None:
             found = scheduler.least_peak(most_ms)
             if found is None and (scheduler.fixed or self._level is not None):
-                # What the user asked for takes longer than that in any case.
+                # The user's own choice takes longer than that in any case.
                 return scheduler.least_time(_UNLIMITED)
             return found
 
@@ -242,7 +242,7 @@ class RecomputeSearch:
             yield found
             if found.schedule is not None:
                 return
-            # What the draft computes beyond what the choice promised, it will compute the next time too.
+            # The draft computes longer than the choice promised; it will do so the next time too.
             beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
             limit = min(limit, most_ms - beyond) - _CLOSE / 10 * baseline_ms
 

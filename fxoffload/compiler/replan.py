@@ -39,7 +39,7 @@ Phases = Mapping[Phase, Mapping[str, float]]
 
 
 class Clock(Protocol):
-    """What measures; see ``SegmentClock``."""
+    """A clock that measures steps; see ``SegmentClock``."""
 
     def ready(self) -> bool: ...
     def readings(self) -> Readings: ...
@@ -54,7 +54,7 @@ class Replan(Generic[_C]):
     The drafts of the plan, whose graphs are as large as the compiled ones, are held until the calibration has ended.
 
     Args:
-        calibration: what plans again.
+        calibration: makes the new plan.
         box: where the plan is shown.
         make_clock: makes the clock of the next measurement.
         in_background: whether to plan on a thread of its own.
@@ -79,18 +79,18 @@ class Replan(Generic[_C]):
 
     @property
     def calibration(self) -> PlanAgain | None:
-        """What plans again; None once it has."""
+        """The calibration to come; None once it is done."""
         return self._calibration
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is planned again any more."""
+        """Whether no further planning will come."""
         with self._lock:
             return self._calibration is None and not self._is_calibrating
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to be measured or planned again."""
+        """Whether no measurement and no planning is left to do."""
         with self._lock:
             return self.clock is None and self._calibration is None and not self._is_calibrating
 
@@ -171,7 +171,7 @@ def log_times(when: str, readings: Readings) -> None:
 
 
 class Calibration(PlanAgain):
-    """Plans one graph again, once, with its measured times.
+    """Makes one graph's plan once more, with its measured times.
 
     Args:
         graph: the compiled graph.
@@ -183,7 +183,7 @@ class Calibration(PlanAgain):
         pin: prepares that many more bytes of host memory, and says whether they are ready.
 
     Attributes:
-        first: what the first step does; None: as all steps.
+        first: the choice of the first step; None: as in all steps.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ def measured_step(
 
 
 def as_measured(other: TrainingStep, estimated: TrainingStep, measured: TrainingStep) -> TrainingStep:
-    """``other``, another partition of the same graph: estimated, with what one partition turned out to take.
+    """``other``, another partition of the same graph: its estimates, corrected by the measurements of one partition.
 
     Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimate
     as the whole step does.
@@ -358,7 +358,7 @@ def calibration_of(
     alike: Mapping[Phase, Mapping[str, object]],
     pin: Callable[[int], bool],
 ) -> Calibration | None:
-    """What plans a graph again; None where nothing in it moves. Arguments as of ``Calibration``."""
+    """Replans a graph; None where nothing in it moves. Arguments as of ``Calibration``."""
     if planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}

@@ -114,7 +114,7 @@ def _peak_bytes(step: TrainingStep) -> int:
 
 
 class ScheduleBySize:
-    """Answers, when a call begins, what that call does.
+    """Answers, when a call begins, with that call's choice.
 
     Args:
         plan: for other sizes.

@@ -117,7 +117,7 @@ _JOINT: tuple[Step[_JointState], ...] = (
 
 @dataclass
 class _CompiledForward:
-    """What the backward has to know of its forward."""
+    """The forward's results that its backward needs."""
 
     state: ForwardState
     movables: list[Movable]
@@ -200,7 +200,7 @@ class CompileSession:
         self._runtime = self._builder.runtime
 
     def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
-        """What Inductor calls to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
+        """Inductor calls it to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
         return Partitioner(self, base or default_partition)
 
     def partition(
@@ -297,7 +297,7 @@ class CompileSession:
         return self._planned
 
     def forget_plan(self) -> None:
-        """``fxoffload.plans()`` lists it no more, and its drafts go."""
+        """``fxoffload.plans()`` stops listing it, and its drafts go."""
         self._planned = self._plan_box = self._source = None
 
     def _chooses(self) -> bool:
@@ -369,7 +369,7 @@ class CompileSession:
         return replace(found.planned, plan=plan)
 
     def rates(self) -> ProfileRates:
-        """What plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
+        """The rates that plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
         return replace(rates_for(self.options.profile, self.device), op_times=self._op_times)
 
     def _measure_ops(self, joint: fx.GraphModule) -> None:
@@ -394,7 +394,7 @@ class CompileSession:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
         if off := self.disabled & _PIECES_OF_TAPES:
             return f"{', '.join(sorted(off))}: switched off"
-        # A plan for the step does not know of what a user's policy wants on the host.
+        # A plan for the step does not know of values that a user's policy wants on the host.
         if self._must_offload:
             return "a policy says MUST_CPU_OFFLOAD"
         return "" if self.options.policy == "auto" else f"its policy is {self.options.policy}"
@@ -403,7 +403,7 @@ class CompileSession:
         return not self.why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
 
     def tape_goal(self) -> TapeGoal:
-        """What the graph has to agree on with the others of its step."""
+        """The goal that the graph has to share with the others of its step."""
         return TapeGoal(
             self._goal,
             self._runtime.budgets,
@@ -488,7 +488,7 @@ class CompileSession:
             site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
 
     def _with_measured_segments(self, part: Part, backward: BackwardState) -> Part:
-        """``part`` with what its segments take on made-up inputs, where its sizes are fixed."""
+        """``part`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""
         ran = self._run_segments(backward, part.step) if part.sized is None else None
         if ran is None:
             return part
@@ -654,7 +654,7 @@ class CompileSession:
         return _when_ready(forward, self._builder.pending)
 
     def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
-        """What holds a graph with a plan of its own to its budget."""
+        """The control that holds a graph with a plan of its own to its budget."""
         planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
         assert planned is not None and box is not None
         assert planned.draft.step is not None and planned.schedule is not None and planned.scheduler is not None
@@ -672,7 +672,7 @@ class CompileSession:
         return GraphBudget(found, planned.scheduler, planned.schedule, in_background=self.device.type == "cuda")
 
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
-        """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
+        """Schedules calls of other sizes than the planned ones; None where sizes are fixed."""
         sized, planned = self._sized, self._planned
         if sized is None or planned is None or planned.draft.step is None:
             return None
@@ -683,7 +683,7 @@ class CompileSession:
         return ScheduleBySize(replace(sized, sizes=sizes), [place[c.name] for c in state.saved.candidates])
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
-        """What the plan says, in the order of the candidates."""
+        """The plan's choice, in the order of the candidates."""
         planned = self._planned
         if planned is None or planned.schedule is None:
             return None
@@ -769,7 +769,7 @@ class CompileSession:
     # -- before the first step ---------------------------------------------------------------------------------------
 
     def _run_segments(self, backward: BackwardState, step: TrainingStep) -> RanSegments | None:
-        """What the compiled segments take, run once on made-up inputs; None where that is not known. Never raises."""
+        """Readings of the compiled segments, run once on made-up inputs; None where there are none. Never raises."""
         meter, self._meter = self._meter, None
         if meter is not None and self._forward is not None:
             try:
@@ -779,7 +779,7 @@ class CompileSession:
         return self._ran
 
     def _plan_first(self, backward: BackwardState) -> None:
-        """Schedule with what the compiled segments take, before the first step."""
+        """Schedule with the readings of the compiled segments, before the first step."""
         calibration, self._calibration = self._calibration, None
         ran = None if calibration is None else self._run_segments(backward, calibration.step)
         if calibration is None or ran is None:

@@ -1,4 +1,4 @@
-"""The plan of a step that ran on fake tensors: what its graphs would do on the device.
+"""The plan of a step that ran on fake tensors: how its graphs would run on the device.
 
 A step of one graph has that graph's plan. Several graphs do the same as in training
 (``fxoffload.runtime.steps.alone``). Graphs without plans of their own are planned together, like layers that are
@@ -102,7 +102,7 @@ class _Planning(TapePlanning):
         self._stays: dict[str, bool] = {}
         parts = [g.part for g in calls if g.part is not None]
         super().__init__(parts, Seen(held), [frozenset()] * len(parts))
-        # Nothing of what plain Inductor compiles can move.
+        # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
         self._stays = {name: False for name in names if name is not None}
         self.option = self.compiled = self.ways.as_compiled()
@@ -116,7 +116,7 @@ class _Planning(TapePlanning):
         self.said.append(text)
 
     def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
-        """As ever, but for what stays."""
+        """As in training, with the candidates that stay fixed."""
         return partial(self.scheduling(rates, host_bytes), fixed=self._stays)
 
 
@@ -191,7 +191,7 @@ def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) ->
 
 
 def _as_each_plans(calls: Sequence[FakeGraph], planning: TapePlanning) -> Schedule:
-    """What the calls do without a plan for the step."""
+    """The schedule of the calls without a plan for the step."""
     chain = planning.chain
     moves: dict[str, bool] = {}
     in_flight, ahead = [0] * (len(chain.step.forward) + 1), [0] * (len(chain.step.backward) + 1)

@@ -55,7 +55,7 @@ class Again:
 
     @property
     def ms(self) -> float:
-        """What a step takes."""
+        """Time of a step."""
         return self.schedule.simulation.step_ms
 
 
@@ -88,7 +88,7 @@ def choose_again(
 
 class MeasuredRecompute(TapeRecompute):
     """The options of a chain that has run: of the graphs as compiled and the variants that are compiled, in measured
-    time. What no call has run is as much slower than its estimate as what ran."""
+    time. The estimate of one that no call has run is scaled as measurements of the others scale theirs."""
 
     def __init__(
         self, planning: TapePlanning, found: MeasuredChain, rates: ProfileRates, host_bytes: int | None
@@ -110,7 +110,7 @@ class MeasuredRecompute(TapeRecompute):
         self.beside = found.beside
 
     def scheduler_with_turn(self, option: TapeOption) -> Scheduler:
-        """Of the step with what runs between the last forward and the first backward."""
+        """Of the step with the code between the last forward and the first backward."""
         chain = option.chain.with_beside(BESIDE_NOTHING)
         chain = chain.with_step(measured_step(with_turn(chain.step), self._gaps)).with_beside(self.beside)
         return self._scheduler(chain.step)
@@ -132,5 +132,5 @@ class MeasuredRecompute(TapeRecompute):
 
 
 def _between(ms: Times) -> Mapping[Phase, Mapping[str, float]]:
-    """Of what lies between calls alone."""
+    """Of the code between calls alone."""
     return {phase: {name: t for name, t in times.items() if lies_between(name)} for phase, times in ms.items()}

@@ -71,12 +71,12 @@ _SPARE = 1 / 16
 
 
 def around_bytes(device: torch.device) -> int:
-    """What of a step's budget its graphs leave to others."""
+    """The part of a step's budget that its graphs leave to others."""
     return AROUND_BYTES if device.type == "cuda" else 0
 
 
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
-    """What of a step's budget its graphs may take."""
+    """The part of a step's budget that its graphs may take."""
     return max(budget_bytes - around_bytes(device), 1)
 
 
@@ -179,13 +179,13 @@ class TapePlanning:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What of the budget the graphs may take; None: there is none."""
+        """The graphs' part of the budget; None: there is none."""
         budget = self.goal.budget_bytes
         return None if budget is None else bytes_for_graphs(budget, self.device)
 
     @property
     def calibrates(self) -> bool:
-        """Whether it is planned again with measured times: where sizes vary, they are not those of one step."""
+        """Whether it is replanned with measured times: where sizes vary, they are not those of one step."""
         return self.parts[0].goal.calibrates and not self.sizes
 
     @property
@@ -288,13 +288,15 @@ class TapePlanning:
         return beside_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
     def quick(self) -> Schedule | None:
-        """What to do with the graphs as they are compiled, not searched for long. None: they do not fit into the
-        budget, or there is none; then the first steps, which offload everything, wait for no copy until the plan is
-        there, and are as good."""
+        """The schedule of the graphs as they are compiled, not searched for long.
+
+        None: they do not fit into the budget, or there is none. Without a budget the first steps, which offload
+        everything, wait for no copy until the plan is there, and are as good.
+        """
         return None if self.limit_bytes is None else self.compiled.scheduler.least_time(self.limit_bytes)
 
     def run(self) -> Schedule:
-        """What to do."""
+        """The schedule that meets the goal best."""
         if self.goal.budget_bytes is not None:
             return self._within(self.goal.budget_bytes)
         slowdown = self.goal.max_slowdown or 0.0
@@ -434,7 +436,7 @@ class TapePlanning:
         *,
         follower: Follower | None = None,
     ) -> Following:
-        """With what holds it to its budget, where one was promised."""
+        """With its budget control, where a budget was promised."""
         budget, limit = (None, None) if self.goal.is_checkpointing else (self.goal.budget_bytes, self.limit_bytes)
         least = () if budget is None else self.choices(self._smallest(self.option))
         return Following(
@@ -451,7 +453,7 @@ class TapePlanning:
         )
 
     def spare_of(self, schedule: Schedule) -> int:
-        """What a schedule leaves of the budget."""
+        """The rest of the budget under a schedule."""
         return 0 if self.limit_bytes is None else max(self.limit_bytes - schedule.simulation.peak_bytes, 0)
 
     def _smallest(self, option: TapeOption) -> Schedule:
@@ -468,12 +470,12 @@ class TapePlanning:
         self.summary = summary
 
     def summary_of(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> str:
-        """What the plan would say of these, in measured time, as ``baseline`` is."""
+        """The plan's summary for these, in measured time, as ``baseline`` is."""
         return f"{aim_of(self.goal)}, by what was measured: {self.gain(schedule, baseline, variants)}"
 
     @property
     def shown_summary(self) -> str:
-        """What the plan says of itself."""
+        """The plan's summary."""
         found = self.checkpointing
         if found is None:
             return f"{self._over}, {self.summary}"
@@ -511,7 +513,7 @@ class TapePlanning:
 
     def describe(self, schedule: Schedule) -> Plan:
         """The plan to show."""
-        # The first of the others computes all again that may be.
+        # The first of the others recomputes everything that it may.
         tried = (self.compiled, self.option, *self.others[:1])
         smallest = {id(o): self._smallest(o).simulation.peak_bytes for o in tried}
         return Plan(

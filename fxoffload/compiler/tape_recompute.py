@@ -129,13 +129,13 @@ class TapeAim:
         return replace(option, schedule=option.scheduler.refine(option.schedule, self.limit_bytes, _FEW_TRIES))
 
     def key(self, option: TapeOption) -> tuple[float, float]:
-        """What makes one option better than another."""
+        """The order of options: the smaller, the better."""
         if option.schedule is None:
             return (float("inf"), option.scheduler.smallest().simulation.peak_bytes)
         return self.key_of(option.schedule)
 
     def key_of(self, schedule: Schedule) -> tuple[float, float]:
-        """What makes one schedule better than another."""
+        """The order of schedules: the smaller, the better."""
         if self.limit_bytes is not None:
             return schedule.key
         return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
@@ -243,7 +243,7 @@ class TapeRecompute:
                 max_ms = min(max_ms, aim.max_ms - max(beyond, 0.0)) - _CLOSE / 10 * aim.max_ms
         return found
 
-    # -- what there is to choose from ----------------------------------------------------------------------------------
+    # -- the choices ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def _drafts(self) -> dict[int, list[VariantDraft]]:
@@ -335,7 +335,7 @@ class TapeRecompute:
         return self._chain([None if v is None else (self._of_variant(c, v), v.edges) for c, v in pairs])
 
     def _chain(self, others: Sequence[tuple[TrainingStep, Edges] | None]) -> Chain:
-        """The chain whose calls do these; None: what the graph does as compiled."""
+        """The chain whose calls have these steps; None: the graph's own as compiled."""
         steps = [call.step if other is None else other[0] for call, other in zip(self.calls, others, strict=True)]
         known = [{s.name for s in step.storages} for step in steps]
         names: dict[int, dict[str, str]] = {}
@@ -402,19 +402,19 @@ def _drafted(recipe: Recipe, points: Sequence[Points]) -> list[VariantDraft | No
 
 
 def _saves(draft: VariantDraft, call: CallPart) -> bool:
-    """Whether it saves what the program modifies."""
+    """Whether it saves a value that the program modifies."""
     inputs = {c.name for c in draft.step.candidates if c.is_input}
     pairs = zip(call.edges.inputs, draft.edges.inputs, strict=True)
     return any(mine in call.written and name in inputs for mine, name in pairs)
 
 
 def saved_bytes(step: TrainingStep) -> int:
-    """What a forward leaves for its backward, as far as it can move."""
+    """The bytes that a forward leaves for its backward, as far as they can move."""
     return sum(c.nbytes for c in step.candidates)
 
 
 def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
-    """What storages at the edges of a graph are called under a variant."""
+    """Names of the storages at the edges of a graph under a variant."""
     found: dict[str, str] = {}
     for mine, others in (
         (compiled.inputs, variant.inputs),

@@ -50,7 +50,7 @@ class TapeReplan(Replan[ChainClock]):
     The drafts that it was planned from are held until the calibration has ended, or one of the graphs is gone.
 
     Args:
-        calibration: what plans again.
+        calibration: makes the new plan.
         box: where the plan is shown.
         sites: of the chain.
         make_clock: makes the clock of the next measurement.
@@ -95,12 +95,12 @@ class TapeReplan(Replan[ChainClock]):
 
 @dataclass(frozen=True)
 class Before:
-    """What a chain ran before other variants were chosen.
+    """The run of a chain before other variants were chosen.
 
     Attributes:
         variants: that its calls ran.
         schedule: what moves.
-        summary: what the plan said of it.
+        summary: the plan's summary for it.
         took_ms: a step's measured time; where that step exceeded the budget, the time that it takes to meet it.
         forward_ms: of each call.
     """
@@ -113,7 +113,7 @@ class Before:
 
 
 class TapeCalibration(PlanAgain):
-    """Plans one chain again, with measurements of its steps.
+    """Makes one chain's plan once more, with measurements of its steps.
 
     It chooses what moves. Where there is a budget and variants are compiled, it also chooses each call's variant. Steps
     with other variants are measured and planned once more: the calibration chooses what moves, or returns to the
@@ -125,7 +125,7 @@ class TapeCalibration(PlanAgain):
         first: the place where the chain begins.
         box: where the plan is shown.
         rates: of the machine, with the link as it was found before; None: as it was planned with.
-        before: what ran before this was chosen.
+        before: the run before this choice.
 
     Attributes:
         follower: of the plan; set by it.
@@ -208,7 +208,7 @@ class TapeCalibration(PlanAgain):
             first.calls.follow_instead(first, follower, planning.choices(found), planning.spare_of(found))
 
     def warn(self, message: str) -> None:
-        """See ``PlanAgain``. Once, with what the chain's other plans have warned of."""
+        """See ``PlanAgain``. Once, counting the warnings of the chain's other plans."""
         self._planning.warn("least", message)
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
@@ -281,7 +281,7 @@ class TapeCalibration(PlanAgain):
         return self._once_more
 
     def _alike(self) -> dict[Phase, dict[str, object]]:
-        """What code segments have: calls of one graph that run the same variant have the same."""
+        """The code of each segment: calls of one graph that run the same variant have the same."""
         planning = self._planning
         found: dict[Phase, dict[str, object]] = {phase: {} for phase in PHASES}
         ran = zip(planning.parts, planning.numbers, planning.option.steps, strict=True)

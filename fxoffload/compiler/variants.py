@@ -195,7 +195,7 @@ def _with_range(planning: Planning, sized: SizedPlan) -> tuple[SizedPlan, Range 
 
 
 def _fingerprint(joint: fx.GraphModule) -> Hashable:
-    """What tells models of one class apart, and is the same for all sizes: the code object is the same for all."""
+    """A key that differs between models of one class, and is the same for all sizes. The code object is no such key."""
     fixed = [t for n in joint.graph.find_nodes(op="placeholder") for t in tensors_of(n) if not symbols_of(t)]
     shapes = tuple((tuple(t.shape), str(t.dtype)) for t in fixed)
     return sum(n.op == "call_function" for n in joint.graph.nodes), hash(shapes)
