@@ -32,7 +32,7 @@ from fxoffload._torch_dynamo import innermost
 
 # A method of this name, or one that begins so and that a library added ("warning_once"), says something.
 _LEVELS = frozenset({"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"})
-# What these ask for is known only where the call stands.
+# The values that these ask for are known only at the place of the call.
 _OF_THE_PLACE = frozenset({"exc_info", "stack_info"})
 
 _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after their graphs, and whether they do
@@ -41,7 +41,7 @@ _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after 
 def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
     """See [Note: Logging after the graph]. For good: called once, when ``backend`` is defined.
 
-    ``says``: False drops what would be said: what ``backend`` compiles is no step of training.
+    ``says``: False drops the messages: the code that ``backend`` compiles is no step of training.
     """
     if not _backends:
         _defer_calls()
@@ -150,7 +150,7 @@ def _short(file: str) -> str:
 
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[GraphBreak]]:
-    """What breaks graphs on this thread meanwhile, in order, each place once.
+    """The graph breaks on this thread meanwhile, in order, each place once.
 
     Stands for ``InstructionTranslatorBase.log_graph_break``, which Dynamo calls at each of them.
     """

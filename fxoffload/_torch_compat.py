@@ -107,14 +107,14 @@ def tags_decide() -> Iterator[None]:
     """Within it the partitioner chooses nothing that tags have decided, whatever the user has set."""
     import torch._functorch.config as functorch_config
 
-    # Only what differs is patched: up to torch 2.11 a patch holds in all threads.
+    # Only settings that differ are patched: up to torch 2.11 a patch holds in all threads.
     changed = {k: v for k, v in _TAGS_DECIDE.items() if k in _own_choices()}
     with functorch_config.patch(changed) if changed else contextlib.nullcontext():
         yield
 
 
 def take_partitioner_choices(joint: fx.GraphModule) -> dict[str, Any]:
-    """What asks the partitioner to choose by itself, by name: settings, and annotations, which are removed."""
+    """Reasons for the partitioner to choose by itself, by name: settings, and annotations, which are removed."""
     found = _own_choices()
     for module in joint.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -155,8 +155,9 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
-    """What two graphs from the partitioner save, in the order in which AOTAutograd's runtime takes it apart: tensors,
-    then opaque objects (the DeviceMesh of a DTensor), then sizes.
+    """Put the values that two graphs from the partitioner save in the order that AOTAutograd's runtime expects.
+
+    That is tensors, then opaque objects (the DeviceMesh of a DTensor), then sizes.
 
     torch 2.13's ``functionalize_rng_ops`` puts the random states of recomputed ops after opaque objects. The forward
     then fails with "expected all tensors_saved_with_vc_check to be Tensors".
@@ -275,7 +276,7 @@ def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a graph is compiled in, kept so that more can be compiled in it later.
+    """The context that a graph is compiled in, kept so that more can be compiled in it later.
 
     Stands for ``TracingContext`` with ``ViewAndMutationMeta``, ``CompileContext``, and the configurations of Inductor
     and functorch (a call of the backend patches both).
@@ -323,7 +324,7 @@ class Surroundings:
         Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
 
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
-        would disturb a thread that draws meanwhile, so whoever compiles is on the only one that does.
+        would disturb a thread that draws meanwhile, so compile only on a thread that is the only one to draw.
         """
         import torch._functorch.config as functorch_config
         from torch._dynamo.convert_frame import compile_lock
@@ -510,12 +511,12 @@ def is_rng_state(node: fx.Node) -> bool:
 
 
 def saves_rng_state(node: fx.Node) -> bool:
-    """Whether ``node`` gives the state of a random generator, and what an op makes with it."""
+    """Whether ``node`` gives the state of a random generator, together with an op's result."""
     return node.target is torch.ops.higher_order.run_and_save_rng_state
 
 
 class InputOrigin(enum.Enum):
-    """What a joint graph's input is, where it is no input of the graph that was compiled."""
+    """The kind of a joint graph's input, where it is no input of the graph that was compiled."""
 
     UNKNOWN = "unknown"
     PARAMETER = "a parameter or a buffer"

@@ -49,7 +49,7 @@ class CallWatch(Protocol):
 
 @dataclass
 class _Decision:
-    """What Dynamo decided about frames of one code object that it did not compile. ``limit``: that was used up, and
+    """Dynamo's decision about frames of one code object that it did not compile. ``limit``: that was used up, and
     ``most``: of how many."""
 
     result: Any
@@ -59,7 +59,7 @@ class _Decision:
 
 @dataclass
 class _Kind:
-    """What Dynamo compiled of one code object for calls with gradients, or for those without."""
+    """Dynamo's compiled forms of one code object for calls with gradients, or for those without."""
 
     forms: set[Any] = field(default_factory=set)  # compile ids
     num_attempts: int = 0  # to compile one

@@ -1,4 +1,4 @@
-"""Private torch APIs for what needs no compiler; ``fxoffload._torch_compat`` has the others and imports Inductor."""
+"""Private torch APIs for things that need no compiler; ``fxoffload._torch_compat`` has the others, imports Inductor."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 _PROFILER: Any = getattr(torch._C, "_profiler", None)
 _RECORD_FUNCTION: Any = getattr(_PROFILER, "_RecordFunctionFast", torch.profiler.record_function)
 
-# -- what the caching allocator records --------------------------------------------------------------------------------
+# -- the caching allocator's record ------------------------------------------------------------------------------------
 
 
 class AllocatorEvent(NamedTuple):
@@ -92,7 +92,7 @@ def records_allocator_events() -> bool:
 
 def record_allocator_events(most: int) -> None:
     """Have the caching allocator record its events on all devices, the last ``most`` of each, without tracebacks."""
-    # What marks regions in it is a callback: a global one, since it may end on another thread (autograd's).
+    # Regions in it are marked by a callback: a global one, since it may end on another thread (autograd's).
     torch.cuda.memory._record_memory_history(
         "all", context=None, stacks="python", max_entries=most, clear_history=True, global_record_annotations=True
     )
@@ -425,7 +425,7 @@ class FlatParameterInfo:
 
 
 def flat_parameter_of(module: nn.Module) -> FlatParameterInfo | None:
-    """What FSDP1 flattened at this module; None where it flattened nothing."""
+    """The parameters that FSDP1 flattened at this module; None where it flattened nothing."""
     handle = module.__dict__.get("_handle")  # asked of every module: most have none
     if handle is None:
         return None
@@ -490,7 +490,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def is_made_like_dtensor(kind: type) -> bool:
-    """Whether tensors of a class have what DTensors have inside and nothing else."""
+    """Whether tensors of a class have the inner tensors of DTensors and nothing else."""
     dtensor: Any = _dtensor()
     return dtensor is not None and getattr(kind, "__tensor_flatten__", None) is dtensor.__tensor_flatten__
 
@@ -532,9 +532,9 @@ def mesh_dims_in_order_of_cuts(placements: Sequence[Any], mesh_shape: Sequence[i
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-    """Starts to gather ``part`` of every rank into ``whole``; returns what to wait for.
+    """Starts to gather ``part`` of every rank into ``whole``; returns a handle to wait for.
 
-    ``all_gather_single`` is what torch 2.13 calls ``all_gather_into_tensor``, and deprecates the old name.
+    ``all_gather_single`` is torch 2.13's name for ``all_gather_into_tensor``, which it deprecates.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
@@ -544,8 +544,10 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
 
 
 def num_graphs_compiled() -> tuple[int, int] | None:
-    """Changes whenever Dynamo compiles something; None if it was never imported. A reset of Dynamo counts its code
-    objects from zero again, but not the frames that it looked at."""
+    """Changes whenever Dynamo compiles something; None if it was never imported.
+
+    A reset of Dynamo sets its count of code objects back to zero, but not that of the frames that it looked at.
+    """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return None if dynamo is None else (dynamo.FRAME_COUNTER, dynamo.counters["frames"]["total"])
 

@@ -40,7 +40,7 @@ def without_learnt_sizes() -> Iterator[None]:
 
 
 class _OtherSizes:
-    """Values of size symbols that stand for their hints, and what expressions are with them."""
+    """Values of size symbols that stand for their hints, and the values of expressions with them."""
 
     def __init__(self, values: Mapping[Any, int]) -> None:
         self._values = dict(values)
@@ -227,7 +227,7 @@ def fakes_over_new_memory(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def run_on_fakes(node: fx.Node) -> Any:
-    """What the op of ``node`` gives for the fake values of its arguments."""
+    """The result of the op of ``node`` for the fake values of its arguments."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     fake = next((n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], FakeTensor)), None)
     with _fakes_without_guards(fake) if fake is not None else contextlib.nullcontext():

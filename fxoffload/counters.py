@@ -32,7 +32,7 @@ class Stats:
         num_segments_reused: segments that reused the code of an identical one.
         num_prefetch_misses: reloads that had not been started when they were needed.
         num_wrong_predictions: backwards of compiled graphs that began while reloads for another one's were next. The
-            order is learned, so a new one is wrong once or twice; what keeps growing is an order that keeps changing.
+            order is learned, so a new one is wrong once or twice. A number that keeps growing means a changing order.
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
         calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason. Either a

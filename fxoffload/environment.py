@@ -44,7 +44,7 @@ PIECES = (
     "verify",  # Off: the finished graphs are not checked.
 )
 
-# What can be moved from: streams and the driver's free memory are asked of these only.
+# Devices that values can move from: streams and the driver's free memory are asked of these only.
 DEVICE_TYPES = ("cuda", "cpu")
 
 _ON = ("1", "true")

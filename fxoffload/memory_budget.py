@@ -38,7 +38,7 @@ DEVICE_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device now. What the caching allocator holds without using it counts as free.
+    """Bytes of a device now. Unused memory of the caching allocator counts as free.
 
     Attributes:
         total: all of it.
@@ -63,7 +63,7 @@ class _Target:
         return self.is_here and tensor.device == self.device and not isinstance(tensor, FakeTensor)
 
     def nbytes(self, tensor: Tensor, itemsize: int | None = None) -> int:
-        """What the tensor takes there."""
+        """Bytes that the tensor takes there."""
         block = _BLOCK.get(self.device.type, 1)
         found = tensor.numel() * (itemsize or tensor.element_size())
         return math.ceil(found / block) * block
@@ -78,7 +78,7 @@ def activation_budget(
     gradients_persist: bool = True,
     state_bytes: int | str | None = None,
 ) -> int:
-    """Bytes of the device that a training step may add to what lies there for good: an ``activation_budget``.
+    """Bytes of the device that a training step may add to the memory in use for good: an ``activation_budget``.
 
     That is ``device_fraction`` of its memory, less the bytes in use now and the gradients and optimizer state that do
     not exist yet. Parameters, buffers, gradients and state that are elsewhere count too, as if moved there. Call it
@@ -90,7 +90,7 @@ def activation_budget(
     Args:
         model: as it is trained.
         optimizer: None: there is none on this device.
-        device_fraction: the rest is for fragments, for what libraries allocate, and for errors of the plan.
+        device_fraction: the rest is for fragments, for libraries' memory, and for errors of the plan.
         device: None: the GPU that the parameters are on, else the current one, else the CPU. A shipped profile's name,
             a profile's file or a profile stand for an empty device of that kind, which need not be here.
         gradients_persist: they accumulate, or are zeroed in place. False: every step begins without
@@ -98,7 +98,7 @@ def activation_budget(
         state_bytes: of the optimizer state that does not exist yet, where the optimizer cannot be tried; or "4GiB".
 
     Raises:
-        OptionsError: (a ValueError) nothing is left, with what takes how much; or a bad argument.
+        OptionsError: (a ValueError) nothing is left, with the bytes of each part; or a bad argument.
         UnsupportedError: (a NotImplementedError) the optimizer cannot be tried.
         ProfileError: (a RuntimeError) there is no such device.
     """
@@ -144,7 +144,7 @@ class Lasting:
 
 
 def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile) -> Lasting:
-    """What a model that lies elsewhere (on meta, say) takes on a device. Arguments and errors: see
+    """Bytes that a model that lies elsewhere (on meta, say) takes on a device. Arguments and errors: see
     ``activation_budget``."""
     target = _target(model, device)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, target: _Target, given
     moved = 0
     if optimizer is not None:
         for parameter, state in optimizer.state.items():
-            # What an optimizer keeps elsewhere than the parameter (a step count on the host) stays there.
+            # State that an optimizer keeps elsewhere than the parameter (a step count on the host) stays there.
             near = [t for t in _tensors(state) if not isinstance(parameter, Tensor) or t.device == parameter.device]
             moved += _to_move(near, target)
     if given is not None:

@@ -1,4 +1,4 @@
-"""What the user may choose, validated once and frozen."""
+"""The user's options, validated once and frozen."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Options:
 
     @staticmethod
     def from_torch_compile(mode: str | None, options: Mapping[str, Any] | Options | None) -> Options:
-        """The options for what torch.compile hands to a backend: ``mode`` and ``options``.
+        """The options from torch.compile's arguments for a backend: ``mode`` and ``options``.
 
         An option in ``options["inductor"]`` outweighs the one that the mode implies. Raises
         OptionsError (a ValueError) for an unknown mode, option or value, UnsupportedError (a

@@ -31,7 +31,7 @@ class Row:
     Attributes:
         name: of the way.
         step_ms: forward and backward.
-        activation_bytes: what the step adds, without gradients.
+        activation_bytes: bytes that the step adds, without gradients.
         total_bytes: that, parameters, gradients and optimizer state.
     """
 

@@ -11,7 +11,7 @@ from fxoffload.planner.plan import Plan
 from fxoffload.planner.shown import plans
 from fxoffload.runtime.engine import engines
 
-# Two are recorded; the third compiles what the plan needs, and follows it. One more where the first recompiles.
+# Two are recorded; the third compiles the plan's variants, and follows it. One more where the first recompiles.
 _MOST_STEPS = 4
 
 

@@ -1,4 +1,4 @@
-"""What fxoffload did and holds: counters, compiled graphs, host memory."""
+"""Reports fxoffload's work and memory: counters, compiled graphs, host memory."""
 
 from __future__ import annotations
 

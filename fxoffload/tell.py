@@ -26,7 +26,7 @@ def warn_once(key: Hashable, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-# What switches activation checkpointing on, by the module of the framework.
+# The switches of activation checkpointing, by the module of the framework.
 _SWITCHES = {
     "trl": "gradient_checkpointing=False in SFTConfig, GRPOConfig and the like",
     "transformers": "gradient_checkpointing=False in TrainingArguments, or model.gradient_checkpointing_disable()",
@@ -38,7 +38,7 @@ _SWITCHES = {
 
 
 def without_checkpointing() -> str:
-    """How to switch activation checkpointing off in what this process has imported."""
+    """How to switch activation checkpointing off in the frameworks that this process has imported."""
     known = [text for module, text in _SWITCHES.items() if module in sys.modules]
     return "; ".join([*known, "no torch.utils.checkpoint, no checkpoint_wrapper"])
 

@@ -138,8 +138,8 @@ def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
         if len(nested) < 2 or len(kinds) != 1:
             break
         depth += 1
-    # What holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label of theirs
-    # would span all others.
+    # The label that holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label
+    # of theirs would span all others.
     model = set.intersection(*(set(labels) for labels in candidates.values()))
     return {n: ".".join(label) for n, label in chosen.items() if label not in model}
 

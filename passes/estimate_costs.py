@@ -100,7 +100,7 @@ class KindCost:
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one segment costs.
+    """The cost of one segment.
 
     Attributes:
         ms, flops, bytes_moved, num_kernels: of the kernels on the compute stream, which run one after the other.
@@ -146,7 +146,7 @@ def recompute_ms(nodes: Sequence[fx.Node], rates: Rates) -> float:
 
 
 def _cost_of(fusion: Fusion, rates: Rates) -> SegmentCost:
-    """What all kernels cost together."""
+    """The cost of all kernels together."""
     by_kind: dict[str, KindCost] = defaultdict(KindCost)
     assumptions: dict[str, int] = defaultdict(int)
     for moved in fusion.traffic():

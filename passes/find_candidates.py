@@ -63,7 +63,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class SavedValues:
-    """Everything that one forward graph saves: what may move, what may not."""
+    """Everything that one forward graph saves: candidates, and values that may not move."""
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]

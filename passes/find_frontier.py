@@ -1,4 +1,4 @@
-"""Pass on the joint graph, before it is partitioned: what can each layer save less of, and what does that cost?
+"""Pass on the joint graph, before it is partitioned: the recompute choices of each layer, and their costs.
 
 For one layer of each class of equal layers, from least to most recomputation::
 
@@ -66,7 +66,7 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class RecomputePoint:
-    """One way to split what the backward of a layer needs into saved and computed.
+    """One way to split the values that the backward of a layer needs into saved and computed.
 
     Attributes:
         recomputed: positions of everything that the backward computes without an incoming gradient: ops of the forward
@@ -169,7 +169,7 @@ def _undominated(points: Sequence[RecomputePoint]) -> tuple[RecomputePoint, ...]
 
 
 class _Problem:
-    """The network of one layer, and what a cut of it means."""
+    """The network of one layer, and the meaning of a cut."""
 
     def __init__(self, joint: Joint, layer: Layer, rates: Rates, overwritten: set[fx.Node]) -> None:
         self._joint = joint
@@ -272,7 +272,7 @@ class _Problem:
         users = [u for u in self._joint.users(node) if within is None or u in within]
         return any(self._is_written(u, within) if self._joint.is_view(u) else not _is_fused(u) for u in users)
 
-    # -- what a cut means ----------------------------------------------------------------------------------------------
+    # -- the meaning of a cut ------------------------------------------------------------------------------------------
 
     def point(self, behind: Collection[int]) -> RecomputePoint:
         """``behind``: the sink's side."""

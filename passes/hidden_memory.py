@@ -1,4 +1,4 @@
-"""What operators allocate besides their results and free themselves: workspaces, sums in a wider type, partial results.
+"""Memory that operators allocate and free themselves: workspaces, sums in a wider type, partial results.
 
 Read off the sources of the libraries and of Inductor. An op that is neither listed nor a reduction hides nothing.
 """
@@ -17,7 +17,7 @@ from fxoffload.passes.op_costs import call_of, fused_form, op_name, reduced_dims
 
 
 def hidden_bytes(node: fx.Node) -> int:
-    """What running ``node`` allocates besides its results, and has freed when it ends."""
+    """Bytes that running ``node`` allocates in addition to its results, and has freed when it ends."""
     target, args = call_of(node)
     name = op_name(target)
     try:
@@ -79,15 +79,18 @@ def _sums_of_dq(rows: int, heads: int, depth: int, splits: int = 1) -> int:
 
 
 def _cudnn_backward(node: fx.Node, args: Sequence[Any]) -> int:
-    """cuDNN does not say what its workspace holds. Its Hopper backward was seen to take what flash attention's does for
-    sums of dq and for dk and dv per query head (H100, torch 2.11). Deterministic it is not chosen."""
+    """As much as flash attention's backward takes for sums of dq and for dk and dv per query head.
+
+    That was seen of cuDNN's Hopper backward (H100, torch 2.11); cuDNN does not tell what its workspace holds. It is not
+    chosen where algorithms have to be deterministic.
+    """
     (batch, heads, rows, depth), key = _shape(args[1]), _shape(args[2])
     expanded = 0 if key[1] == heads else 2 * _element(args[2]) * batch * heads * key[2] * depth
     return _sums_of_dq(batch * _round_up(rows, 128), heads, depth) + expanded
 
 
 def _bytes_to_lay_out(value: fx.Node, order: Sequence[int]) -> int:
-    """What a contiguous copy of it takes, its dimensions in this order; none where it lies so already."""
+    """Bytes of a contiguous copy of it, its dimensions in this order; none where it lies so already."""
     shape = _shape(value)
     tensor, expected = tensors_of(value)[0], 1
     for dim in reversed(order):

@@ -176,7 +176,7 @@ class InsertReloads:
         donatable: names of the placeholders that belong to this backward alone.
         device: where reloaded values go.
         modules: segment names -> modules that the outer graph calls.
-        heavy_head: whether what stands before the first layer works on much (see ``Turn``).
+        heavy_head: whether the ops before the first layer work on much (see ``Turn``).
     """
 
     name = "insert_reloads"

@@ -56,12 +56,12 @@ _MAX_ROUNDS, _MAX_DISTANCE, _MIN_GAIN = 10, 64, 32
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """What one kernel reads from memory and writes to it.
+    """The values that one kernel reads from memory and writes to it.
 
     Attributes:
         writes: ops whose results it writes; of a kernel of its own, the op.
         reads: values, or views of them, that it reads and does not make itself.
-        steps: what a fused kernel computes and writes or reduces, one after the other; the rest is part of these.
+        steps: results that a fused kernel computes and writes or reduces, in order; the rest is part of these.
         alone: whether it is a kernel of its own: a contraction, attention, a convolution, an opaque op.
         reads_parts: whether it reads several parts of one value, as a rotation by halves does.
     """
@@ -103,7 +103,7 @@ _SAME_ELEMENTS = aten_names("view reshape _unsafe_view unsqueeze squeeze expand 
 
 @dataclass(frozen=True)
 class _Loop:
-    """What a fused kernel iterates over: for each of ``kept`` elements, ``reduced`` ones (1: no reduction)."""
+    """The iterations of a fused kernel: for each of ``kept`` elements, ``reduced`` ones (1: no reduction)."""
 
     kept: int
     reduced: int = 1
@@ -117,8 +117,8 @@ class _Kernel:
 
     Attributes:
         first, last: places of its parts in the graph, counted in kernels.
-        parts, before: sets of such places (bits): its own, and what has to run before it.
-        waits_for: what of this it has to wait for directly.
+        parts, before: sets of such places (bits): its own, and those of kernels that have to run before it.
+        waits_for: those of ``before`` that it has to wait for directly.
         single: sizes and types of values that only one of its parts reads.
     """
 
@@ -243,7 +243,7 @@ class Fusion:
         self._kernel_of[node] = kernel
 
     def _reads_of(self, node: fx.Node) -> _Reads:
-        """What computing ``node`` reads from memory."""
+        """The reads from memory that computing ``node`` takes."""
         found: _Reads = {}
         overwritten = mutated_args(node) if op_name(node.target) == "aten.copy_" else []
         for value in _inputs(node):
@@ -291,12 +291,12 @@ class Fusion:
     # -- which become one ----------------------------------------------------------------------------------------------
 
     def _joined(self) -> list[_Kernel]:
-        """The fused kernels behind ``[Note: What a fused kernel moves]``, 2."""
+        """The fused kernels, by ``[Note: What a fused kernel moves]``, 2."""
         for base, readers in self._readers.items():
             if len(readers) == 1 and base in self._place_of and base not in self._wanted_outside:
                 tensor = tensors_of(base)[0]
                 self._all[readers[0]].single[tensor.dtype, self._bytes(base)] = None
-        now = list(self._all)  # by place: what became of it
+        now = list(self._all)  # by place: the kernel that it is part of by now
         for _ in range(_MAX_ROUNDS):
             kernels = list(dict.fromkeys(now))
             pairs = self._pairs([k for k in kernels if k.loops])
@@ -359,7 +359,7 @@ class Fusion:
                 kernel.before |= one.before | one.parts
 
     def _shared_bytes(self, one: _Kernel, other: _Kernel) -> int:
-        """What both read, or one writes and the other reads."""
+        """Bytes of the values that both read, or that one writes and the other reads."""
         return sum(
             min(self._used_bytes(one, value), self._used_bytes(other, value))
             for value in (*one.members, *one.reads)
@@ -435,7 +435,7 @@ def _merge(into: _Reads, reads: _Reads) -> None:
 
 
 def _limited(reads: _Reads, num_elements: int) -> _Reads:
-    """At most ``num_elements`` of each value: what an indexing op takes."""
+    """At most ``num_elements`` of each value: as many as an indexing op takes."""
     return {
         base: {part: min(nbytes, num_elements * tensors_of(part)[0].element_size()) for part, nbytes in parts.items()}
         for base, parts in reads.items()

@@ -84,7 +84,7 @@ class Layer:
 
 @dataclass
 class Joint:
-    """What the layers of one joint graph have to know of each other.
+    """The layers of one joint graph, and the data that they share.
 
     Args:
         gm: the joint graph, with or without labels.
@@ -93,13 +93,13 @@ class Joint:
 
     Attributes:
         behind: ops computed from an incoming gradient.
-        forward: what the forward's outputs need. An op in neither set belongs to the backward alone.
+        forward: ops that the forward's outputs need. An op in neither set belongs to the backward alone.
         free: values that are there in the backward at no cost: parameters.
         layers: label -> layer, in graph order.
         num_reading: value -> how many layers read it from outside.
         order: node -> its place in the graph.
         backward: label -> the layer's ops that an incoming gradient enters, in graph order.
-        returned: what the graph returns.
+        returned: values that the graph returns.
     """
 
     gm: fx.GraphModule
@@ -303,8 +303,10 @@ class Joint:
         return tuple(rows)
 
     def costs_memory(self, base: fx.Node) -> bool:
-        """Whether a value from outside takes memory when the backward needs it: what the backward makes itself does
-        not, nor do parameters."""
+        """Whether a value from outside takes memory when the backward needs it.
+
+        Values that the backward makes itself do not, nor do parameters.
+        """
         return base not in self.free and (base.op == "placeholder" or (base in self.forward and base.op != "get_attr"))
 
 

@@ -77,7 +77,7 @@ def _open(gm: fx.GraphModule, call: fx.Node) -> int:
 
 
 def _hand_out_shared(gm: fx.GraphModule, call: fx.Node, region: fx.GraphModule, used: list[Any]) -> list[fx.Node]:
-    """Lets a region return what several of its results are views of, too. Returns the new items of the call."""
+    """Make a region also return values of which several of its results are views. Returns the new items of the call."""
     results: list[Any] = output_values(region.graph)
     views = {results[i] for i in used if _shares_with(results[i])}
     shared = [root for root, count in Counter(map(_root, views)).items() if count > 1 and root.op != "placeholder"]
@@ -99,7 +99,7 @@ def _hand_out_shared(gm: fx.GraphModule, call: fx.Node, region: fx.GraphModule, 
 
 
 def _shares_with(value: Any) -> list[fx.Node]:
-    """What a value of a graph may share memory with."""
+    """The values that a value of a graph may share memory with."""
     if not isinstance(value, fx.Node):
         return []
     source = value.args[0] if value.target is operator.getitem else None
@@ -113,11 +113,13 @@ def _root(value: fx.Node) -> fx.Node:
 
 
 def _from_outside(graph: fx.Graph, value: fx.Node, outside: dict[fx.Node, Any], item: fx.Node) -> Any:
-    """What ``value``, of a region's graph, is in the graph around it: an operand of the call, another result, or a view
-    of one, made there. None for what only the region has.
+    """The node in the graph around a region that has ``value``, of the region's graph.
+
+    It is an operand of the call, another result, or a view of one, made there. None for a value that only the region
+    has.
 
     Args:
-        outside: what values of the region are outside; more are added.
+        outside: values of the region -> values outside; more are added.
         item: the node that stands for ``value`` outside, if only a copy would do.
     """
     if value in outside:

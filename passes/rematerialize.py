@@ -92,7 +92,7 @@ class _Repeating:
         is_view = self.values.is_view(value)
         if not is_view and (not self.values.is_cheap(value) or self.until[value] >= segment):
             return value
-        # An op that has been given a copy in its own segment is repeated from what that copy repeats.
+        # An op that has a copy in its own segment is repeated from the sources of that copy.
         sources = {i: self._copy(self._original.get(i, i), segment, reader) for i in value.all_input_nodes}
         with self.graph.inserting_before(reader):
             copy = self.graph.node_copy(value, lambda i: sources[i])

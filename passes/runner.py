@@ -25,7 +25,7 @@ class Step(Generic[State]):
     Attributes:
         name: the pass' name.
         make: the pass object for the state so far; called with the graph named by ``on``.
-        result: the state's attribute that takes what the pass returns.
+        result: the state's attribute that takes the pass' result.
         on: the state's attribute that holds the graph which the pass works on.
     """
 

@@ -32,7 +32,7 @@ class Kernel:
         fused: whether Inductor generates it, instead of calling an operator.
         hidden: bytes that its operators allocate and free themselves.
         reads: buffer -> values, or views of them.
-        steps: what a fused one computes and writes or reduces, in the order of the graph.
+        steps: results that a fused one computes and writes or reduces, in the order of the graph.
         writes: buffer -> bytes.
         overwrites: buffers that were there before.
         reads_parts: whether it reads several parts of one value.

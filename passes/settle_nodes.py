@@ -29,8 +29,8 @@ GLUE_KEY = "fxoffload_glued"
 class SettleNodes:
     """Reorder a partitioned graph as the module docstring says. Data flow and results stay the same.
 
-    ``num_user_outputs``: how many of the leading outputs the caller sees; what only later outputs (saved values) need
-    may move. None for a backward graph, where every output is seen.
+    ``num_user_outputs``: how many of the leading outputs the caller sees. Nodes that only later outputs (saved values)
+    need may move. None for a backward graph, where every output is seen.
     """
 
     name = "settle_nodes"
@@ -71,7 +71,7 @@ class SettleNodes:
 
 
 def _anchor(node: fx.Node, order: dict[fx.Node, tuple[int, int]], late: set[fx.Node]) -> fx.Node | None:
-    """The node that ``node`` should stand behind, or None where it stays."""
+    """The node that ``node`` should follow, or None where it stays."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("default", "cheap")
 
-# What a user's policy for selective checkpointing may ask for. The last two exist in newer torch only.
+# Policies of a user's selective checkpointing that ask for offloading. They exist in newer torch only.
 OFFLOADED = frozenset(
     getattr(CheckpointPolicy, name)
     for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -183,7 +183,7 @@ def may_recompute(node: fx.Node, overwritten: set[fx.Node]) -> bool:
     """
     if not _is_repeatable(node) or (is_random(node) and not never_drops(node)):
         return False
-    # A mask is smaller than the random numbers that it is made of: they are not saved to make it again.
+    # A mask is smaller than the random numbers that it is made of: they are not saved to recompute it.
     return not any(v in overwritten or is_random(v) for v in node.all_input_nodes)
 
 
@@ -213,8 +213,7 @@ def never_drops(node: fx.Node) -> bool:
 
 
 def overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Graph inputs that the graph writes, and views of them: read again in the backward, they would hold other
-    values."""
+    """Graph inputs that the graph writes, and views of them: in the backward, they would hold other values."""
     found = {v for n in graph.nodes if n.op == "call_function" for v in mutated_args(n) if v.op == "placeholder"}
     for node in graph.nodes if found else ():
         if node.op == "call_function" and found.intersection(aliased_args(node)):

@@ -1,4 +1,4 @@
-"""What a graph's values are: bytes, storages they share, and who mutates them. Shared by all passes."""
+"""A graph's values: bytes, storages they share, and who mutates them. Shared by all passes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class VerifyPairing:
         for place, value in enumerate(returned[: self.num_user_outputs]):
             if _is_copy(value):
                 raise _error("pair-missing", value, f"is a copy and the caller's output {place}")
-        saved: dict[str, fx.Node] = {}  # name in the inner graphs -> what the outer forward returns for it
+        saved: dict[str, fx.Node] = {}  # name in the inner graphs -> the value that the outer forward returns for it
         for value, inner in zip(returned, output_values(self.inner.graph), strict=True):
             if isinstance(inner, fx.Node) and isinstance(value, fx.Node) and tensor_of(inner) is not None:
                 saved.setdefault(inner.name, value)

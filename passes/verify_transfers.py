@@ -1,6 +1,6 @@
 """Pass 8: prove that an outer graph is safe, or name the rule and the node that break it.
 
-The walk keeps, for every storage class of the inner graph, what the outer graph has done with it. That each op is
+The walk keeps, for every storage class of the inner graph, the ops of the outer graph on it. That each op is
 given the right values is ``verify_wiring``'s proof, that a backward fits its forward ``verify_pairing``'s. The rules
 here, one per way in which a transfer can corrupt a value:
 

@@ -24,7 +24,7 @@ CACHE_VARIABLE = "FXOFFLOAD_CACHE_DIR"
 # How often a process that is not to wait for ever asks for a lock.
 _ASK_AGAIN_S = 0.05
 
-# What could not be written, so that this process at least does not measure twice.
+# Profiles that could not be written, so that this process at least does not measure twice.
 _unstored: dict[Identity, MachineProfile] = {}
 
 

@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Wall time, of the fastest of a few rounds: what else runs on the processor only adds time.
+    """Wall time, of the fastest of a few rounds: other work on the processor only adds time.
 
     ``round_ms``: how long a round should last.
     """

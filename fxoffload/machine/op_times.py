@@ -52,7 +52,7 @@ class OpTimes:
     reasons: Mapping[str, int] = field(default_factory=dict)
 
 
-# What this process has asked for: it gets the same answer again.
+# Answers that this process has got: a later question gets the same.
 _known: dict[Identity, dict[str, float | str]] = {}
 
 
@@ -79,7 +79,7 @@ def times_of(identity: Identity, keys: Iterable[str], measure: Callable[[list[st
 
 
 def forget(identity: Identity) -> None:
-    """Measure everything again, when it is asked for."""
+    """Drop all times: the next question measures them."""
     _known.pop(identity, None)
     try:
         path_of(identity).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def num_processes() -> int:
 
 
 def _outcome(entry: Any) -> float | str | None:
-    """What an entry says; None for one that is not there, damaged, or a failure of long ago."""
+    """The value of an entry; None for one that is not there, damaged, or a failure of long ago."""
     if isinstance(entry, (int, float)) and not isinstance(entry, bool) and 0 < entry < float("inf"):
         return float(entry)
     if not isinstance(entry, dict):

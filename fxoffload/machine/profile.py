@@ -1,4 +1,4 @@
-"""What one machine can do, in the numbers that a plan is made of."""
+"""The rates of one machine, in the numbers that a plan is made of."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def beside_of_larger(size: int, seen: tuple[int, Beside], other: tuple[int, Besi
 
 
 def _each(found: Beside, change: Callable[[int, int | None], int], before: Beside) -> Beside:
-    """``found`` with other bytes. ``change``: is given each of its numbers, and what stands there in ``before``."""
+    """``found`` with other bytes. ``change``: gets each of its numbers, and the number there in ``before``."""
     calls = []
     for phase, row in enumerate(found.calls):
         then = before.calls[phase] if phase < len(before.calls) else ()

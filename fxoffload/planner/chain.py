@@ -125,8 +125,10 @@ class Chain:
 
 
 def with_turn(step: TrainingStep) -> TrainingStep:
-    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
-    meanwhile; nothing is released, and all positions stay. As it is where it has one."""
+    """A chain's step with a segment for the code between the last forward and the first backward.
+
+    Copies go on meanwhile; nothing is released, and all positions stay. A step that has such a segment stays as it is.
+    """
     if _has_turn(step):
         return step
     return replace(step, forward=(*step.forward, SegmentStep(TURN, is_outside=True)))

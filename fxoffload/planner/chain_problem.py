@@ -30,9 +30,9 @@ def chain_problem(
     """The problem of one chain whose calls may run variants.
 
     Args:
-        layouts: number j has each call run its variant j, or its last one. The first is what graphs do as compiled.
+        layouts: number j has each call run its variant j, or its last one. The first has the graphs as compiled.
         counts: per call, how many variants there are to choose from, at least 1.
-        kinds: per call, what its graph is: calls of one kind have the same variants.
+        kinds: per call, a key of its graph: calls of one kind have the same variants.
         rates: of the machine.
         host_bytes: most bytes on the host.
 
@@ -64,7 +64,7 @@ class _Layout:
         self._onto_bytes = other_bytes(onto.step)[1]
 
     def alternative(self, call: int, number: int) -> Alternative:
-        """What a call does under this variant."""
+        """The alternative of a call under this variant."""
         first, count = self._onto.backward[call], self._onto.sizes[call][1]
         extra_ms = self._ms(self._chain, call) - self._ms(self._onto, call)
         # No segment takes less than nothing.

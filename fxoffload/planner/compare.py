@@ -56,8 +56,8 @@ class Comparison:
     Attributes:
         num_ranks: how many ranks were compared.
         num_plans: how many plans each rank has.
-        conflicts: what has to be the same and is not: recomputed on some ranks only, or no candidate on some.
-        residencies: what may differ: kept on some ranks and offloaded on others; in a step over several graphs also
+        conflicts: differences where there must be none: recomputed on some ranks only, or no candidate on some.
+        residencies: allowed differences: kept on some ranks and offloaded on others; in a step over several graphs also
             recomputed.
     """
 
@@ -86,7 +86,7 @@ class Comparison:
 
 
 def compare_plans(plans: Iterable[OfRank]) -> Comparison:
-    """Compare what several ranks do with the same candidates.
+    """Compare the actions of several ranks on the same candidates.
 
     Args:
         plans: for each rank its plan, as a ``Plan`` or as JSON text, or all its plans in order of compilation.

@@ -1,7 +1,7 @@
 """How fast the link was in steps that were measured: the rate at which a simulated step waits as long as they did.
 
 A profile knows what one GPU's copies reach. In a step they share the host's memory with other GPUs' copies, and the bus
-with collectives. What a step waits for is what matters, and it is measured anyway: no copy has to be timed.
+with collectives. The waits of a step are what matters, and they are measured anyway: no copy has to be timed.
 """
 
 from __future__ import annotations

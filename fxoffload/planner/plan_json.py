@@ -35,7 +35,7 @@ def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
         TypeError: something has no JSON form.
     """
     kind = type(value)
-    # Through what would be read back, so that nothing else is written.
+    # Through the decoder, so that nothing is written that could not be read back.
     value = _decode_fields(kind, _plain_fields(value, skip), kind.__name__, skip)
     plain = _plain_fields(value, skip)
     lines = [f"{json.dumps(name)}: {_lines(field)}" for name, field in {"schema": SCHEMA, **plain}.items()]

@@ -140,7 +140,7 @@ def _knobs(plan: Plan) -> list[str]:
 
 
 def _basis(plan: Plan) -> str:
-    """What the predictions rest on."""
+    """The source of the predictions."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
     known = in_words(plan.estimate_error)

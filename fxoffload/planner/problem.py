@@ -1,4 +1,4 @@
-"""What a solver decides about a step: per layer one way to recompute, per storage that it saves, keep or offload.
+"""A solver's decisions about a step: per layer one way to recompute, per storage that it saves, keep or offload.
 
 Segments are numbers: positions in the forward, and positions in the backward in the order in which it runs. Bytes are
 on the device, times in milliseconds, rates in bytes per millisecond.
@@ -62,7 +62,7 @@ class Alternative:
 
     Attributes:
         name: for messages.
-        items: what its forward saves.
+        items: storages that its forward saves.
         extra_ms: backward segment -> time to recompute.
         extra_bytes: backward segment -> working set beyond ``Problem.backward_bytes``.
     """
@@ -165,7 +165,7 @@ class Solution:
         ms: the step.
         exposed_ms: the part of it in which compute waits for copies.
         peak_bytes: the least memory in which it takes that long.
-        bytes_offloaded: what the host has to hold.
+        bytes_offloaded: bytes that the host has to hold.
         gap: no other choice is better by more than this part of the objective (of ``ms``, or of ``peak_bytes``).
         is_optimal: whether ``gap`` is within the gap that the solver was asked for.
     """

@@ -22,7 +22,7 @@ from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
 from fxoffload.runtime.windows import Windows
 
-# How often the solver's budget is lowered by what the simulator found it to exceed.
+# How often the solver's budget is lowered by the excess that the simulator found.
 _MAX_REPAIRS = 4
 # The search for the least peak ends where it is known within this part, or after this many schedules.
 _PEAK_STEP = 0.01
@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def key(self) -> tuple[float, int]:
-        """What makes one better than another within the same budget: time, then bytes moved."""
+        """The order of schedules within the same budget: time, then bytes moved."""
         return (round(self.simulation.step_ms, 3), self.simulation.bytes_offloaded)
 
 

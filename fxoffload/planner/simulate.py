@@ -48,9 +48,9 @@ class Boundary(NamedTuple):
         end_ms: when compute ends it.
         live_bytes: everything that the step has allocated.
         saved_bytes: the candidates' part: kept, in flight, taken back, reloaded.
-        in_flight_bytes: what the in-flight window counts (the ranges that are copied, those of inputs too).
-        ahead_bytes: what the prefetch window counts.
-        gradient_bytes: what the backward has made and will return.
+        in_flight_bytes: bytes that the in-flight window counts (the ranges that are copied, those of inputs too).
+        ahead_bytes: bytes that the prefetch window counts.
+        gradient_bytes: gradients that the backward has made and will return.
         peak_bytes: the most while it runs.
         after_bytes: everything, right after the call.
         outside_bytes: bytes that eager code and FSDP have while it runs, outside the compiled graphs.
@@ -82,7 +82,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step takes.
+    """Time and memory of a step, by simulation.
 
     Attributes:
         peak_bytes: most bytes on the device above those allocated when the step began.
@@ -178,7 +178,7 @@ def simulate(
     """Run a step on paper.
 
     Args:
-        step: what there is to do.
+        step: to simulate.
         decisions: one bool per ``step.candidates``, True to offload.
         copies: how long copies take.
         in_flight_budget: the option of that name; None for the default window.
@@ -411,7 +411,7 @@ class _Run:
             queue.popleft()
 
     def _reload(self, i: int) -> None:
-        """Start a copy back, behind what compute has been given so far."""
+        """Start a copy back, after all work that compute has been given so far."""
         nbytes = self.program.candidates.moved_bytes[i]
         self.reload_end[i] = self.link.up(nbytes, self.now)
         self.recording.ups.append(i)
@@ -421,11 +421,11 @@ class _Run:
         self.reloaded += nbytes
 
     def _take(self, takes: Sequence[tuple[int, int]], dies: list[int]) -> None:
-        """Let compute wait for what a segment is the first to read."""
+        """Let compute wait for the values that a segment is the first to read."""
         c, state, moves = self.program.candidates, self.state, self.moves
         taken_back = reloaded = 0.0
         for i, _ in takes:
-            # A second take finds nothing: what the first one handed out is not the engine's any more.
+            # A second take finds nothing: the first one's value is not the engine's any more.
             if moves[i] and state[i] in (_AWAY, _TAKEN):
                 self.misses += 1
                 self._reload(i)
@@ -447,7 +447,7 @@ class _Run:
     # -- result --------------------------------------------------------------------------------------------------------
 
     def result(self) -> Simulation:
-        """What came of it."""
+        """The simulation, once the step has run."""
         phase, segment = self.peak_at
         return Simulation(
             peak_bytes=self.peak,

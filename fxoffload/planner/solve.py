@@ -1,4 +1,4 @@
-"""Chooses what to keep, offload and recompute: the fastest step within given bytes, the smallest within a given time.
+"""Keeps, offloads and recomputes: the fastest step within given bytes, the smallest within a given time.
 
 The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
 these are chosen first, with items that may move in part, and the items after them. HiGHS's answer is never believed:
@@ -62,7 +62,7 @@ def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
     """The choice of the least bytes, however long it takes; the fastest of those.
 
     Raises:
-        ValueError: what must be offloaded exceeds the host.
+        ValueError: items that must be offloaded exceed the host.
     """
     clock = _Clock(deadline_s)
     smallest = _smallest(problem, clock)

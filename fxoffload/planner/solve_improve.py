@@ -55,7 +55,7 @@ def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
         sums = owed.setdefault((layer.structure, len(weights)), [0.0] * len(weights))
         for a, weight in enumerate(weights):
             sums[a] += weight
-        # Only what the layer has a part of; of equals the first.
+        # Only alternatives with a weight in this layer; of equals the first.
         best = max((a for a, weight in enumerate(weights) if weight > 1e-6), key=lambda a: round(sums[a], 6))
         sums[best] -= 1.0
         chosen.append(best)
@@ -75,7 +75,7 @@ def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
 
 
 def improve(loads: Loads, goal: Goal, until: float) -> None:
-    """Exchange alternatives while that is better, then keep what need not move. Stops at ``until`` (monotonic)."""
+    """Exchange alternatives while that is better, then keep items that need no move. Stops at ``until`` (monotonic)."""
     value = goal.value(loads)
     if value is None:
         return

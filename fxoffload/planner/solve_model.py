@@ -63,7 +63,7 @@ def slots_of(problem: Problem, *, exact: bool) -> list[Slot]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a program.
+    """The solver's answer to a program.
 
     Attributes:
         status: of ``scipy.optimize.milp``: 0 solved, 1 out of time, 2 infeasible.
@@ -82,7 +82,7 @@ class Model:
     """A program under construction, and its solution.
 
     Args:
-        problem: what there is to decide.
+        problem: the decisions.
         exact: whether items move as a whole.
         is_timed: whether time counts; else compute waits for free and the link does not matter.
         alternatives: the chosen ones, where they are chosen already.
@@ -175,7 +175,7 @@ class Model:
         return found
 
     def _saved(self, count: int, where: Callable[[Item], int]) -> list[Terms]:
-        """Per segment, the bytes of what the chosen alternatives save."""
+        """Per segment, the bytes of the items that the chosen alternatives save."""
         found: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
             for x, alternative in zip(choose, layer.alternatives, strict=True):

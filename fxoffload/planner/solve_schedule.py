@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 class Loads:
     """The bytes and times of one choice, summed by segment. Items and alternatives can be exchanged one by one.
 
-    Lists are of changes: what a segment finds is the sum up to it.
+    Lists are of changes: the bytes at a segment are the sum up to it.
     """
 
     def __init__(self, problem: Problem, alternatives: Iterable[int], offloaded: Iterable[str]) -> None:
@@ -51,7 +51,7 @@ class Loads:
             self._count_alternative(at, 1)
 
     def items(self, layer: int) -> tuple[Item, ...]:
-        """What the chosen alternative of a layer saves."""
+        """The items that the chosen alternative of a layer saves."""
         return self.problem.layers[layer].alternatives[self.alternatives[layer]].items
 
     def saved(self) -> list[Item]:
@@ -59,7 +59,7 @@ class Loads:
         return [item for layer in range(len(self.alternatives)) for item in self.items(layer)]
 
     def choose(self, layer: int, alternative: int) -> None:
-        """Exchange the alternative of a layer; what of its items was offloaded stays so where that is allowed."""
+        """Exchange the alternative of a layer. Its offloaded items stay offloaded where that is allowed."""
         self._count_alternative(layer, -1)
         moves = {i.name for i in self.items(layer)} & self.offloaded
         self.offloaded -= moves

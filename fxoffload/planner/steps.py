@@ -1,7 +1,7 @@
 """A training step, described without its graphs: segments in order, and the storages that they make and read.
 
 Both the outer graphs of a compiled model (``from_graphs``) and a chain made up by hand or by a solver come in this
-form. What follows from it (which storage lives when, where a copy may start) is worked out in ``program``.
+form. Lifetimes of storages, and where a copy may start, follow from it: ``program`` computes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StorageInfo:
         is_tangent: a gradient that the backward is given; there from its beginning on.
         is_output: the caller of the forward sees it.
         is_gradient: the backward returns it.
-        of_turn: what the forward saves last (``fxoffload.passes.find_turn``).
+        of_turn: among the values that the forward saves last (``fxoffload.passes.find_turn``).
         copied_after: the forward segment after which its copy starts, -1 for the entry; None: the last that writes it.
         rank: place in the order of reloads; None: the backward segment that first reads it.
         paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
@@ -190,7 +190,7 @@ def from_graphs(
     Args:
         forward: outer forward graph.
         backward: outer backward graph.
-        movables: what the executor was given: one per candidate, in the order of the offload ops, ranked.
+        movables: of the executor: one per candidate, in the order of the offload ops, ranked.
         num_user_outputs: leading outputs of the forward that the caller sees.
         forward_ms: segment name -> time; 0 where missing.
         backward_ms: segment name -> time; 0 where missing.
@@ -219,7 +219,7 @@ def edges_of(
     min_bytes: int = 1,
     device: torch.device | None = None,
 ) -> Edges:
-    """What enters and leaves the graphs of ``from_graphs``, in the names of its step; arguments as there."""
+    """The inputs and outputs of the graphs of ``from_graphs``, in the names of its step; arguments as there."""
     down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
     up = _BackwardReader(backward, down, device)
     made = {s.name for s in (*down.storages(), *up.storages())}
@@ -397,7 +397,7 @@ class _BackwardReader:
         return None if key is None else self._names.get(key)
 
     def storages(self) -> list[StorageInfo]:
-        """What the backward makes, and the tangents."""
+        """The storages that the backward makes, and the tangents."""
         made = {w for c in self.calls for w in c.writes}
         returned = {
             v.meta[STORAGE_KEY] for v in output_values(self._graph) if isinstance(v, fx.Node) and STORAGE_KEY in v.meta
