@@ -102,7 +102,7 @@ _Kind = tuple[torch.device, int, torch.dtype]
 
 
 class Shared:
-    """Memory of floating-point inputs, which segments that run one after another may share: values that one of them
+    """Memory of floating-point inputs, which segments that run one after another may have in common: what one of them
     leaves there are still floating-point values."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Shared:
 
 
 def nbytes_shared(all_made: Sequence[MadeUp]) -> int:
-    """Bytes of the inputs of all of them at once, where one ``Shared`` is used. Unshared inputs count each time."""
+    """Bytes of the inputs of all of them at once, where one ``Shared`` is used: what is not shared counts each time."""
     most: Counter[_Kind] = Counter()
     for made in all_made:
         most |= made.kinds()

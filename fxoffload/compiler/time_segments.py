@@ -1,10 +1,10 @@
 """Times of segments on made-up inputs.
 
-[Note: In the order of the step] The calls of a step are timed one after another, as in a step, where time and memory
-allow. A GPU lowers its clocks after some ten milliseconds of hard work, so the same code takes longer at one place of a
-step than at another. On an H200, eight equal layers of Qwen3 took from 13.8 ms (the first that the backward reaches) to
-11.9 (the last). Timed one by one they took 11.4, so that the step was predicted 7 % too fast (2026-11-27,
-``h200-stock-qwen3``).
+[Note: In the order of the step] A GPU lowers its clocks after some ten milliseconds of hard work, so the same code
+takes longer at one place of a step than at another. On an H200, eight equal layers of Qwen3 took from 13.8 ms (the
+first that the backward reaches) to 11.9 (the last); alone, 11.4, so that the step was predicted 7 % too fast
+(2026-11-27, ``h200-stock-qwen3``). So the calls of a step are timed one after another, as in a step, where time and
+memory allow.
 """
 
 from __future__ import annotations
