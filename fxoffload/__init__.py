@@ -1,6 +1,6 @@
 """fxoffload: train in less GPU memory.
 
-``torch.compile(model, backend="fxoffload")`` moves saved activations to pinned host memory behind the compute.
+``torch.compile(model, backend="fxoffload")`` moves saved activations to pinned host memory while the GPU computes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fxoffload import _check_torch as _check_torch  # before what an older torch lacks
+from fxoffload import _check_torch as _check_torch  # before anything that an older torch lacks
 from fxoffload._register import register_backend as _register_backend
 
 if TYPE_CHECKING:

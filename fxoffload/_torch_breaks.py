@@ -1,12 +1,12 @@
-"""Private torch APIs of Dynamo: where it breaks a graph, calls that need not break one, and what it compiled.
+"""Private torch APIs of Dynamo: its graph breaks, calls that need not break a graph, and its compiled forms.
 
 [Note: Logging after the graph]
 A call of a logger's method, or of ``warnings.warn``, breaks the graph: it has an effect that a graph cannot have.
 Dynamo's ``config.reorderable_logging_functions`` takes no methods and drops keyword arguments, and
-``config.ignore_logging_functions`` drops the message. ``log_after_graph`` has such calls run after the frame's graph
-instead, in every step, as often as in eager: the logger decides there what is shown (Hugging Face's ``warning_once``
-says it once). Only calls whose arguments are constants: a message that shows a tensor would show what later ops wrote
-into it, and breaks the graph as before.
+``config.ignore_logging_functions`` drops the message. ``log_after_graph`` runs such calls after the frame's graph
+instead, in every step, as often as in eager. The logger then decides which messages are shown (Hugging Face's
+``warning_once`` says each once). Only calls whose arguments are constants qualify. A message that shows a tensor would
+show values that later ops wrote into it, and breaks the graph as before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxoffload._torch_dynamo import innermost
 
 # A method of this name, or one that begins so and that a library added ("warning_once"), says something.
 _LEVELS = frozenset({"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"})
-# What these ask for is known only where the call stands.
+# The values that these ask for are known only at the place of the call.
 _OF_THE_PLACE = frozenset({"exc_info", "stack_info"})
 
 _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after their graphs, and whether they do
@@ -41,7 +41,7 @@ _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after 
 def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
     """See [Note: Logging after the graph]. For good: called once, when ``backend`` is defined.
 
-    ``says``: False drops what would be said: what ``backend`` compiles is no step of training.
+    ``says``: False drops the messages: the code that ``backend`` compiles is no step of training.
     """
     if not _backends:
         _defer_calls()
@@ -99,11 +99,11 @@ def _call_later(tx: Any, make: Callable[..., Callable[[], Any]], args: Any, kwar
 
 
 def _warning_at(tx: Any, message: Any, category: Any = None, stacklevel: int = 1, **others: Any) -> Callable[[], Any]:
-    """Warns as the traced line does: filters, and what was warned of before, go by the place."""
+    """Warns as the traced line does: filters, and the record of earlier warnings, go by the place."""
     frame = tx
     for _ in range(stacklevel - 1):
         frame = None if frame is None else frame.parent
-    if frame is None or others:  # the caller of what is compiled
+    if frame is None or others:  # the caller of the compiled code
         return partial(warnings.warn, message, category, stacklevel=stacklevel, **others)
     known = frame.f_globals
     return partial(
@@ -150,7 +150,7 @@ def _short(file: str) -> str:
 
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[GraphBreak]]:
-    """What breaks graphs on this thread meanwhile, in order, each place once.
+    """The graph breaks on this thread meanwhile, in order, each place once.
 
     Stands for ``InstructionTranslatorBase.log_graph_break``, which Dynamo calls at each of them.
     """
@@ -182,7 +182,7 @@ def _break_at(stack: Any, reason: str) -> GraphBreak:
         del lines[0]
     if is_skipped:
         lines[0] = f"{lines[0].rstrip('.')}, in a function that then runs uncompiled"
-    # Dynamo's own kind of reason ("Failed to trace builtin operator"), and what it says of this one.
+    # Dynamo's own kind of reason ("Failed to trace builtin operator"), and its explanation of this one.
     shown = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     text = lines[0] + (f". {shown}" if shown and shown.rstrip(".") != lines[0].rstrip(".") else "")
     if not stack:
@@ -200,7 +200,7 @@ def user_line(error: BaseException) -> str:
     return f"{_short(frame.filename)}:{frame.lineno}, in {frame.name}" + (f" (`{frame.line}`)" if frame.line else "")
 
 
-# -- what is compiled --------------------------------------------------------------------------------------------------
+# -- compiled code -----------------------------------------------------------------------------------------------------
 
 
 class _Never:
@@ -212,8 +212,9 @@ class _Never:
 
 @contextlib.contextmanager
 def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
-    """What Dynamo compiles with ``backend`` meanwhile is forgotten at the end, and what it decided of code that it had
-    not seen before. What is compiled with others stays.
+    """At the end, Dynamo forgets the code that it compiled with ``backend`` meanwhile.
+
+    It also forgets its decisions about code that it had not seen before. Code compiled with other backends stays.
 
     Stands for Dynamo's lists of compiled forms: code that has none but these is reset. Where others are there too,
     Dynamo can only mark a form as invalid.

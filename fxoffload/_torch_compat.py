@@ -1,8 +1,9 @@
 """Private torch APIs of the compiler.
 
-Supported: torch 2.11 and newer. Every private name that fxoffload uses is in this file, in ``_torch_sizes`` (sizes and
-fake tensors), ``_torch_dynamo`` (which calls run compiled) or ``_torch_private`` (what needs no compiler); a function
-says which it stands for, so that a new torch release is checked by reading these four.
+Supported: torch 2.11 and newer. fxoffload uses private names only in the files ``_torch_*``: here, in ``_torch_sizes``
+(sizes and fake tensors), ``_torch_dynamo`` (which calls run compiled), ``_torch_private`` (things that need no
+compiler) and smaller ones. Each function says which name it stands for, so that a new torch release is checked by
+reading these files.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def __getattr__(name: str) -> Any:
 
 
 # functorch.config switches that hold while one of our graphs is compiled:
-#  - plain callables cannot go into AOTAutograd's cache (Inductor's own cache still works per segment);
-#  - the backward is compiled together with the forward, so that a failing pass raises at compile time and the host
-#    arena is pinned behind the whole compilation instead of inside the first step.
+#  - Plain callables cannot go into AOTAutograd's cache. (Inductor's own cache still works per segment.)
+#  - The backward is compiled together with the forward. So a failing pass raises at compile time, and the host arena is
+#    pinned while the rest compiles, not inside the first step.
 AOT_CONFIG: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
 
 
@@ -106,14 +107,14 @@ def tags_decide() -> Iterator[None]:
     """Within it the partitioner chooses nothing that tags have decided, whatever the user has set."""
     import torch._functorch.config as functorch_config
 
-    # Only what differs is patched: up to torch 2.11 a patch holds in all threads.
+    # Only settings that differ are patched: up to torch 2.11 a patch holds in all threads.
     changed = {k: v for k, v in _TAGS_DECIDE.items() if k in _own_choices()}
     with functorch_config.patch(changed) if changed else contextlib.nullcontext():
         yield
 
 
 def take_partitioner_choices(joint: fx.GraphModule) -> dict[str, Any]:
-    """What asks the partitioner to choose by itself, by name: settings, and annotations, which are removed."""
+    """Reasons for the partitioner to choose by itself, by name: settings, and annotations, which are removed."""
     found = _own_choices()
     for module in joint.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -145,17 +146,21 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """One whose code is generated when somebody calls it; graphs that are only looked at, or compiled, never need it.
-    torch makes such ones itself, but only while it compiles, and plans are also made at other times."""
+    """A graph module whose code is generated at its first call.
+
+    Graphs that are only looked at, or compiled, never need it. torch makes such modules itself, but only while it
+    compiles, and plans are also made at other times.
+    """
     return _LazyGraphModule(root, graph)
 
 
 def put_opaque_values_last(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
-    """What two graphs from the partitioner save, in the order in which AOTAutograd's runtime takes it apart: tensors,
-    then opaque objects (the DeviceMesh of a DTensor), then sizes.
+    """Put the values that two graphs from the partitioner save in the order that AOTAutograd's runtime expects.
 
-    torch 2.13's ``functionalize_rng_ops`` puts the random states of what is computed again behind opaque objects; the
-    forward then fails with "expected all tensors_saved_with_vc_check to be Tensors".
+    That is tensors, then opaque objects (the DeviceMesh of a DTensor), then sizes.
+
+    torch 2.13's ``functionalize_rng_ops`` puts the random states of recomputed ops after opaque objects. The forward
+    then fails with "expected all tensors_saved_with_vc_check to be Tensors".
     """
     output = forward.graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
@@ -271,7 +276,7 @@ def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a graph is compiled in, kept so that more can be compiled in it later.
+    """The context that a graph is compiled in, kept so that more can be compiled in it later.
 
     Stands for ``TracingContext`` with ``ViewAndMutationMeta``, ``CompileContext``, and the configurations of Inductor
     and functorch (a call of the backend patches both).
@@ -280,7 +285,7 @@ class Surroundings:
         metadata: a copy: AOTAutograd's own is read when the compiled graph runs.
         inductor: settings that were not the defaults, without a custom partitioner. Their values are the user's own
             objects: not every custom pass can be copied.
-        functorch: likewise.
+        functorch: the same of functorch.
     """
 
     fake_mode: Any
@@ -309,16 +314,17 @@ class Surroundings:
 
     @contextlib.contextmanager
     def again(self, *, compiles: bool) -> Iterator[None]:
-        """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing. What is
-        compiled already is left as it is.
+        """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing.
 
-        Up to torch 2.11 a patched setting is another one in all threads. A draft, which may be made behind a running
-        step, therefore patches only settings that the partitioner reads and that have changed since: mostly none.
+        Code that is compiled already is left as it is.
+
+        Up to torch 2.11 a patched setting is another one in all threads. A draft may be made while a step runs. It
+        therefore patches only settings that the partitioner reads and that have changed since: mostly none.
 
         Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
 
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
-        would disturb a thread that draws meanwhile, so whoever compiles is on the only one that does.
+        would disturb a thread that draws meanwhile, so compile only on a thread that is the only one to draw.
         """
         import torch._functorch.config as functorch_config
         from torch._dynamo.convert_frame import compile_lock
@@ -466,11 +472,11 @@ class StorageRef:
         self.key: int = storage._cdata
 
     def is_expired(self) -> bool:
-        """Whether nobody holds it."""
+        """Whether the storage is gone: it has no reference left."""
         return bool(self._weak.expired())
 
     def nbytes(self) -> int:
-        """Its bytes now: none where nobody holds it, or where it was emptied."""
+        """Its bytes now: none where it is gone, or where it was emptied."""
         storage = self._storage()
         return 0 if storage is None else storage.nbytes()
 
@@ -505,12 +511,12 @@ def is_rng_state(node: fx.Node) -> bool:
 
 
 def saves_rng_state(node: fx.Node) -> bool:
-    """Whether ``node`` gives the state of a random generator, and what an op makes with it."""
+    """Whether ``node`` gives the state of a random generator, together with an op's result."""
     return node.target is torch.ops.higher_order.run_and_save_rng_state
 
 
 class InputOrigin(enum.Enum):
-    """What a joint graph's input is, where it is no input of the graph that was compiled."""
+    """The kind of a joint graph's input, where it is no input of the graph that was compiled."""
 
     UNKNOWN = "unknown"
     PARAMETER = "a parameter or a buffer"

@@ -8,9 +8,9 @@ three, so that generation uses up a limit before training begins.
 ``watch_calls`` replaces two functions of Dynamo, for frames of one backend only:
 
 - Both limits are counted apart for calls with and for calls without gradients.
-- What Dynamo decides about a frame that it does not compile (run it uncompiled, look at its callees or not) holds for
-  calls of the same of these two kinds. Decisions that Dynamo takes before it tries to compile stay as they are, except
-  under ``config.disable`` and ``TorchDispatchMode`` s, where they hold for that call alone.
+- Decisions of Dynamo about a frame that it does not compile (run it uncompiled, look at its callees or not) hold for
+  calls of the same of these two kinds. Decisions that Dynamo takes before it tries to compile stay as they are. Under
+  ``config.disable`` and ``TorchDispatchMode`` s they hold for that call alone.
 
 It also adds a hook to each function that is compiled with that backend, which is called around each of its calls.
 """
@@ -39,7 +39,7 @@ class CallWatch(Protocol):
     """What ``watch_calls`` tells. ``has_grad``: whether gradients were enabled when the frame began."""
 
     def call_begins(self) -> Callable[[], None]:
-        """A call of a compiled function begins. Returns what is called when it ends."""
+        """A call of a compiled function begins. Returns a function that is called when it ends."""
         ...
 
     def ran_uncompiled(self, code: CodeType, limit: str, most: int, *, has_grad: bool) -> None:
@@ -49,7 +49,7 @@ class CallWatch(Protocol):
 
 @dataclass
 class _Decision:
-    """What Dynamo decided about frames of one code object that it did not compile. ``limit``: that was used up, and
+    """Dynamo's decision about frames of one code object that it did not compile. ``limit``: that was used up, and
     ``most``: of how many."""
 
     result: Any
@@ -59,7 +59,7 @@ class _Decision:
 
 @dataclass
 class _Kind:
-    """What Dynamo compiled of one code object for calls with gradients, or for those without."""
+    """Dynamo's compiled forms of one code object for calls with gradients, or for those without."""
 
     forms: set[Any] = field(default_factory=set)  # compile ids
     num_attempts: int = 0  # to compile one
@@ -195,8 +195,10 @@ def _num_forms(frame: Any, compile_ids: set[Any]) -> tuple[int, int]:
 
 
 def _of_kind(attempt: _Attempt, cache_size: Any, compile_id: Any) -> tuple[Any, Any]:
-    """What Dynamo compares with the limits, without what is of the other kind. It compares the number of this attempt
-    too: an attempt that fails leaves no form."""
+    """The numbers that Dynamo compares with the limits, without those of the other kind.
+
+    It compares the number of this attempt too: an attempt that fails leaves no form.
+    """
     of_code = "total_cache_entries_all_regions"
     if not hasattr(cache_size, of_code):  # up to torch 2.12
         of_code = "num_cache_entries"

@@ -1,7 +1,7 @@
 """Private torch APIs of fake tensors: some that know their values.
 
 A model may shape its work by small integers that it is given (the sizes of images, where a text has them). Where such
-inputs are real, ``step_fake_mode`` keeps their values, and those of what is computed from them alone. It stands for
+inputs are real, ``step_fake_mode`` keeps their values, and those of tensors computed from them alone. It stands for
 ``FakeTensor.constant`` and ``FakeTensorMode.may_turn_const``, which do so for single numbers.
 """
 

@@ -1,4 +1,4 @@
-"""Private torch APIs for what needs no compiler; ``fxoffload._torch_compat`` has the others and imports Inductor."""
+"""Private torch APIs for things that need no compiler; ``fxoffload._torch_compat`` has the others, imports Inductor."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def in_backward() -> bool:
 
 
 def after_backward(work: Callable[[], None]) -> None:
-    """Call ``work`` when autograd has ended the backward in which this is called, after what was asked for so before;
-    at once outside of one. Not called where the backward raises."""
+    """Call ``work`` when autograd has ended the backward in which this is called, after earlier requests of this kind.
+
+    Outside of a backward it is called at once. It is not called where the backward raises.
+    """
     if in_backward():
         torch.autograd.Variable._execution_engine.queue_callback(work)
     else:
@@ -58,15 +60,18 @@ def after_backward(work: Callable[[], None]) -> None:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in profiles. Stands for ``torch.profiler.record_function``, which takes the host 8 us where
-    nobody profiles; this one, which Inductor's own code uses, takes 0.3."""
+    """A range of that name in profiles.
+
+    Stands for ``torch.profiler.record_function``, which takes the host 8 us without a profiler. This one, which
+    Inductor's own code uses, takes 0.3.
+    """
     return _RECORD_FUNCTION(name)
 
 
 _PROFILER: Any = getattr(torch._C, "_profiler", None)
 _RECORD_FUNCTION: Any = getattr(_PROFILER, "_RecordFunctionFast", torch.profiler.record_function)
 
-# -- what the caching allocator records --------------------------------------------------------------------------------
+# -- the caching allocator's record ------------------------------------------------------------------------------------
 
 
 class AllocatorEvent(NamedTuple):
@@ -81,26 +86,26 @@ class AllocatorEvent(NamedTuple):
 
 
 def records_allocator_events() -> bool:
-    """Whether somebody has the caching allocator record its events. True where that cannot be known."""
+    """Whether the caching allocator records its events now. True where that cannot be known."""
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return is_enabled is None or bool(is_enabled())
 
 
 def record_allocator_events(most: int) -> None:
     """Have the caching allocator record its events on all devices, the last ``most`` of each, without tracebacks."""
-    # What marks regions in it is a callback: a global one, since it may end on another thread (autograd's).
+    # Regions in it are marked by a callback: a global one, since it may end on another thread (autograd's).
     torch.cuda.memory._record_memory_history(
         "all", context=None, stacks="python", max_entries=most, clear_history=True, global_record_annotations=True
     )
 
 
 def stop_recording_allocator_events() -> None:
-    """Likewise record nothing. What was recorded is gone."""
+    """Have the caching allocator record nothing. Earlier records are gone."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def allocator_events() -> list[list[AllocatorEvent]]:
-    """What was recorded of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
+    """The record of each device, in its order. Takes milliseconds, tens of them where there is much memory."""
     kinds = {"alloc": True, "free_requested": False}
     return [
         [
@@ -179,7 +184,7 @@ def fsdp2_activity(module: Any) -> str | None:
 
 
 def fsdp2_is_gathering(module: Any) -> bool:
-    """Whether an all-gather was started that nobody has waited for."""
+    """Whether an all-gather was started and not waited for yet."""
     return any(group._all_gather_result is not None for group in fsdp2_groups(module))
 
 
@@ -361,7 +366,9 @@ _set_version_counters: Any = torch._C._autograd._unsafe_set_version_counter  # t
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Lets autograd believe that a tensor was written to so many times. It is no inference tensor: those count nothing.
+    """Lets autograd believe that a tensor was written to ``version`` times.
+
+    It is no inference tensor: those count nothing.
 
     One by one: several tensors, in different storages too, may have one counter (``detach()``, then ``.data = ``).
     """
@@ -419,7 +426,7 @@ class FlatParameterInfo:
 
 
 def flat_parameter_of(module: nn.Module) -> FlatParameterInfo | None:
-    """What FSDP1 flattened at this module; None where it flattened nothing."""
+    """The parameters that FSDP1 flattened at this module; None where it flattened nothing."""
     handle = module.__dict__.get("_handle")  # asked of every module: most have none
     if handle is None:
         return None
@@ -484,7 +491,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def is_made_like_dtensor(kind: type) -> bool:
-    """Whether tensors of a class have what DTensors have inside and nothing else."""
+    """Whether tensors of a class have the inner tensors of DTensors and nothing else."""
     dtensor: Any = _dtensor()
     return dtensor is not None and getattr(kind, "__tensor_flatten__", None) is dtensor.__tensor_flatten__
 
@@ -526,9 +533,9 @@ def mesh_dims_in_order_of_cuts(placements: Sequence[Any], mesh_shape: Sequence[i
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-    """Starts to gather ``part`` of every rank into ``whole``; returns what to wait for.
+    """Starts to gather ``part`` of every rank into ``whole``; returns a handle to wait for.
 
-    ``all_gather_single`` is what torch 2.13 calls ``all_gather_into_tensor``, and deprecates the old name.
+    ``all_gather_single`` is torch 2.13's name for ``all_gather_into_tensor``, which it deprecates.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
@@ -538,8 +545,10 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
 
 
 def num_graphs_compiled() -> tuple[int, int] | None:
-    """Changes whenever Dynamo compiles something; None if it was never imported. A reset of Dynamo counts its code
-    objects from zero again, but not the frames that it looked at."""
+    """Changes whenever Dynamo compiles something; None if it was never imported.
+
+    A reset of Dynamo sets its count of code objects back to zero, but not that of the frames that it looked at.
+    """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return None if dynamo is None else (dynamo.FRAME_COUNTER, dynamo.counters["frames"]["total"])
 

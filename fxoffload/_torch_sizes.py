@@ -40,7 +40,7 @@ def without_learnt_sizes() -> Iterator[None]:
 
 
 class _OtherSizes:
-    """Values of size symbols that stand for their hints, and what expressions are with them."""
+    """Values of size symbols that stand for their hints, and the values of expressions with them."""
 
     def __init__(self, values: Mapping[Any, int]) -> None:
         self._values = dict(values)
@@ -137,7 +137,7 @@ def quotient(a: Any, b: Any) -> int | None:
 
 @contextlib.contextmanager
 def _fakes_without_guards(fake: Any) -> Iterator[None]:
-    """The mode of a fake tensor; what is computed in it guards nothing.
+    """The mode of a fake tensor; computing in it guards nothing.
 
     Stands for ``FakeTensor.fake_mode`` and ``ShapeEnv.suppress_guards``.
     """
@@ -148,12 +148,14 @@ def _fakes_without_guards(fake: Any) -> Iterator[None]:
 
 
 class NewGuardError(GuardOnDataDependentSymNode):
-    """What is compiled would hold for some sizes only. Code that can do without an answer about sizes it does not know
-    does so here too."""
+    """The compiled code would hold for some sizes only.
+
+    Code that can do without an answer about unknown sizes does so here too.
+    """
 
 
 def _holds_for_all(expression: Any, value: Any, env: Any) -> bool:
-    """Whether ``expression`` is ``value`` for all sizes that a tensor can have, within what is known of each.
+    """Whether ``expression`` is ``value`` for all sizes that a tensor can have, within the known range of each.
 
     To torch a size may be larger than any 64-bit number, and an open end of a slice is the largest of these."""
     ranges = {}
@@ -205,8 +207,10 @@ def new_fake_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def fakes_over_new_memory(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fake tensors of the same layouts, over new memory that they share as ``values`` share theirs; what is not strided
-    stays."""
+    """Fake tensors of the same layouts, over new memory that they share as ``values`` share theirs.
+
+    Values that are not strided stay.
+    """
     memory: dict[int, torch.Tensor] = {}
     found = []
     for value in values:
@@ -223,7 +227,7 @@ def fakes_over_new_memory(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def run_on_fakes(node: fx.Node) -> Any:
-    """What the op of ``node`` gives for the fake values of its arguments."""
+    """The result of the op of ``node`` for the fake values of its arguments."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     fake = next((n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], FakeTensor)), None)
     with _fakes_without_guards(fake) if fake is not None else contextlib.nullcontext():

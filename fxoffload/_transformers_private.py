@@ -1,7 +1,7 @@
 """Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it, and how
 it tells packed sequences.
 
-Nothing here imports transformers: a model of it can only be there where somebody has.
+Nothing here imports transformers: a model of it is only there if other code has.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def conversions_of(model: Any) -> Any:
-    """What a model's names and layouts in memory follow from, beside its class: what it was loaded with."""
+    """The conversions that a model was loaded with: with its class, they give its names and layouts in memory."""
     return getattr(model, "_weight_conversions", None)
 
 

@@ -55,7 +55,7 @@ def fxoffload(
 
     patches = chosen.inductor_config()
     if chosen.inner == "aot_eager":
-        # The eager form of Inductor's own random op ignores the seed: what is recomputed would differ.
+        # The eager form of Inductor's own random op ignores the seed: recomputed values would differ.
         patches["fallback_random"] = True
     if everything_disabled():
         log.info("FXOFFLOAD_DISABLE is set: plain Inductor, nothing is offloaded")

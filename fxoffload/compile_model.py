@@ -26,7 +26,7 @@ def compile(
         model: a module or a function; None gives a decorator.
         mode: of Inductor, for example "max-autotune-no-cudagraphs".
         fullgraph: as for ``torch.compile``.
-        dynamic: likewise.
+        dynamic: as for ``torch.compile``.
         **options: see ``fxoffload.Options``: ``activation_budget="12GiB"``, ``max_slowdown=0.05``, ...
 
     Returns:

@@ -23,7 +23,7 @@ from fxoffload.runtime.windows import Choice
 
 @dataclass(frozen=True, eq=False)
 class CompiledVariant:
-    """A graph that was compiled once more, to compute other things again (``fxoffload.runtime.variant``).
+    """A graph that was compiled once more, with another recompute choice (``fxoffload.runtime.variant``).
 
     Attributes:
         number: that calls name it by.
@@ -46,15 +46,15 @@ class CompiledGraph:
         forward: the outer forward graph; its nodes are segment calls and ``torch.ops.fxoffload`` ops.
         backward: the outer backward graph; None until the backward is compiled.
         layers: layer labels in order of execution, and where they come from ("modules", "repeats" or "none").
-        saved: what the forward saves, candidates and skipped.
+        saved: values that the forward saves, candidates and skipped.
         policy: "auto", "offload_all" or "keep_all"; may be set at any time, from the next forward on.
         actions: policy -> one bool per candidate, True to offload.
         masks: of S x S that its attention is called with.
         decisions: candidate name -> True to offload; outweighs the policy; may be changed at any time.
-        planned: what policy "auto" does where there is a plan: one bool per candidate, and the plan's windows; replaced
-            as a whole, from the next forward on.
-        plan_box: what ``fxoffload.plans()`` shows of it; None without a plan.
-        outputs: what becomes of what the forward returns.
+        planned: the choice of policy "auto" where there is a plan: one bool per candidate, and the plan's windows.
+            Replaced as a whole, from the next forward on.
+        plan_box: holds its plan for ``fxoffload.plans()``; None without a plan.
+        outputs: lifetimes and gradients of the forward's results.
         keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
         variants: with other recompute choices, for calls of a plan for a step over several graphs.
         index: place in the order of compilation.
@@ -81,12 +81,14 @@ class CompiledGraph:
         return self.layers.layers
 
     def may_follow(self) -> bool:
-        """Whether the forward call that begins now does what a plan says, and nothing else."""
+        """Whether the forward call that begins now follows a plan, and nothing else."""
         return not self.keeps_everything and not self.decisions and (_override.policy or self.policy) == "auto"
 
     def may_keep(self) -> bool:
-        """Whether it computes what a plan over several graphs says, and offloads nothing: it would follow the plan, but
-        for ``override_policy("keep_all")``."""
+        """Whether it uses the recompute choices of a plan over several graphs, and offloads nothing.
+
+        It would follow the plan, but for ``override_policy("keep_all")``.
+        """
         return (
             not self.keeps_everything
             and not self.decisions
@@ -95,8 +97,11 @@ class CompiledGraph:
         )
 
     def choose(self, instead: Choice | None = None) -> Choice:
-        """What the forward call that begins now does. ``decisions`` (by name) override the policy. ``instead``: what
-        takes the place of ``planned``: for a call of another size, or by this call's place in a plan for the step."""
+        """The choice for the forward call that begins now. ``decisions`` (by name) override the policy.
+
+        ``instead`` takes the place of ``planned``: for a call of another size, or for this call's place in a plan for
+        the step.
+        """
         if self.keeps_everything:
             return Choice((False,) * len(self.saved.candidates))
         policy = _override.policy or self.policy
@@ -143,9 +148,10 @@ def graphs() -> list[CompiledGraph]:
 def override_policy(policy: str) -> Iterator[None]:
     """Run the forwards of this thread under another policy: "auto", "offload_all" or "keep_all". Nothing recompiles.
 
-    Under "keep_all" what a plan computes again is still computed again, from the first step on that followed the plan
-    without the override: a step has the very bits that it has with offloading. Before that, under "offload_all", and
-    with a ``policy`` that is set on a graph, calls of a plan over several graphs run them as they were compiled.
+    Under "keep_all" the backward recomputes what the plan says, once a step has followed that plan without the
+    override. So a step has the very bits that it has with offloading. In three cases calls of a plan over several
+    graphs run the graphs as they were compiled: before that, under "offload_all", and with a ``policy`` that is set on
+    a graph.
 
     Raises:
         ValueError: unknown policy.

@@ -24,20 +24,19 @@ class Stats:
         host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
         host_bytes_in_use: bytes of it that hold offloaded values now.
         host_wait_ms: time the host stood still because memory was not pinned yet.
-        host_paced_ms: time the host waited for the device, so that copies beside FSDP2's collectives are fast.
+        host_paced_ms: time the host waited for the device, so that copies during FSDP2's collectives are fast.
         num_host_growths: times an arena pinned another chunk.
         bytes_host_trimmed: host memory given back because only the steps before a plan over several graphs needed it.
-        exposed_copy_ms: time the compute stream stood still for copies (waits for what is still running on the device).
+        exposed_copy_ms: time the compute stream stood still for copies (reading it waits for the device).
         num_segments_compiled: segments compiled.
         num_segments_reused: segments that reused the code of an identical one.
         num_prefetch_misses: reloads that had not been started when they were needed.
         num_wrong_predictions: backwards of compiled graphs that began while reloads for another one's were next. The
-            order is learned, so a new one is wrong once or twice; what keeps growing is an order that keeps changing.
+            order is learned, so a new one is wrong once or twice. A number that keeps growing means a changing order.
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
-        calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason: a
-            recompile limit that is used up; or, of calls in which autograd records something, why no compiled graph
-            ran.
+        calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason. Either a
+            recompile limit is used up, or, where autograd records something, the reason why no compiled graph ran.
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
         num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
         num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.

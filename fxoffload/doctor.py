@@ -1,4 +1,4 @@
-"""What of this machine fxoffload depends on, and what would not work here and why."""
+"""The parts of this machine that fxoffload depends on, which of them would not work, and why."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finding:
 
     Attributes:
         subject: what.
-        found: what is there.
+        found: the state of it on this machine.
         problem: what does not work because of it, and what to do; "" where all is well.
     """
 

@@ -26,25 +26,25 @@ PHASES_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_PHASES_DEVICE_TYPES"
 MEASURED_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_MEASURED_DEVICE_TYPES"
 
 PIECES = (
-    "segments",  # off: the graph is compiled in one piece
-    "planner",  # off: policy "auto" offloads every candidate, except what the last layer and what follows it save
-    "measured_costs",  # off: before the first step a plan knows estimated times only; nothing is run on made-up inputs
-    "calibration",  # off: a plan stays as it is, whatever its steps turn out to take
-    "tape_plan",  # off: a step of several graphs without plans of their own is not planned as a whole
-    "tape_recompute",  # off: a plan for such a step keeps and offloads, and changes nothing of what is computed again
-    "pacing",  # off: the host runs ahead of the device as far as it gets, also where copies are slower for it
-    "allocator_record",  # off: the allocator is not asked to record what is allocated between the graphs of such a step
-    "host_trim",  # off: host memory that only the steps before such a plan needed is not given back
-    "offload",  # off: every saved activation stays on the device
-    "prefetch",  # off: an activation is reloaded when it is needed
-    "cross_graph_prefetch",  # off: a backward prefetches for its own graph only
-    "donation",  # off: no segment reuses the memory of its inputs
-    "segment_reuse",  # off: equal segments are compiled again
-    "kernel_overlap",  # off: each segment waits for its own kernels before the next one is compiled
-    "verify",  # off: the finished graphs are not checked
+    "segments",  # Off: the graph is compiled in one piece.
+    "planner",  # Off: policy "auto" offloads all candidates but those of the last layer and of the ops after it.
+    "measured_costs",  # Off: plans know estimated times only before the first step; no made-up inputs are run.
+    "calibration",  # Off: a plan stays as it is, whatever its steps turn out to take.
+    "tape_plan",  # Off: a step of several graphs without plans of their own is not planned as a whole.
+    "tape_recompute",  # Off: a plan for such a step keeps and offloads, and changes no recompute choice.
+    "pacing",  # Off: the host runs ahead of the device as far as it gets, also where copies are slower for it.
+    "allocator_record",  # Off: the allocator does not record allocations between the graphs of such a step.
+    "host_trim",  # Off: host memory that only the steps before such a plan needed is not given back.
+    "offload",  # Off: every saved activation stays on the device.
+    "prefetch",  # Off: an activation is reloaded when it is needed.
+    "cross_graph_prefetch",  # Off: a backward prefetches for its own graph only.
+    "donation",  # Off: no segment reuses the memory of its inputs.
+    "segment_reuse",  # Off: each of several equal segments is compiled.
+    "kernel_overlap",  # Off: each segment waits for its own kernels before the next one is compiled.
+    "verify",  # Off: the finished graphs are not checked.
 )
 
-# What can be moved from: streams and the driver's free memory are asked of these only.
+# Devices that values can move from: streams and the driver's free memory are asked of these only.
 DEVICE_TYPES = ("cuda", "cpu")
 
 _ON = ("1", "true")
@@ -114,7 +114,7 @@ def distinct_names(name: str, value: object, example: str) -> tuple[str, ...]:
     """``value`` as sorted distinct names; a bare string would be taken apart into letters.
 
     Raises:
-        OptionsError: it is none; ``name`` says what it was given as, ``example`` what it may be.
+        OptionsError: it is none; ``name`` says where it was given, ``example`` shows an accepted one.
     """
     if not isinstance(value, str) and isinstance(value, Iterable):
         items = list(value)

@@ -1,4 +1,4 @@
-"""Exceptions that reach the user as what they are.
+"""Exceptions that reach the user with their own type.
 
 Note [errors through Dynamo]: Dynamo turns whatever a backend raises into ``BackendCompilerFailed``,
 a RuntimeError, so ``except ValueError`` around the first call of a compiled model would not catch

@@ -1,5 +1,5 @@
-"""Python's cyclic collector rests: through work that makes many objects which stay, and for what a forked child has of
-its parent (see ``fxoffload.runtime.forked``)."""
+"""Pauses of Python's cyclic collector: during work that makes many lasting objects, and for objects that a forked child
+has from its parent (see ``fxoffload.runtime.forked``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENABLE = functools.partial(next, iter(gc.enable, object()))
 
 class _Pauses:
     """Those of a process: the first one that begins switches the collector off, the last one that ends on again. One
-    that an exception has cut short ends when nobody refers to it any more."""
+    that an exception has cut short ends with its last reference."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeRLock()
@@ -35,7 +35,7 @@ class _Pauses:
     def end(self, pause: gc_paused) -> None:
         left = [ref for ref in self._under_way if ref() not in (pause, None)]
         if not left and self._was_enabled:
-            gc.enable()  # before: a pause that is not noted any more ends no more
+            gc.enable()  # first: a pause that is no longer listed cannot end
         self._under_way = left
 
     def forget(self) -> None:
@@ -71,7 +71,7 @@ _around_fork = gc_paused()
 
 
 def _before_fork() -> None:
-    _around_fork.__enter__()  # nothing is collected in the child before it is said what may be
+    _around_fork.__enter__()  # the child collects nothing before it is told which objects it may collect
 
 
 def _after_fork_in_parent() -> None:

@@ -32,13 +32,13 @@ _HOOKS = (
 )
 
 
-# Of a device's memory, what is counted on: the rest is for fragments, for what libraries allocate, and for errors.
+# Part of a device's memory that is counted on: the rest is for fragments, for libraries' memory, and for errors.
 DEVICE_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device now. What the caching allocator holds without using it counts as free.
+    """Bytes of a device now. Unused memory of the caching allocator counts as free.
 
     Attributes:
         total: all of it.
@@ -63,7 +63,7 @@ class _Target:
         return self.is_here and tensor.device == self.device and not isinstance(tensor, FakeTensor)
 
     def nbytes(self, tensor: Tensor, itemsize: int | None = None) -> int:
-        """What the tensor takes there."""
+        """Bytes that the tensor takes there."""
         block = _BLOCK.get(self.device.type, 1)
         found = tensor.numel() * (itemsize or tensor.element_size())
         return math.ceil(found / block) * block
@@ -78,19 +78,19 @@ def activation_budget(
     gradients_persist: bool = True,
     state_bytes: int | str | None = None,
 ) -> int:
-    """Bytes of the device that a training step may add to what lies there for good: an ``activation_budget``.
+    """Bytes of the device that a training step may add to the memory in use for good: an ``activation_budget``.
 
-    That is ``device_fraction`` of its memory, less what is in use now, less the gradients and the optimizer state that
-    do not exist yet, less parameters, buffers, gradients and state that are elsewhere: they are taken as to be moved
-    there. Call it between steps; what is allocated later for good (another model, communication buffers, the gathered
-    parameters of FSDP) is not foreseen. Of sharded parameters (DTensor) the local shards count.
+    That is ``device_fraction`` of its memory, less the bytes in use now and the gradients and optimizer state that do
+    not exist yet. Parameters, buffers, gradients and state that are elsewhere count too, as if moved there. Call it
+    between steps. It does not foresee memory that is allocated later for good: another model, communication buffers,
+    the gathered parameters of FSDP. Of sharded parameters (DTensor) the local shards count.
 
     The state is found by stepping a copy of the optimizer that holds nothing, on fake parameters.
 
     Args:
         model: as it is trained.
         optimizer: None: there is none on this device.
-        device_fraction: the rest is for fragments, for what libraries allocate, and for errors of the plan.
+        device_fraction: the rest is for fragments, for libraries' memory, and for errors of the plan.
         device: None: the GPU that the parameters are on, else the current one, else the CPU. A shipped profile's name,
             a profile's file or a profile stand for an empty device of that kind, which need not be here.
         gradients_persist: they accumulate, or are zeroed in place. False: every step begins without
@@ -98,7 +98,7 @@ def activation_budget(
         state_bytes: of the optimizer state that does not exist yet, where the optimizer cannot be tried; or "4GiB".
 
     Raises:
-        OptionsError: (a ValueError) nothing is left, with what takes how much; or a bad argument.
+        OptionsError: (a ValueError) nothing is left, with the bytes of each part; or a bad argument.
         UnsupportedError: (a NotImplementedError) the optimizer cannot be tried.
         ProfileError: (a RuntimeError) there is no such device.
     """
@@ -133,7 +133,7 @@ class Lasting:
     Attributes:
         device: its memory.
         parameters: and buffers.
-        gradients: of what is trained.
+        gradients: of the trained parameters.
         state: of the optimizer.
     """
 
@@ -144,7 +144,7 @@ class Lasting:
 
 
 def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile) -> Lasting:
-    """What a model that lies elsewhere (on meta, say) takes on a device. Arguments and errors: see
+    """Bytes that a model that lies elsewhere (on meta, say) takes on a device. Arguments and errors: see
     ``activation_budget``."""
     target = _target(model, device)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: s
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What is in use now. ``device``: as ``resolve`` gives it.
+    """The memory in use now. ``device``: as ``resolve`` gives it.
 
     On the CPU the memory is the machine's, or that of this process' control group, of which others are then not known.
     """
@@ -191,7 +191,7 @@ def _as_device(name: str) -> torch.device | str:
         return name  # a profile
 
 
-# -- what is there -----------------------------------------------------------------------------------------------------
+# -- tensors that exist ------------------------------------------------------------------------------------------------
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _to_move(tensors: Iterable[Tensor], target: _Target) -> int:
 
 
 def _gradient_bytes(parameters: Iterable[nn.Parameter], target: _Target, persist: bool) -> int:
-    """Bytes that gradients will take beyond what they do; negative where those that exist will be freed."""
+    """Bytes that gradients will take beyond their present ones; negative where existing ones will be freed."""
     found = 0
     for parameter in parameters:
         grad = parameter.grad
@@ -234,11 +234,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None, target: _Target, given: int | str | None) -> int:
-    """Bytes that the optimizer's state will take there beyond what it does."""
+    """Bytes that the optimizer's state will take there beyond its present ones."""
     moved = 0
     if optimizer is not None:
         for parameter, state in optimizer.state.items():
-            # What an optimizer keeps elsewhere than the parameter (a step count on the host) stays there.
+            # State that an optimizer keeps elsewhere than the parameter (a step count on the host) stays there.
             near = [t for t in _tensors(state) if not isinstance(parameter, Tensor) or t.device == parameter.device]
             moved += _to_move(near, target)
     if given is not None:
@@ -294,8 +294,10 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _trial(optimizer: torch.optim.Optimizer, fakes: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-    """The same optimizer over other tensors, without state and hooks. Its constructor might take other arguments
-    than what it made of them."""
+    """The same optimizer over other tensors, without state and hooks.
+
+    Not by its constructor: that might take other arguments than the attributes that it made of them.
+    """
     trial = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): trial, id(optimizer.state): defaultdict(dict), **fakes}
     memo |= {id(h): OrderedDict() for name in _HOOKS if (h := getattr(optimizer, name, None)) is not None}

@@ -6,13 +6,13 @@ tensor of the same shape and strides. The executor runs the same nodes with toke
 (``fxoffload.runtime.outer_program``); what each op means there:
 
 =================  =====================================================================================================
-offload            start the copies to the host, on the offload stream, after what the compute stream has done so far
-release            no later op reads the sources; let the compute stream wait for copies until at most
-                   ``in_flight_budget`` bytes are under way, and drop the references to those waited for
-wait_offload       the compute stream waits for these copies (before the caller may write to a graph input)
-reload             these values are needed next, in this order; copies start as the prefetch budget allows
-prefetch           start what fits into the prefetch budget now; ``head``: a heavy head runs next
-wait_reload        the compute stream waits for these values (and starts their copies if nothing has)
+``offload``        Start the copies to the host, on the offload stream, after all work of the compute stream so far.
+``release``        No later op reads the sources. Let the compute stream wait for copies until at most
+                   ``in_flight_budget`` bytes are under way, and drop the references to those waited for.
+``wait_offload``   The compute stream waits for these copies (before the caller may write to a graph input).
+``reload``         These values are needed next, in this order; copies start as the prefetch budget allows.
+``prefetch``       Start the reloads that fit into the prefetch budget now; ``head``: a heavy head runs next.
+``wait_reload``    The compute stream waits for these values (and starts their copies if nothing has).
 =================  =====================================================================================================
 """
 

@@ -1,4 +1,4 @@
-"""What the user may choose, validated once and frozen."""
+"""The user's options, validated once and frozen."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ _MOST_SLOWDOWN = 1.0
 class Options:
     """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
 
-    policy: ``"auto"`` plans: what to keep, to offload and to recompute, for the budget or the slowdown below;
-        ``"offload_all"`` offloads every candidate (what a forward saves last stays for a backward that follows at
-        once, see ``fxoffload.passes.find_turn``), ``"keep_all"`` nothing. A graph without layers (a layer compiled on
-        its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except what is saved last.
-    activation_budget: the least step time whose peak stays within so many bytes: what the compiled graph adds on the
-        device to what was allocated when the step began (saved activations, working set, copies under way, gradients
-        that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can; on a GPU
-        one that is missed by a little on paper is tried, and a warning says if its steps exceed it.
+    policy: ``"auto"`` plans which values to keep, to offload and to recompute, for the budget or the slowdown below.
+        ``"offload_all"`` offloads every candidate, but the values that a forward saves last stay for a backward that
+        follows at once (``fxoffload.passes.find_turn``). ``"keep_all"`` offloads nothing. A graph without layers (a
+        layer compiled on its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except the
+        values saved last.
+    activation_budget: the least step time whose peak stays within this many bytes. They are the bytes that the compiled
+        graph adds to those allocated on the device when the step began: saved activations, working set, copies under
+        way, gradients that the backward returns. A budget that cannot be met raises BudgetError, with the smallest that
+        can. On a GPU, a budget that the plan misses by a little is tried, and a warning says if its steps exceed it.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several
         processes of one machine train, 0.006 less is aimed at: they wait for each other.
     profile: rates to plan with, in place of this machine's: a shipped profile's name (``"h200"``) or a file that
         ``fxoffload profile measure --out FILE`` wrote.
-    recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``); ``"default"`` saves what
-        AOTAutograd saves; ``"cheap"`` computes everything in the layers again that is no contraction, random number,
-        collective or sort: fewer bytes to keep or offload, for little time.
-    checkpoints: what activation checkpointing in compiled code (``gradient_checkpointing=True``,
-        ``torch.utils.checkpoint.checkpoint``) means to a plan. ``"plan"``: a wish for less memory. The plan chooses
-        what to keep, to offload and to recompute of what it covers; without a budget and a slowdown it is the fastest
-        one that takes no more than checkpointing's own predicted peak. ``"obey"``: all of it is recomputed. Policies
-        of selective checkpointing (``context_fn``) are obeyed in any case, and so is all checkpointing where nothing
-        is planned: another ``policy`` or ``recompute`` than ``"auto"``, a step of one layer, a nested compile region.
+    recompute: ``"auto"`` leaves the choice to the plan (with another policy: ``"default"``). ``"default"`` saves the
+        values that AOTAutograd saves. ``"cheap"`` recomputes everything in the layers that is no contraction, random
+        number, collective or sort: fewer bytes to keep or offload, for little time.
+    checkpoints: the meaning of activation checkpointing in compiled code (``gradient_checkpointing=True``,
+        ``torch.utils.checkpoint.checkpoint``) for a plan. ``"plan"``: a wish for less memory. The plan keeps, offloads
+        or recomputes the values that checkpointing covers. Without a budget and a slowdown it is the fastest plan that
+        takes no more than checkpointing's own predicted peak. ``"obey"``: all of it is recomputed. Policies of
+        selective checkpointing (``context_fn``) are obeyed in any case. So is all checkpointing where nothing is
+        planned: another ``policy`` or ``recompute`` than ``"auto"``, a step of one layer, a nested compile region.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.
@@ -60,7 +61,7 @@ class Options:
     in_flight_budget: most bytes on their way to the host at a time; they still use device memory. None: as many as the
         largest segment moves, which keeps the link busy with the least memory.
     prefetch_budget: most bytes reloaded ahead of their use; they already use device memory. None: half as much again.
-        With either budget set, what a forward saves last moves like everything else.
+        With either budget set, the values that a forward saves last move like all others.
     inner: ``"inductor"``, or ``"aot_eager"`` to run the segments uncompiled (for debugging).
     inductor: Inductor options as in ``torch.compile(options=...)``, for every segment. Given as a
         mapping, stored as pairs sorted by name; ``inductor_config()`` is a fresh dict of them.
@@ -88,7 +89,7 @@ class Options:
     device_types: tuple[str, ...]
     disable: tuple[str, ...]
 
-    # Written out because what is accepted (sizes as strings, a mapping) differs from what is kept.
+    # Written out because accepted values (sizes as strings, a mapping) differ from stored ones.
     def __init__(
         self,
         *,
@@ -144,7 +145,7 @@ class Options:
 
     @staticmethod
     def from_torch_compile(mode: str | None, options: Mapping[str, Any] | Options | None) -> Options:
-        """The options for what torch.compile hands to a backend: ``mode`` and ``options``.
+        """The options from torch.compile's arguments for a backend: ``mode`` and ``options``.
 
         An option in ``options["inductor"]`` outweighs the one that the mode implies. Raises
         OptionsError (a ValueError) for an unknown mode, option or value, UnsupportedError (a
@@ -294,7 +295,7 @@ def _cuda_graphs_error(what: str, instead: str) -> UnsupportedError:
 
 
 def _copy(value: Any) -> Any:
-    """``value`` with containers copied, so that nobody changes a frozen option from outside."""
+    """``value`` with containers copied, so that no caller can change a frozen option."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Does a model of transformers fit: a plan from its configuration, and what lies on the device beside the step."""
+"""Does a model of transformers fit: a plan from its configuration, and the memory on the device outside the step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
     Attributes:
         name: of the way.
         step_ms: forward and backward.
-        activation_bytes: what the step adds, without gradients.
+        activation_bytes: bytes that the step adds, without gradients.
         total_bytes: that, parameters, gradients and optimizer state.
     """
 
@@ -46,7 +46,7 @@ class Fit:
     """Whether it fits.
 
     Attributes:
-        model: what was planned, in words.
+        model: a description of the planned model.
         lasting: parameters, gradients and state on each device.
         rows: plain Inductor, checkpointing (where the model has it), the plan.
         plan: that was made.
@@ -91,8 +91,8 @@ def plan_config(
         device: a shipped profile or a profile's file.
         lora: rank of adapters on all linear layers; None: all is trained.
         optimizer: one of ``OPTIMIZERS``, with torch's defaults.
-        ranks: that share parameters, gradients and state evenly, as FSDP does. What it gathers for a layer is not
-            counted.
+        ranks: that share parameters, gradients and state evenly, as FSDP does. The parameters that it gathers for a
+            layer are not counted.
         dtype: one of ``DTYPES``, of parameters.
         goal: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given.
 

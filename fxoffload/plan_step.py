@@ -1,4 +1,4 @@
-"""Plans a step over several graphs before training begins, instead of behind its first steps."""
+"""Plans a step over several graphs before training begins, instead of after its first steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fxoffload.planner.plan import Plan
 from fxoffload.planner.shown import plans
 from fxoffload.runtime.engine import engines
 
-# Two are recorded; the third compiles what the plan needs, and follows it. One more where the first recompiles.
+# Two are recorded; the third compiles the plan's variants, and follows it. One more where the first recompiles.
 _MOST_STEPS = 4
 
 
 def profile_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Plan]:
     """Run ``step`` a few times, until the graphs that it calls are planned together and it follows that plan.
 
-    Without it the same happens in the first steps of training, and on a GPU the plan is made beside them. With it, and
-    with one call for each way in which steps run (lengths of a batch, an actor and a critic), training begins with its
-    plans. Random generators are as before. Parameters are not touched, but gradients add up as in any step: zero them
-    before training.
+    Without it the same happens in the first steps of training, and on a GPU the plan is made while they run. With it,
+    and with one call for each way in which steps run (lengths of a batch, an actor and a critic), training begins with
+    its plans. Random generators are as before. Parameters are not touched, but gradients add up as in any step: zero
+    them before training.
 
     Args:
         step: one forward and backward, as training runs them: the same modules, modes and sizes, no optimizer. It is

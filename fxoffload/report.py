@@ -1,4 +1,4 @@
-"""What fxoffload did and holds: counters, compiled graphs, host memory."""
+"""Reports fxoffload's work and memory: counters, compiled graphs, host memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Set every counter to zero. What is held now (host memory, groups on the tape) is not a counter and stays."""
+    """Set every counter to zero. Numbers of the present (host memory, groups on the tape) are no counters and stay."""
     counters.reset()
     for engine in engines():
         engine.streams.reset_exposed()
@@ -48,7 +48,7 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     """Pin host memory in the background, so that no step waits for it.
 
     Compiling a graph reserves for one call of that graph. Where a step runs many graphs (a layer compiled on its own,
-    microbatches), reserve for the step. What is reserved so stays until ``release_host_memory()``, even where steps
+    microbatches), reserve for the step. That memory stays until ``release_host_memory()``, even where steps
     need less.
 
     Args:

@@ -1,7 +1,7 @@
-"""What ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` make fxoffload forget.
+"""The state that ``torch.compiler.reset()`` and ``torch._dynamo.reset()`` make fxoffload forget.
 
 [Note: Reset] torch calls the backend's ``reset`` while it walks through all backends. An import there may compile
-something (flex attention does) and so change what torch walks through. So a module that remembers something of compiled
+something (flex attention does) and so change the list that torch walks through. So a module with state of compiled
 graphs registers here, at its import, how to forget it. torch also holds its compile lock, so nothing registered here
 may wait for a thread that compiles or plans.
 """
@@ -19,6 +19,6 @@ def on_reset(forget: Callable[[], object]) -> None:
 
 
 def reset() -> None:
-    """Forget what was compiled. Steps under way end as they began: autograd holds what their backwards need."""
+    """Forget compiled graphs. Steps under way end as they began: autograd holds what their backwards need."""
     for forget in _FORGET:
         forget()

@@ -1,4 +1,4 @@
-"""What is said once: until the compiler is reset."""
+"""Messages that are told once, until the compiler is reset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def warn_once(key: Hashable, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-# What switches activation checkpointing on, by the module of the framework.
+# The switches of activation checkpointing, by the module of the framework.
 _SWITCHES = {
     "trl": "gradient_checkpointing=False in SFTConfig, GRPOConfig and the like",
     "transformers": "gradient_checkpointing=False in TrainingArguments, or model.gradient_checkpointing_disable()",
@@ -38,7 +38,7 @@ _SWITCHES = {
 
 
 def without_checkpointing() -> str:
-    """How to switch activation checkpointing off in what this process has imported."""
+    """How to switch activation checkpointing off in the frameworks that this process has imported."""
     known = [text for module, text in _SWITCHES.items() if module in sys.modules]
     return "; ".join([*known, "no torch.utils.checkpoint, no checkpoint_wrapper"])
 
@@ -54,7 +54,7 @@ def checkpointing_around() -> None:
 
 
 def checkpointing_inside(num_ops: int, costs: str) -> None:
-    """It is part of a compiled graph, and obeyed. ``costs``: what it takes, in words, or ""."""
+    """It is part of a compiled graph, and obeyed. ``costs``: its cost, in words, or ""."""
     warn_once(
         "checkpointing",
         f"activation checkpointing is on in compiled code: {num_ops} operations are recomputed in the backward, "

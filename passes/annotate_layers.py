@@ -31,7 +31,7 @@ from fxoffload.passes.values import tensor_of
 LAYER_KEY = "fxoffload_layer"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
-# ``L['args'][0]``: a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
+# ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
 _DECORATED = ("args", "0")
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
@@ -138,8 +138,8 @@ def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
         if len(nested) < 2 or len(kinds) != 1:
             break
         depth += 1
-    # What holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label of theirs
-    # would span all others.
+    # The label that holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label
+    # of theirs would span all others.
     model = set.intersection(*(set(labels) for labels in candidates.values()))
     return {n: ".".join(label) for n, label in chosen.items() if label not in model}
 

@@ -4,7 +4,7 @@
     %a = _scaled_dot_product_efficient_attention(%q, %k, %v, %mask, True)  # computes all 8192 x 8192 pairs
 
 Where nothing is padded or packed, causal attention needs none: ``is_causal=True`` takes a kernel that computes half of
-the pairs. Graphs do not tell what a mask holds, so that this pass finds masks, and not needless ones.
+the pairs. Graphs do not tell the contents of a mask, so that this pass finds masks, and not needless ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What activation checkpointing has tagged in a joint graph, before we tag anything.
+"""Find, and clear, the tags that the user's activation checkpointing has left in a joint graph.
 
-``torch.utils.checkpoint`` inside compiled code marks each op of its region with a recompute policy; the partitioner
-obeys. Plain ``checkpoint()`` and a policy of selective checkpointing differ in what they mark, the same in torch 2.11
-and 2.13::
+``torch.utils.checkpoint`` inside compiled code marks each op of its region with a recompute policy, which the
+partitioner obeys. Plain ``checkpoint()`` and selective checkpointing mark differently (seen in torch 2.11 and 2.13)::
 
     checkpoint(f)                      every op PREFER_RECOMPUTE
     checkpoint(f, context_fn=...)      what the policy says op by op: MUST_SAVE, MUST_RECOMPUTE, ...
@@ -24,8 +23,10 @@ from fxoffload.passes.tag_recompute import OFFLOADED, RECOMPUTED
 
 
 def num_checkpointed(joint: fx.GraphModule) -> int:
-    """Ops that the user's checkpointing computes again, in nested regions too. None count where a policy of the user's
-    offloads: that one was written for offloading."""
+    """Ops that the user's checkpointing recomputes, in nested regions too.
+
+    Zero where a user's policy offloads: that policy was written for offloading.
+    """
     policies = [n.meta["recompute"] for n in _nodes(joint) if "recompute" in n.meta]
     return 0 if OFFLOADED.intersection(policies) else sum(p in RECOMPUTED for p in policies)
 

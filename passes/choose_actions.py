@@ -1,11 +1,11 @@
 """Pass on the candidates: keep or offload, by policy alone. Where there is a plan, it decides instead.
 
 ==============  ========================================================================================
-``keep_all``    everything stays on the device
-``offload_all`` every candidate moves
-``auto``        every candidate moves, except what the last layer of a graph and what follows it saved: the backward
-                begins with those, so there is no compute to hide their way back behind, and at the peak they are on
-                the device in any case
+``keep_all``    Everything stays on the device.
+``offload_all`` Every candidate moves.
+``auto``        Every candidate moves, except what the last layer of a graph, and the ops after it, saved. The
+                backward begins with those: no compute would hide their reload, and at the peak they are on the
+                device in any case.
 ==============  ========================================================================================
 """
 

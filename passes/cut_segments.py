@@ -11,7 +11,7 @@ separates a node from the one it was glued to by ``settle_nodes``. A layer that 
 where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP).
 
 A layer that was compiled on its own has no labels. Its forward is cut where it moves more than 1 GiB, so that copies of
-its first half go on beside the second. Its backward stays whole: cut, it took more memory and time (two H200s).
+its first half overlap the second. Its backward stays whole: cut, it took more memory and time (two H200s).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fxoffload.passes.values import output_values
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05
-# What one segment should move at most, about (half of it is worth a cut in two: below, the windows that shrink are not
-# worth twice the code to compile); in how many pieces a layer may be cut; how far from the even shares.
+# Bytes that one segment should move at most, about. A layer is cut in two from half of that on; below, smaller copy
+# windows are not worth twice the code to compile. Then: the most pieces of a layer, and how far from even shares.
 MAX_MOVED_BYTES = 1 << 30
 _MAX_PIECES = 4
 _SPLIT_MARGIN = 0.6
@@ -50,7 +50,7 @@ class Segment:
 
     Attributes:
         name: unique in its graph, a valid Python identifier (``layers_3``).
-        layer: the layer label, or "" for what stands before, between or after the layers.
+        layer: the layer label, or "" for ops before, between or after the layers.
         nodes: the ops in graph order.
         inputs: values from outside that the ops read, in order of first use.
         outputs: values of this segment that a later segment or the graph's output reads.
@@ -79,8 +79,8 @@ class Segmentation:
 class CutSegments:
     """Cut a graph at its layers, and a layer that moves much in two or more.
 
-    A segment's values start to leave when it ends, and have all returned before it begins: what it moves is what the
-    copy windows have to hold, and its time is what the last reload cannot hide behind.
+    A segment's values start to leave when it ends, and have all returned before it begins. So the copy windows have to
+    hold all bytes that it moves, and its last reload cannot overlap with its own time.
 
     Args:
         moved: name of a saved value -> bytes that move for it (the values that share a storage carry them once).
@@ -142,7 +142,7 @@ class CutSegments:
                 ]
                 if window:
                     inner.append(
-                        # What crosses the cut is written and read once more; what is uneven, the windows have to hold.
+                        # Bytes that cross the cut are written and read; the windows have to hold the uneven bytes.
                         min(window, key=lambda i, s=start, w=share: 2 * live[i] + abs(passed[i - s - 1] - w * total))
                     )
         return sorted({*cuts, *inner})
@@ -172,7 +172,7 @@ def _moved_by(nodes: list[fx.Node], moved: Mapping[str, int], first_read: Mappin
 def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]:
     """Graph input -> the first op that reads it.
 
-    What is read by arithmetic that could as well be done later counts with the op that needs its result.
+    An input that only deferrable arithmetic reads counts with the op that needs the result of that arithmetic.
     """
     found: dict[fx.Node, int] = {}
     deferred: dict[fx.Node, dict[fx.Node, None]] = {}
@@ -237,8 +237,8 @@ def _unglue(cut: int, glued: list[bool]) -> int:
 def _live_bytes(nodes: list[fx.Node], values: Repeatable, first_reads: Mapping[fx.Node, int]) -> list[int]:
     """Bytes that cross the gap before each node: of intermediates, and of saved values that are read on both sides.
 
-    Returned values live on whatever the cut is. What ``Rematerialize`` will compute again does not cross; what it is
-    made of does, for as long.
+    Returned values live on whatever the cut is. A value that ``Rematerialize`` will recompute does not cross; its
+    sources do, for as long.
     """
     position = {n: i for i, n in enumerate(nodes)}
     until, again = values.lifetimes(position, len(nodes))

@@ -100,12 +100,12 @@ class KindCost:
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """What one segment costs.
+    """The cost of one segment.
 
     Attributes:
         ms, flops, bytes_moved, num_kernels: of the kernels on the compute stream, which run one after the other.
-        by_kind: the same for each kind of kernel (see ``node_kind``). "collective" is here only: collectives have a
-            stream and a link of their own, and what of them is exposed is not the segment's to say.
+        by_kind: the same for each kind of kernel (see ``node_kind``). Only here is "collective": collectives have a
+            stream and a link of their own, and the segment cannot tell how much of them is exposed.
         assumptions: what had to be assumed -> for how many ops.
     """
 
@@ -138,15 +138,15 @@ def estimate_segment(nodes: Sequence[fx.Node], rates: Rates) -> SegmentCost:
 def recompute_ms(nodes: Sequence[fx.Node], rates: Rates) -> float:
     """Time to run exactly ``nodes`` (in graph order) again as part of another segment.
 
-    Differs from a segment of their own in one way: a pointwise result that only fused ops read is not written, since
-    the readers' kernels compute it; where a kernel writes nothing for that reason, its launch is theirs too. Their
-    saved reads of the result are not subtracted: an upper estimate.
+    Differs in one way from a segment of their own. A pointwise result that only fused ops read is not written, since
+    the readers' kernels compute it. A kernel that writes nothing for that reason needs no launch of its own. An upper
+    estimate: the readers' saved reads of the result are not subtracted.
     """
     return _cost_of(Fusion(nodes, inline=True), rates).ms
 
 
 def _cost_of(fusion: Fusion, rates: Rates) -> SegmentCost:
-    """What all kernels cost together."""
+    """The cost of all kernels together."""
     by_kind: dict[str, KindCost] = defaultdict(KindCost)
     assumptions: dict[str, int] = defaultdict(int)
     for moved in fusion.traffic():

@@ -5,17 +5,17 @@
     layers_3:  reads 4 saved values that die here (1.2 GiB), returns 9 gradients (386 MiB), at most 672 MiB above entry
 
 ``[Note: How a segment's memory is walked]`` ``kernel_fusion`` says which kernels there are, and what each reads from
-memory and writes to it. A kernel's results are allocated before it runs, what it is the last to read is freed behind
-it, and so are results that nobody reads. On top come:
+memory and writes to it. A kernel's results are allocated before it runs. After it, values that it was the last to read
+are freed, and so are results without a reader. On top come:
 
 1. *The order.* Inductor starts from the order of the graph, where a pointwise result stands at its first reader that
-   needs it in memory (at the end, where only the caller does). It then tries three others (greedy by bytes; first come,
-   first served; depth first from what touches least) and takes the one that peaks least by its own count, which knows
-   neither hidden memory nor results written in place. So does this pass. Of a value that is read in parts (a rotation
-   by halves) Inductor counts other bytes; there the worst of what it may think to be an improvement counts.
-2. *In place.* A fused kernel writes a result over a value that it is the last to read, if both are as large, each
-   element is read only where it is written, and no result that the kernel computes later needs it: of two results that
-   are made of the same values, one. Of the inputs, this holds for donated ones only.
+   needs it in memory (at the end, where only the caller does). It then tries three others: greedy by bytes; first come,
+   first served; depth first from the kernel that touches least. It takes the one that peaks least by its own count,
+   which knows neither hidden memory nor results written in place. So does this pass. Where a value is read in parts (a
+   rotation by halves), Inductor counts other bytes. There the worst order counts that it may take for an improvement.
+2. *In place.* A fused kernel writes a result over a value that it is the last to read, under three conditions. Both are
+   as large; each element is read only where it is written; no result that the kernel computes later needs the value. So
+   of two results that are made of the same values, one goes in place. Of the inputs, only donated ones qualify.
 3. *Hidden memory* that an operator allocates and frees itself: ``hidden_memory``.
 
 Not modelled: what ``kernel_fusion`` does not (so their workspaces too); results of one op that Inductor takes out of
@@ -77,9 +77,9 @@ def estimate_temp_bytes(
     *,
     donated: Collection[str] = (),
 ) -> int:
-    """The most that ``nodes`` (in graph order), compiled as one piece, allocate above what is live when they begin.
+    """Most bytes that ``nodes`` (in graph order), compiled as one piece, allocate above those live when they begin.
 
-    Sizes are hints; what has none counts nothing. See ``[Note: How a segment's memory is walked]``.
+    Sizes are hints; a value without one counts nothing. See ``[Note: How a segment's memory is walked]``.
 
     Args:
         nodes: the ops.
@@ -108,7 +108,7 @@ def dying_inputs(
     Args:
         gm: the graph.
         segmentation: of it.
-        handed_over: names of graph inputs that nobody else holds while it runs (what the forward saved).
+        handed_over: names of graph inputs to which only this graph has references while it runs (saved activations).
     """
     storages = Storages(gm.graph.nodes)
     held = {storages.root(v) for v in output_values(gm.graph) if isinstance(v, fx.Node)}

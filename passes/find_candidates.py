@@ -1,6 +1,6 @@
 """Pass 3, on the forward graph: which saved values may leave the device?
 
-Before, what the forward returns behind the caller's outputs::
+Before, with the saved values listed after the caller's outputs::
 
     return (loss,  primals_3, view, permute, getitem_2, full_default)
             user   saved for the backward ...
@@ -11,9 +11,9 @@ After, as data (the graph is not touched)::
     skipped:    primals_3 (parameter), full_default (smaller than min_bytes)
 
 A candidate is a *storage*: saved values that share memory move once. Graph inputs that are not parameters are
-candidates (under per-layer compile they are the residual stream). Never candidates: parameters, buffers and what is
-computed from them alone (under autocast, a third of the saved bytes are weight casts); storages the caller sees; what
-the graph itself writes in place.
+candidates (under per-layer compile they are the residual stream). Four things are never candidates: parameters and
+buffers; values computed from them alone (under autocast, a third of the saved bytes are weight casts); storages that
+the caller sees; values that the graph itself writes in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class SavedValues:
-    """Everything that one forward graph saves: what may move, what may not."""
+    """Everything that one forward graph saves: candidates, and values that may not move."""
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]

@@ -1,4 +1,4 @@
-"""Pass on the joint graph, before it is partitioned: what can each layer save less of, and what does that cost?
+"""Pass on the joint graph, before it is partitioned: the recompute choices of each layer, and their costs.
 
 For one layer of each class of equal layers, from least to most recomputation::
 
@@ -8,17 +8,18 @@ For one layer of each class of equal layers, from least to most recomputation::
     1.01 GB   the same, and the gate projection                 2.6 ms
     0.14 GB   everything but the layer's input                 11.0 ms
 
-A value that the backward needs is *saved*, or *computed again* from values that are saved or computed again
-themselves. For one exchange rate between bytes and milliseconds the best choice is a minimum cut::
+A value that the backward needs is *saved*, or *recomputed* from values that are saved or recomputed themselves. For
+one exchange rate between bytes and milliseconds the best choice is a minimum cut::
 
     source --ms--> op --bytes--> value --never--> op that reads it
                                  value --never--> sink, where the backward reads it
 
-What lies on the sink's side is there in the backward: an op there is computed again, a value there whose op is not is
-saved. (Saving takes time too where it makes a fused kernel write what it would not.) ``min_cut`` finds the choice for
-every rate that makes a difference, from prices op by op; the points then carry the estimated time of the layer's whole
-forward and backward. Views cost nothing and are never what is saved: their base is. Values from outside the layer are
-saved or, parameters, there in any case: a layer is never computed again for the sake of another one.
+All nodes on the sink's side are there in the backward. An op on that side is recomputed; a value on that side is saved
+if its op is not. Saving takes time too where it makes a fused kernel write a value that would stay in registers.
+``min_cut`` finds the choice for every rate that makes a difference, from prices op by op. The points then carry the
+estimated time of the layer's whole forward and backward. Views cost nothing and are never saved themselves: their base
+is. Values from outside the layer are saved; parameters are there in any case. One layer is never recomputed for the
+sake of another.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fxoffload.passes.tag_recompute import OFFLOADED, RECOMPUTED, SAVED, may_rec
 
 # Prices are whole numbers: femtoseconds, and thousandths of a byte (a value that three layers read costs each a third).
 _PER_MS, _PER_BYTE = 10**12, 1000
-# A pointwise op whose result stays in registers costs next to nothing; what it reads and writes decides elsewhere.
+# A pointwise op whose result stays in registers costs next to nothing; bytes read and written decide elsewhere.
 _IN_REGISTERS = 0.05
 # Projections often cost exactly the same for each byte. Then all of them are one step of the frontier: the later ones
 # are made this much dearer, so that each is a step of its own.
@@ -65,12 +66,12 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class RecomputePoint:
-    """One way to split what the backward of a layer needs into saved and computed.
+    """One way to split the values that the backward of a layer needs into saved and computed.
 
     Attributes:
         recomputed: positions of everything that the backward computes without an incoming gradient: ops of the forward
-            again, views of what is saved, and ops that only the backward has.
-        saved: what it takes from the forward.
+            once more, views of saved values, and ops that only the backward has.
+        saved: storages that it takes from the forward.
         extra_ms: how much longer the layer's forward and backward take than under the first point of the frontier.
         extra_bytes: the most that their results add to the backward's working set at once.
     """
@@ -82,7 +83,7 @@ class RecomputePoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layer saves; its share of what it saves together with other layers."""
+        """Bytes that the layer saves; of a storage saved for several layers, its share."""
         return sum(s.nbytes // s.num_layers for s in self.saved)
 
 
@@ -168,7 +169,7 @@ def _undominated(points: Sequence[RecomputePoint]) -> tuple[RecomputePoint, ...]
 
 
 class _Problem:
-    """The network of one layer, and what a cut of it means."""
+    """The network of one layer, and the meaning of a cut."""
 
     def __init__(self, joint: Joint, layer: Layer, rates: Rates, overwritten: set[fx.Node]) -> None:
         self._joint = joint
@@ -250,7 +251,7 @@ class _Problem:
         return not self._is_forced(op) and not may_recompute(op, self._overwritten)
 
     def _op_ms(self, op: fx.Node) -> float:
-        """Time to run ``op`` again: of what is fused, what it has to write, or to reduce."""
+        """Time to recompute ``op``. A fused op costs only the bytes that it writes or reduces."""
         if not _is_fused(op):
             return recompute_ms([op], self._rates)
         written = self._rates.memory_ms(layout_bytes(op))
@@ -271,7 +272,7 @@ class _Problem:
         users = [u for u in self._joint.users(node) if within is None or u in within]
         return any(self._is_written(u, within) if self._joint.is_view(u) else not _is_fused(u) for u in users)
 
-    # -- what a cut means ----------------------------------------------------------------------------------------------
+    # -- the meaning of a cut ------------------------------------------------------------------------------------------
 
     def point(self, behind: Collection[int]) -> RecomputePoint:
         """``behind``: the sink's side."""
@@ -310,7 +311,7 @@ class _Problem:
         return sorted(found, key=lambda s: s.position)
 
     def _forward_ms(self, saved: Collection[fx.Node]) -> float:
-        """Time of the layer's forward: what it saves it has to write."""
+        """Time of the layer's forward, writes of ``saved`` values included."""
         joint, place = self._joint, self._layer.place
         nodes = [n for n in self._own if n in joint.forward]
         leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users(n) if u in joint.forward)]
@@ -347,7 +348,7 @@ class _Problem:
         return sorted(nodes, key=self._joint.order.__getitem__)
 
     def _peak_bytes(self, computed: Collection[fx.Node]) -> int:
-        """The most bytes at once of what is computed again and written to memory, each just before its first reader."""
+        """The most bytes at once of recomputed values in memory, each computed just before its first reader."""
         joint = self._joint
         inside = set(computed)
         schedule: dict[fx.Node, None] = {}
@@ -378,7 +379,7 @@ class _Problem:
         return peak
 
     def _is_materialised(self, node: fx.Node, readers: Collection[fx.Node]) -> bool:
-        """Whether a value that is computed again for ``readers`` is written to memory."""
+        """Whether a value that is recomputed for ``readers`` is written to memory."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         if not _is_fused(self._joint.maker(node)) or fused_form(node) == "reduction":

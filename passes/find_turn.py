@@ -1,11 +1,12 @@
 """Pass on the segments: where the forward turns into the backward.
 
-What the forward saves last, the backward reads first. Its copies could hide behind nothing: with a backward that
-follows at once, the values would still be on their way down when they are wanted back. The turn is
+What the forward saves last, the backward reads first. Nothing could hide its copies: with a backward that follows at
+once, the values would still be on their way down when they are wanted back. The turn is
 
-- what is made last behind the last layer (a language model's logits), as much as one segment of a layer saves or one
-  storage more, and
-- where that is little, what the last segment of the last layer makes: about as much as is in flight then anyway.
+- The candidates made last after the last layer (a language model's logits): as many bytes as one segment of a layer
+  saves, or one storage more.
+- Where those are few, the candidates that the last segment of the last layer makes: about as many bytes as are in
+  flight then anyway.
 
 While no other forward waits for its backward, the executor leaves the turn on the device.
 """
@@ -25,7 +26,7 @@ from fxoffload.passes.find_candidates import Candidate
 class Turn:
     """Attributes:
     names: of the candidates that belong to the turn.
-    heavy_head: whether what stands behind the layers saves about as much as a segment of a layer, or more.
+    heavy_head: whether the ops after the layers save about as much as a segment of a layer, or more.
     """
 
     names: frozenset[str] = frozenset()

@@ -1,6 +1,6 @@
-"""What operators allocate besides their results and free themselves: workspaces, sums in a wider type, partial results.
+"""Memory that operators allocate and free themselves: workspaces, sums in a wider type, partial results.
 
-Read off the sources of the libraries and of Inductor. What is neither listed nor a reduction hides nothing.
+Read off the sources of the libraries and of Inductor. An op that is neither listed nor a reduction hides nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxoffload.passes.op_costs import call_of, fused_form, op_name, reduced_dims
 
 
 def hidden_bytes(node: fx.Node) -> int:
-    """What running ``node`` allocates besides its results, and has freed when it ends."""
+    """Bytes that running ``node`` allocates in addition to its results, and has freed when it ends."""
     target, args = call_of(node)
     name = op_name(target)
     try:
@@ -51,10 +51,12 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _flash_backward(node: fx.Node, args: Sequence[Any], head_axis: int = 1) -> int:
-    """flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd: dq is summed up in float32 and the row sums of dO * O are
-    kept, both for rows and heads rounded up; with fewer heads of keys than of queries, dk and dv are made per query
-    head and then summed. A deterministic one has as many sums of dq as it takes to fill the device. Before it,
-    attention_backward.cu copies dO and O where their rows do not lie one after the other.
+    """flash_attn/flash_api.cpp, mha_bwd and mha_varlen_bwd.
+
+    They sum dq in float32 and keep the row sums of dO * O, both with rows and heads rounded up. With fewer heads of
+    keys than of queries, they make dk and dv per query head and then sum them. The deterministic kernel has as many
+    sums of dq as it takes to fill the device. Before it, attention_backward.cu copies dO and O where their rows are
+    not contiguous.
     """
     query, key = _shape(args[1]), _shape(args[2])
     if len(query) == 3:  # of several lengths: (rows of all, head, depth)
@@ -77,15 +79,18 @@ def _sums_of_dq(rows: int, heads: int, depth: int, splits: int = 1) -> int:
 
 
 def _cudnn_backward(node: fx.Node, args: Sequence[Any]) -> int:
-    """cuDNN does not say what its workspace holds. Its Hopper backward was seen to take what flash attention's does for
-    sums of dq and for dk and dv per query head (H100, torch 2.11). Deterministic it is not chosen."""
+    """As much as flash attention's backward takes for sums of dq and for dk and dv per query head.
+
+    That was seen of cuDNN's Hopper backward (H100, torch 2.11); cuDNN does not tell what its workspace holds. It is not
+    chosen where algorithms have to be deterministic.
+    """
     (batch, heads, rows, depth), key = _shape(args[1]), _shape(args[2])
     expanded = 0 if key[1] == heads else 2 * _element(args[2]) * batch * heads * key[2] * depth
     return _sums_of_dq(batch * _round_up(rows, 128), heads, depth) + expanded
 
 
 def _bytes_to_lay_out(value: fx.Node, order: Sequence[int]) -> int:
-    """What a contiguous copy of it takes, its dimensions in this order; none where it lies so already."""
+    """Bytes of a contiguous copy of it, its dimensions in this order; none where it lies so already."""
     shape = _shape(value)
     tensor, expected = tensors_of(value)[0], 1
     for dim in reversed(order):
@@ -136,14 +141,16 @@ def _flex_backward(node: fx.Node, args: Sequence[Any]) -> int:
     return 4 * math.prod(_shape(args[0])[:-1])
 
 
-# aten/native/cuda/Sort.h: rows of so many are sorted where they are. SortStable.cu: longer ones each on its own from so
-# many on; and otherwise all at once, from so many rows on by cub's sort of segments.
+# Rows up to the first length are sorted in place (aten/native/cuda/Sort.h). Rows from the second length on are sorted
+# one by one, others all at once; from the third number of rows on by cub's segmented sort (SortStable.cu).
 _MOST_IN_PLACE, _ROW_FILLS_DEVICE, _SEGMENTS = 4096, 1_000_000, 128
 
 
 def _sort(node: fx.Node, args: Sequence[Any]) -> int:
-    """aten/native/cuda/SortStable.cu and cub: a second buffer of keys, and two of int64 places. To sort several rows at
-    once, two buffers of places with their rows, and sorted keys that nobody reads besides."""
+    """aten/native/cuda/SortStable.cu and cub: a second buffer of keys, and two of int64 places.
+
+    To sort several rows at once: also two buffers of places with their rows, and sorted keys that nothing reads.
+    """
     shape, dim = _shape(args[0]), args[1] if len(args) > 1 else node.kwargs.get("dim", -1)
     if not shape or not isinstance(dim, int) or shape[dim] <= _MOST_IN_PLACE:
         return 0

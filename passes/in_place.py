@@ -1,5 +1,7 @@
-"""What a fused kernel writes over values that it is the last to read; see [Note: How a segment's memory is walked] in
-``estimate_memory``."""
+"""Results that a fused kernel writes over values that it is the last to read.
+
+See [Note: How a segment's memory is walked] in ``estimate_memory``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from fxoffload.passes.segment_kernels import Buffer, Kernel, SegmentKernels
 
 
 def bytes_in_place(segment: SegmentKernels, kernel: Kernel, freed: Sequence[Buffer]) -> int:
-    """Bytes that ``kernel`` writes over what dies with it.
+    """Bytes that ``kernel`` writes over values that die with it.
 
-    Each result can take the place of what no other step reads, but those that it is made of.
+    Each result can take the place of a value that no other step reads, but those that it is made of.
     """
     dead = {b for b in freed if b in kernel.reads and b in segment.size and segment.known(b)}
     if not kernel.fused or not dead:
@@ -61,7 +63,7 @@ def _made_of(segment: SegmentKernels, step: fx.Node, kernel: Kernel) -> set[fx.N
 
 
 def _touched(segment: SegmentKernels, kernel: Kernel, step: fx.Node) -> dict[Buffer, bool]:
-    """What one step of a kernel reads from memory -> whether each element stands where it is read for."""
+    """The values that one step of a kernel reads from memory -> whether each element stands where it is read for."""
     found: dict[Buffer, bool] = {}
     todo = [(step, True)]
     seen = set(todo)

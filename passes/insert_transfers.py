@@ -1,4 +1,4 @@
-"""Pass 6: build the outer graphs, in which segments are calls and what happens between them is ``fxoffload`` ops.
+"""Pass 6: build the outer graphs, in which segments are calls, with ``fxoffload`` ops between them.
 
 Forward, before (the partitioned graph) and after::
 
@@ -19,7 +19,7 @@ Backward::
                                                 fxoffload.release([])
                                                 return (%grad,)
 
-An offload stands right behind the segment that finishes its storage; the copies of saved graph inputs start at entry
+An offload stands right after the segment that finishes its storage; the copies of saved graph inputs start at entry
 and are waited for before the graph returns, since the caller may write to them. All reloads are asked for at the top of
 the backward, in the order of first use; how early each one starts is decided at run time, by the prefetch budget.
 """
@@ -176,7 +176,7 @@ class InsertReloads:
         donatable: names of the placeholders that belong to this backward alone.
         device: where reloaded values go.
         modules: segment names -> modules that the outer graph calls.
-        heavy_head: whether what stands before the first layer works on much (see ``Turn``).
+        heavy_head: whether the ops before the first layer work on much (see ``Turn``).
     """
 
     name = "insert_reloads"
@@ -215,8 +215,8 @@ class InsertReloads:
             outer.call(ops.prefetch, *([True] if first_layer else []))
         for i, segment in enumerate(self.segments):
             self._wait(outer, reloads.get(i), needed.get(i, ()))
-            # Before the call, not behind it: the reload stream waits for what the compute stream has been given so far,
-            # and these copies are to run beside this segment, not after it.
+            # Before the call, not after it: the reload stream waits for all work that the compute stream has been given
+            # so far, and these copies are to overlap this segment.
             outer.call(ops.prefetch, *([True] if i < first_layer else []))
             outer.segment(segment)
             if i == 0 and reloads:
@@ -228,7 +228,7 @@ class InsertReloads:
         return outer.finish(values)
 
     def _needed(self, gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-        """Segment -> the copies it is the first to read; what is only returned comes after the last segment."""
+        """Segment -> the copies it is the first to read; copies that are only returned come after the last segment."""
         first: dict[fx.Node, int] = {}
         for i, segment in enumerate(self.segments):
             for value in segment.inputs:

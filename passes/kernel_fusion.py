@@ -3,18 +3,19 @@
 ``[Note: What a fused kernel moves]`` Contractions, attention, convolutions and opaque ops are kernels of their own.
 Everything else is fused as Inductor would, and only moves memory:
 
-1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter, and each pointwise result
-   that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: who
-   reads it computes it again from what it reads (up to Inductor's limits: 8 reads, or 4 where it has several readers;
-   to read two parts of a value, as a rotation by halves does, is to read it twice).
-2. *Kernels* are what Inductor's scheduler makes of what is written: two that read the same, or of which one reads what
-   the other writes, become one where their loops fit and no third one has to run between them. First come those of one
-   form, then those that share most bytes, then the nearest in the graph. Those far apart do not join, nor those that
-   share little beside what each could be written over. Loops fit that go over as many elements, or, around a reduction,
-   over as many as come out of it or, of whole rows, go into it; reductions, over the same dimension. What is made of
-   several parts of a value is tiled in another way than a reduction.
-3. A kernel reads each value once (of a view, its part; of an expanded one, its different elements; of what it indexes,
-   as many elements as it takes), and writes what somebody outside it reads. What its own ops hand each other is free.
+1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter. So is each pointwise result
+   that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: each
+   reader recomputes it from its inputs. Inductor's limits are 8 reads, or 4 where it has several readers. To read two
+   parts of a value, as a rotation by halves does, is to read it twice.
+2. *Kernels* are formed by Inductor's scheduler from the written values. Two that read the same value, or of which one
+   reads a result of the other, become one if their loops fit and no third one has to run between them. First come those
+   of one form, then those that share most bytes, then the nearest in the graph. Two far apart do not join. Nor do two
+   that share few bytes, compared with the buffers that one could reuse from the other. Loops fit that go over as many
+   elements. Around a reduction, they may go over as many as come out of it or, for whole rows, go into it. Reductions
+   fit over the same dimension. A result made of several parts of one value is tiled otherwise than a reduction.
+3. A kernel reads each value once: of a view, its part; of an expanded one, its different elements; of an indexed one,
+   as many elements as it takes. It writes the results that something outside it reads. Values between its own ops are
+   free.
 
 Not modelled: templates with fused epilogues, reductions split in two, rows and columns reduced in one kernel, caches,
 kernels that run side by side.
@@ -55,12 +56,12 @@ _MAX_ROUNDS, _MAX_DISTANCE, _MIN_GAIN = 10, 64, 32
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """What one kernel reads from memory and writes to it.
+    """The values that one kernel reads from memory and writes to it.
 
     Attributes:
         writes: ops whose results it writes; of a kernel of its own, the op.
         reads: values, or views of them, that it reads and does not make itself.
-        steps: what a fused kernel computes and writes or reduces, one after the other; the rest is part of these.
+        steps: results that a fused kernel computes and writes or reduces, in order; the rest is part of these.
         alone: whether it is a kernel of its own: a contraction, attention, a convolution, an opaque op.
         reads_parts: whether it reads several parts of one value, as a rotation by halves does.
     """
@@ -78,9 +79,9 @@ class Traffic:
 
     Attributes:
         node: of a kernel of its own, the op; None: it is fused.
-        read_bytes: of what it reads and does not make itself.
+        read_bytes: of values that it reads and does not make itself.
         written_bytes: of its results.
-        overwritten_bytes: of what was there before and it modifies; of a fused one, part of its results.
+        overwritten_bytes: of values that existed before and that it modifies; of a fused one, part of its results.
         is_launched: whether it is a kernel at all: one that writes nothing, since others compute its values themselves,
             is part of theirs.
     """
@@ -92,7 +93,7 @@ class Traffic:
     is_launched: bool = True
 
 
-# Written value -> what is read of it (itself, or views of it) -> bytes.
+# Written value -> its reads (of itself, or of views of it) -> bytes.
 _Reads = dict[fx.Node, dict[fx.Node, int]]
 # Written value, and which of its elements are read, in what order, by the views that lead there.
 _Load = tuple[fx.Node, tuple[str, ...]]
@@ -102,7 +103,7 @@ _SAME_ELEMENTS = aten_names("view reshape _unsafe_view unsqueeze squeeze expand 
 
 @dataclass(frozen=True)
 class _Loop:
-    """What a fused kernel iterates over: for each of ``kept`` elements, ``reduced`` ones (1: no reduction)."""
+    """The iterations of a fused kernel: for each of ``kept`` elements, ``reduced`` ones (1: no reduction)."""
 
     kept: int
     reduced: int = 1
@@ -116,9 +117,9 @@ class _Kernel:
 
     Attributes:
         first, last: places of its parts in the graph, counted in kernels.
-        parts, before: sets of such places (bits): its own, and what has to run before it.
-        waits_for: what of this it has to wait for directly.
-        single: sizes and types of what nobody but one of its parts reads.
+        parts, before: sets of such places (bits): its own, and those of kernels that have to run before it.
+        waits_for: those of ``before`` that it has to wait for directly.
+        single: sizes and types of values that only one of its parts reads.
     """
 
     first: int
@@ -162,13 +163,13 @@ class Fusion:
         self._inside = set(nodes)
         self._sizes: dict[fx.Node, int] = {}
         self.assumptions: dict[str, int] = defaultdict(int)
-        self._alone: dict[fx.Node, _Reads] = {}  # kernels of their own -> what they read
-        self._all: list[_Kernel] = []  # by place, before any two become one
-        self._kernel_of: dict[fx.Node, _Kernel] = {}  # written value -> who makes it (fused kernels only)
-        self._place_of: dict[fx.Node, int] = {}  # written value -> place of who makes it or has changed it last
-        self._readers: dict[fx.Node, list[int]] = defaultdict(list)  # value -> places of who reads it
-        self._in_registers: dict[fx.Node, _Reads] = {}  # unwritten value -> what computing it reads
-        self._loads: dict[fx.Node, set[_Load]] = {}  # likewise, each time that it does
+        self._alone: dict[fx.Node, _Reads] = {}  # Kernel of its own -> its reads.
+        self._all: list[_Kernel] = []  # By place, before any two become one.
+        self._kernel_of: dict[fx.Node, _Kernel] = {}  # Written value -> the fused kernel that makes it.
+        self._place_of: dict[fx.Node, int] = {}  # Written value -> place of the kernel that made or changed it last.
+        self._readers: dict[fx.Node, list[int]] = defaultdict(list)  # Value -> places of its readers.
+        self._in_registers: dict[fx.Node, _Reads] = {}  # Unwritten value -> reads that computing it takes.
+        self._loads: dict[fx.Node, set[_Load]] = {}  # Unwritten value -> the same, one entry for each time it is read.
 
         self._wanted, self._inlined = self._read_outside(nodes, inline=inline)
         self._wanted_outside = frozenset(self._wanted)
@@ -193,7 +194,7 @@ class Fusion:
         return found
 
     def traffic(self) -> Iterator[Traffic]:
-        """What each kernel moves, likewise."""
+        """The bytes that each kernel moves, in no particular order."""
         for node, reads in self._alone.items():
             overwritten = sum(self._bytes(v) for v in mutated_args(node))
             yield Traffic(node, self._read_bytes(reads), self._bytes(node), overwritten)
@@ -213,7 +214,7 @@ class Fusion:
         own = set(kernel.members)
         return {base: parts for base, parts in kernel.reads.items() if base not in own}
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- which values are written --------------------------------------------------------------------------------------
 
     def _read_outside(self, nodes: Sequence[fx.Node], *, inline: bool) -> tuple[set[fx.Node], set[fx.Node]]:
         """Values that something outside reads from memory, and values that fused ops outside compute themselves."""
@@ -229,7 +230,7 @@ class Fusion:
     def _fuse(self, node: fx.Node) -> None:
         written = bool(node in self._wanted or mutated_args(node))
         if not written and not node.users:
-            return  # what nobody reads is not computed
+            return  # a value without a reader is not computed
         reads, loads = self._reads_of(node), self._loads_of(node)
         if fused_form(node) in ("pointwise", "gather") and not written and node not in self._inlined:
             readers = {r for u in node.users for r in _real_readers(u)}
@@ -242,7 +243,7 @@ class Fusion:
         self._kernel_of[node] = kernel
 
     def _reads_of(self, node: fx.Node) -> _Reads:
-        """What computing ``node`` reads from memory."""
+        """The reads from memory that computing ``node`` takes."""
         found: _Reads = {}
         overwritten = mutated_args(node) if op_name(node.target) == "aten.copy_" else []
         for value in _inputs(node):
@@ -290,12 +291,12 @@ class Fusion:
     # -- which become one ----------------------------------------------------------------------------------------------
 
     def _joined(self) -> list[_Kernel]:
-        """The fused kernels behind ``[Note: What a fused kernel moves]``, 2."""
+        """The fused kernels, by ``[Note: What a fused kernel moves]``, 2."""
         for base, readers in self._readers.items():
             if len(readers) == 1 and base in self._place_of and base not in self._wanted_outside:
                 tensor = tensors_of(base)[0]
                 self._all[readers[0]].single[tensor.dtype, self._bytes(base)] = None
-        now = list(self._all)  # by place: what became of it
+        now = list(self._all)  # by place: the kernel that it is part of by now
         for _ in range(_MAX_ROUNDS):
             kernels = list(dict.fromkeys(now))
             pairs = self._pairs([k for k in kernels if k.loops])
@@ -334,7 +335,7 @@ class Fusion:
         related = bool(one.before & other.parts or other.before & one.parts)
         if not related and _distance(one, other) > _MAX_DISTANCE:
             return False
-        # What is scattered is whole only when the kernel has ended.
+        # A scattered result is whole only when the kernel has ended.
         if any(m in b.reads and fused_form(m) == "scatter" for a, b in ((one, other), (other, one)) for m in a.members):
             return False
         overlaid = sum(nbytes for _, nbytes in one.single.keys() & other.single.keys())
@@ -358,7 +359,7 @@ class Fusion:
                 kernel.before |= one.before | one.parts
 
     def _shared_bytes(self, one: _Kernel, other: _Kernel) -> int:
-        """What both read, or one writes and the other reads."""
+        """Bytes of the values that both read, or that one writes and the other reads."""
         return sum(
             min(self._used_bytes(one, value), self._used_bytes(other, value))
             for value in (*one.members, *one.reads)
@@ -417,7 +418,7 @@ def _fit(loops: set[_Loop]) -> bool:
     (reduction, *others) = reductions
     if any(loop.reads_parts and not loop.dims for loop in loops):
         return False
-    # Inductor goes over columns in another order than over what they are made of, and often in pieces.
+    # Inductor goes over columns in another order than over their sources, and often in pieces.
     around = {reduction.kept} if reduction.dims == "outer" else {reduction.kept, reduction.kept * reduction.reduced}
     return not others and plain <= around
 
@@ -434,7 +435,7 @@ def _merge(into: _Reads, reads: _Reads) -> None:
 
 
 def _limited(reads: _Reads, num_elements: int) -> _Reads:
-    """At most ``num_elements`` of each value: what an indexing op takes."""
+    """At most ``num_elements`` of each value: as many as an indexing op takes."""
     return {
         base: {part: min(nbytes, num_elements * tensors_of(part)[0].element_size()) for part, nbytes in parts.items()}
         for base, parts in reads.items()

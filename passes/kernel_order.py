@@ -33,8 +33,10 @@ def likely_orders(segment: SegmentKernels) -> list[list[Kernel]]:
 
 
 def planned_peak(segment: SegmentKernels, order: Sequence[Kernel]) -> int:
-    """The most bytes above what is live when the segment begins, as Inductor counts them to choose an order: without
-    hidden memory, and without what is written in place."""
+    """Most bytes above those live when the segment begins, as Inductor counts them to choose an order.
+
+    That is without hidden memory, and without results written in place.
+    """
     live = peak = 0
     for kernel, freed in zip(order, segment.freed(order, segment.donated), strict=True):
         live += kernel.nbytes
@@ -44,7 +46,7 @@ def planned_peak(segment: SegmentKernels, order: Sequence[Kernel]) -> int:
 
 
 def _depth_first(kernels: Sequence[Kernel], key: Callable[[Kernel], Any]) -> list[Kernel]:
-    """Each kernel in turn, behind what it waits for."""
+    """Each kernel in turn, after its dependencies."""
     order: dict[Kernel, None] = {}
     for kernel in sorted(kernels, key=key):
         stack = [(kernel, iter(sorted(kernel.before, key=key)))] if kernel not in order else []

@@ -1,4 +1,4 @@
-"""The joint graph as a stack of layers: what each consists of, what it reads, who reads it, which layers are alike.
+"""The joint graph as a stack of layers: each one's ops, inputs and readers, and which layers are alike.
 
 Nothing is changed. AOTAutograd merges equal ops before it partitions, also of different layers (a mask or a rotary
 embedding that each layer unsqueezes): here they count as merged already.
@@ -84,7 +84,7 @@ class Layer:
 
 @dataclass
 class Joint:
-    """What the layers of one joint graph have to know of each other.
+    """The layers of one joint graph, and the data that they share.
 
     Args:
         gm: the joint graph, with or without labels.
@@ -92,14 +92,14 @@ class Joint:
         static_inputs: indices of the placeholders that are parameters or buffers.
 
     Attributes:
-        behind: what is computed from an incoming gradient.
-        forward: what the forward's outputs need. An op in neither set belongs to the backward alone.
+        behind: ops computed from an incoming gradient.
+        forward: ops that the forward's outputs need. An op in neither set belongs to the backward alone.
         free: values that are there in the backward at no cost: parameters.
         layers: label -> layer, in graph order.
         num_reading: value -> how many layers read it from outside.
         order: node -> its place in the graph.
-        backward: label -> the layer's ops behind an incoming gradient, in graph order.
-        returned: what the graph returns.
+        backward: label -> the layer's ops that an incoming gradient enters, in graph order.
+        returned: values that the graph returns.
     """
 
     gm: fx.GraphModule
@@ -163,8 +163,10 @@ class Joint:
         return base
 
     def backward_readers(self, node: fx.Node, layer: Layer) -> list[fx.Node]:
-        """The backward's ops that read a value which ``layer`` makes, as far as they are this layer's business: what
-        another layer's backward reads of a value that the layer itself takes from outside is that layer's."""
+        """The backward's ops that read a value which ``layer`` makes, and that belong to this layer.
+
+        An op of another layer's backward belongs to that layer if that layer itself takes the value from outside.
+        """
         base = self._base[node]
         returned = self._returned if node in self._given_back else []
         return returned + [
@@ -301,8 +303,10 @@ class Joint:
         return tuple(rows)
 
     def costs_memory(self, base: fx.Node) -> bool:
-        """Whether a value from outside takes memory when the backward needs it: what the backward makes itself does
-        not, nor do parameters."""
+        """Whether a value from outside takes memory when the backward needs it.
+
+        Values that the backward makes itself do not, nor do parameters.
+        """
         return base not in self.free and (base.op == "placeholder" or (base in self.forward and base.op != "get_attr"))
 
 

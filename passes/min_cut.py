@@ -1,7 +1,7 @@
 """Minimum cuts with two prices, and all of them that some exchange rate between the two prices makes the best.
 
-No graph pass: plain arrays, exact integers. A cut separates the nodes on the source's side from those on the sink's;
-each edge that leads from the one to the other costs its two prices, an edge without prices must not be cut.
+No graph pass: plain arrays, exact integers. A cut separates the nodes on the source's side from those on the sink's.
+Each edge from the one side to the other costs its two prices. An edge without prices must not be cut.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What one op of a graph does: its kind, its FLOPs, the bytes of its values. No kernel, no time, no graph change.
+"""One op of a graph as data: its kind, its FLOPs, the bytes of its values. No kernel, no time, no graph change.
 
 Sizes are read as hints, so that asking for a cost never adds a guard. The FLOPs of matrix products, and of any op that
 a user gave a formula by ``torch.utils.flop_counter.register_flop_formula``, come from that registry. Attention and
-convolution are counted here: the registry ignores causal masks, reads the (batch, sequence, head, dim) layout of
-``_flash_attention_forward`` as (batch, head, sequence, dim), and counts a depthwise convolution's weight gradient as if
-it had one group.
+convolution are counted here, for three errors of the registry. It ignores causal masks. It reads the (batch, sequence,
+head, dim) layout of ``_flash_attention_forward`` as (batch, head, sequence, dim). It counts a depthwise convolution's
+weight gradient as if it had one group.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _WAITS = {"_c10d_functional.wait_tensor", "_c10d_functional_autograd.wait_tensor"}
 _VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
 
-# What Inductor fuses is tagged pointwise or reduction in torch 2.13; these are the ops that are not, there or in 2.11.
+# torch 2.13 tags ops that Inductor fuses as pointwise or reduction. These are the ops without a tag, there or in 2.11.
 _POINTWISE = aten_names(
     """_to_copy arange bernoulli cat clone constant_pad_nd copy copy_ empty empty_like empty_strided fill full
     full_like lift_fresh_copy masked_fill native_dropout native_dropout_backward new_empty new_full new_ones
@@ -122,16 +122,16 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def node_kind(node: fx.Node) -> Kind:
-    """What the time of ``node`` depends on.
+    """The kind of ``node``, on which its time depends.
 
     ==============  ================================================================================================
-    ``matmul``      matrix products, and custom ops with a registered FLOP formula
-    ``attention``   scaled-dot-product and flex attention
-    ``convolution`` convolutions
-    ``collective``  collectives over a process group, and the wait for them
-    ``fused``       what Inductor generates code for: pointwise ops, reductions, copies, indexing
-    ``opaque``      kernels of their own that only move bytes, as far as is known: sorts, scans, custom ops
-    ``view``        free: views, items of a tuple, sizes, checks
+    ``matmul``      Matrix products, and custom ops with a registered FLOP formula.
+    ``attention``   Scaled-dot-product and flex attention.
+    ``convolution`` Convolutions.
+    ``collective``  Collectives over a process group, and the wait for them.
+    ``fused``       Ops that Inductor generates code for: pointwise ops, reductions, copies, indexing.
+    ``opaque``      Kernels of their own that only move bytes, as far as is known: sorts, scans, custom ops.
+    ``view``        Free: views, items of a tuple, sizes, checks.
     ==============  ================================================================================================
     """
     if node.op != "call_function":
@@ -187,7 +187,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The op or graph input behind any number of views."""
+    """The op or graph input that any number of views lead to."""
     while (source := source_of(node)) is not None:
         node = source
     return node
@@ -304,7 +304,7 @@ def _matmul_flops(node: fx.Node, target: Any, args: Sequence[Any]) -> float:
     name = op_name(target)
     if name in _GROUPED:
         a, b = _shape(args[0]), _shape(args[1])
-        # A 2-D factor holds the groups behind one another: their lengths, which are not known, add up to its own.
+        # A 2-D factor holds the groups one after another: their lengths, which are not known, add up to its own.
         groups = a[0] if len(a) == len(b) == 3 else 1
         return 2 * groups * a[-2] * a[-1] * b[-1]
     if name in _PRODUCTS:

@@ -1,4 +1,4 @@
-"""What tells one call of an operator from another, as far as its time goes: text that is the same in every process."""
+"""A key for calls of an operator that take the same time: text that is the same in every process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Pass on the joint graph, before all others: what a nested region hands out and has from outside is taken from there.
+"""Pass on the joint graph, before all others: where a nested region returns its inputs or views of them, take these
+from outside the region.
 
 ``torch.compiler.nested_compile_region`` makes one graph of a layer, and a call of it for each layer. AOTAutograd lets
-that graph return all that its backward needs, inputs of the layer and views of them too, and describes the results of
-all its calls by the same fake tensors. Then nothing says which values share memory: Inductor reuses an input's and so
-overwrites what was saved (torch 2.13: gradients wrong by as much as they are large), and what two layers save looks
-like one storage. Before and after, where a region returns its first input and a view of it::
+that graph return all that its backward needs, inputs of the layer and views of them too. It describes the results of
+all calls by the same fake tensors, so nothing says which values share memory. Inductor then reuses an input's memory
+and overwrites a saved value (torch 2.13: gradients wrong by as much as they are large). The values that two layers
+save look like one storage. An example, where a region returns its first input and a view of it, before and after::
 
     %call  = invoke_subgraph(%region, 'fw_0', %x, %w)      %call  = invoke_subgraph(%region, 'fw_0', %x, %w)
     %out   = getitem(%call, 0)                             %out   = getitem(%call, 0)
@@ -52,7 +53,7 @@ def _open(gm: fx.GraphModule, call: fx.Node) -> int:
     if not items:
         return 0
     for item in reversed(items):
-        call.append(item)  # what is made of one stands behind all of them
+        call.append(item)  # results made of an item come after all items
     results: list[Any] = output_values(region.graph)
     own: list[fx.Node] = []
     taken = 0
@@ -76,7 +77,7 @@ def _open(gm: fx.GraphModule, call: fx.Node) -> int:
 
 
 def _hand_out_shared(gm: fx.GraphModule, call: fx.Node, region: fx.GraphModule, used: list[Any]) -> list[fx.Node]:
-    """Lets a region return what several of its results are views of, too. Returns the new items of the call."""
+    """Make a region also return values of which several of its results are views. Returns the new items of the call."""
     results: list[Any] = output_values(region.graph)
     views = {results[i] for i in used if _shares_with(results[i])}
     shared = [root for root, count in Counter(map(_root, views)).items() if count > 1 and root.op != "placeholder"]
@@ -98,7 +99,7 @@ def _hand_out_shared(gm: fx.GraphModule, call: fx.Node, region: fx.GraphModule, 
 
 
 def _shares_with(value: Any) -> list[fx.Node]:
-    """What a value of a graph may share memory with."""
+    """The values that a value of a graph may share memory with."""
     if not isinstance(value, fx.Node):
         return []
     source = value.args[0] if value.target is operator.getitem else None
@@ -112,11 +113,13 @@ def _root(value: fx.Node) -> fx.Node:
 
 
 def _from_outside(graph: fx.Graph, value: fx.Node, outside: dict[fx.Node, Any], item: fx.Node) -> Any:
-    """What ``value``, of a region's graph, is in the graph around it: an operand of the call, another result, or a view
-    of one, made there. None for what only the region has.
+    """The node in the graph around a region that has ``value``, of the region's graph.
+
+    It is an operand of the call, another result, or a view of one, made there. None for a value that only the region
+    has.
 
     Args:
-        outside: what values of the region are outside; more are added.
+        outside: values of the region -> values outside; more are added.
         item: the node that stands for ``value`` outside, if only a copy would do.
     """
     if value in outside:

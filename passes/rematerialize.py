@@ -1,9 +1,9 @@
-"""Pass on the forward and the backward graph, behind ``cut_segments``: what a segment can work out from what it has, it
-does not take from an earlier one.
+"""Pass on the forward and the backward graph, after ``cut_segments``: recompute cheap values in the segment that reads
+them, instead of passing them across a cut.
 
-A cut makes Inductor write to memory what would else stay in registers. In the backward of a bfloat16 gated MLP that is
-``gate`` in float32, which the two halves of a layer share: 3 GiB at 65,536 tokens, instead of the 1.5 GiB of ``gate``
-that are there anyway::
+A cut makes Inductor write to memory values that would else stay in registers. In the backward of a bfloat16 gated MLP
+that is ``gate`` in float32, which the two halves of a layer share: 3 GiB at 65,536 tokens. ``gate`` itself is there
+anyway and takes 1.5 GiB::
 
     %wide = convert(%gate, float32)                   %wide  = convert(%gate, float32)
     %silu = ... %wide ...                             %silu  = ... %wide ...
@@ -32,8 +32,9 @@ REPEATS_KEY = "fxoffload_repeats"
 
 
 class Rematerialize:
-    """Repeat cheap values behind the cuts. Changes the graph; returns its segments, by the same names. A
-    segment of which nothing is left is gone.
+    """Repeat cheap values after the cuts. Changes the graph; returns its segments, by the same names.
+
+    A segment of which nothing is left is gone.
 
     Args:
         segmentation: of the graph.
@@ -65,13 +66,13 @@ class _Repeating:
         self.values = values
         self.at = {n: i for i, s in enumerate(segmentation.segments) for n in s.nodes}
         self.num = len(segmentation.segments)
-        # Value -> the last segment for which it is there; and what is computed again.
+        # Value -> the last segment for which it is there; and the recomputed values.
         self.until, self.repeated = values.lifetimes(self.at, self.num)
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._original: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> None:
-        """Put copies where they are read, and drop what nobody reads any more."""
+        """Put copies where they are read, and drop values that have lost their last reader."""
         for node in list(self.graph.nodes):
             if node.op != "call_function" or node not in self.at:
                 continue
@@ -91,7 +92,7 @@ class _Repeating:
         is_view = self.values.is_view(value)
         if not is_view and (not self.values.is_cheap(value) or self.until[value] >= segment):
             return value
-        # An op that has been given a copy in its own segment is repeated from what that copy repeats.
+        # An op that has a copy in its own segment is repeated from the sources of that copy.
         sources = {i: self._copy(self._original.get(i, i), segment, reader) for i in value.all_input_nodes}
         with self.graph.inserting_before(reader):
             copy = self.graph.node_copy(value, lambda i: sources[i])

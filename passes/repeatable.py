@@ -15,7 +15,7 @@ from fxoffload._torch_compat import mutated_args
 from fxoffload.passes.op_costs import OTHER_PLACES, aten_names, fused_form, is_wait, op_name, source_of
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
-# Behind a value with more ops than this it is cheaper to read it.
+# A value that takes more ops than this is cheaper to read.
 MAX_OPS = 24
 # Pointwise in form, but they move elements, copy, make several values, or hold garbage.
 _NOT_REPEATED = OTHER_PLACES | aten_names(
@@ -25,7 +25,7 @@ _REPEATED_PRIMS = {"prims.convert_element_type", "prims.iota"}
 
 
 class Repeatable:
-    """The values of one graph, and what they can be computed again from.
+    """The values of one graph, and the values from which each can be recomputed.
 
     Args:
         gm: a partitioned graph.
@@ -49,7 +49,7 @@ class Repeatable:
             if source is not None:
                 self._sees.add(node)
         self._changed = changed
-        # A wait for a collective, a size or a check looks like a view of what it reads, and must not be had twice.
+        # A wait for a collective, a size or a check looks like a view of its input, and must not run twice.
         self._views = {n for n in self._sees - changed if tensor_of(n) is not None and not is_wait(n)}
         self._cheap = {n for n in nodes if n not in changed and n not in self._sees and _is_arithmetic(n)}
         self._bytes: dict[fx.Node, int] = {}
@@ -60,7 +60,7 @@ class Repeatable:
         return node in self._cheap
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether ``node`` shows another value's memory, which nobody writes to."""
+        """Whether ``node`` is a view of another value's memory, which no op writes to."""
         return node in self._views
 
     def nbytes(self, node: fx.Node) -> int:
@@ -78,11 +78,11 @@ class Repeatable:
         return (extent_bytes(value) or 0) if node.op == "call_function" else 0
 
     def made_of(self, node: fx.Node, is_there: Callable[[fx.Node], bool]) -> set[fx.Node] | None:
-        """What ``node`` can be computed again from; None where that takes too much.
+        """The values from which ``node`` can be recomputed; None where that takes too much.
 
         Args:
             node: a cheap one.
-            is_there: whether a cheap value need not be computed again.
+            is_there: whether a cheap value need not be recomputed.
         """
         found: set[fx.Node] = set()
         todo, seen = [node], {node}
@@ -104,13 +104,14 @@ class Repeatable:
         return found
 
     def lifetimes(self, place: Mapping[fx.Node, int], end: int) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-        """The last place at which each value is there, and the values that are computed again behind their own place.
+        """The last place at which each value is there, and the values that are recomputed after their own place.
 
-        That is chosen in the order of the graph: where fewer bytes are held longer for a value than it has.
+        A value is recomputed where that keeps fewer bytes of its sources longer than its own size. The choice is made
+        in the order of the graph.
 
         Args:
             place: op -> its place (a position, or a segment), ascending in the order of the graph.
-            end: behind the last of them; what the graph returns is there until then.
+            end: after the last of them; returned values are there until then.
         """
         until: dict[fx.Node, int] = {}
         for node, base in self.base.items():

@@ -1,4 +1,4 @@
-"""Runs passes: times each, lints what it leaves, shows it before and after, and names the one that failed."""
+"""Runs passes: times each, lints its result, shows the graph before and after, and names the pass that failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step(Generic[State]):
     Attributes:
         name: the pass' name.
         make: the pass object for the state so far; called with the graph named by ``on``.
-        result: the state's attribute that takes what the pass returns.
+        result: the state's attribute that takes the pass' result.
         on: the state's attribute that holds the graph which the pass works on.
     """
 

@@ -32,7 +32,7 @@ class Kernel:
         fused: whether Inductor generates it, instead of calling an operator.
         hidden: bytes that its operators allocate and free themselves.
         reads: buffer -> values, or views of them.
-        steps: what a fused one computes and writes or reduces, in the order of the graph.
+        steps: results that a fused one computes and writes or reduces, in the order of the graph.
         writes: buffer -> bytes.
         overwrites: buffers that were there before.
         reads_parts: whether it reads several parts of one value.
@@ -53,7 +53,7 @@ class Kernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it allocates for what it writes."""
+        """Bytes that it allocates for its results."""
         return sum(self.writes.values())
 
 
@@ -118,7 +118,7 @@ class SegmentKernels:
         )
 
     def freed(self, order: Sequence[Kernel], outside: Collection[Buffer]) -> list[list[Buffer]]:
-        """What dies behind each kernel of ``order``; of buffers from outside, ``outside`` do."""
+        """The buffers that die after each kernel of ``order``; of buffers from outside, ``outside`` do."""
         last: dict[Buffer, int] = {}
         for i, kernel in enumerate(order):
             last.update(dict.fromkeys((*kernel.writes, *kernel.reads), i))
@@ -211,7 +211,7 @@ def _new_bytes(tensor: torch.Tensor) -> int:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the allocation behind a value."""
+    """Bytes of the allocation that a value lies in."""
     if tensor.layout is not torch.strided:
         return _new_bytes(tensor)
     return max(hint(tensor.untyped_storage().nbytes()) or 0, extent_bytes(tensor) or 0)

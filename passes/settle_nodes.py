@@ -1,16 +1,16 @@
-"""Pass 2, on the forward and the backward graph: move what stands far from what it belongs to.
+"""Pass 2, on the forward and the backward graph: move nodes that stand far from their inputs next to them.
 
-The partitioner appends saved views and comparisons at the end of the forward; left there, they drag the end of every
-layer to the end of the graph and the cuts collapse (gpt2: segments of 10, 526, 3, 3, 7, 3 nodes). Each moves right
-behind its last input::
+The partitioner appends saved views and comparisons at the end of the forward. Left there, they drag the end of every
+layer to the end of the graph, and the cuts collapse (gpt2: segments of 10, 526, 3, 3, 7, 3 nodes). Each moves right
+after its last input::
 
     %view   = view(%mm)                     %view    = view(%mm)
     ... 500 nodes ...                       %permute = permute(%view)
     %permute = permute(%view)       ->      ... 500 nodes ...
     return (..., %permute)                  return (..., %permute)
 
-Likewise a getitem moves right behind the op whose result it unpacks (a cut between the two breaks Inductor), and a
-dropout seed look-up behind the seeds, so that a layer takes its seed as an input and identical layers stay identical.
+A getitem moves right after the op whose result it unpacks: a cut between the two breaks Inductor. A dropout seed
+look-up moves right after the seeds. So a layer takes its seed as an input, and identical layers stay identical.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GLUE_KEY = "fxoffload_glued"
 class SettleNodes:
     """Reorder a partitioned graph as the module docstring says. Data flow and results stay the same.
 
-    ``num_user_outputs``: how many of the leading outputs the caller sees; what only later outputs (saved values) need
-    may move. None for a backward graph, where every output is seen.
+    ``num_user_outputs``: how many of the leading outputs the caller sees. Nodes that only later outputs (saved values)
+    need may move. None for a backward graph, where every output is seen.
     """
 
     name = "settle_nodes"
@@ -42,7 +42,7 @@ class SettleNodes:
         """Returns the number of nodes moved."""
         graph = gm.graph
         late = _needed_by_saved_only(graph, self.num_user_outputs)
-        # Order of a node: (its root's place in the old order, its place in the chain behind that root).
+        # Order of a node: (its root's place in the old order, its place in the chain that follows the root).
         order = {n: (i, 0) for i, n in enumerate(graph.nodes)}
         root = {n: n for n in graph.nodes}
         chain: dict[fx.Node, list[fx.Node]] = {}
@@ -71,7 +71,7 @@ class SettleNodes:
 
 
 def _anchor(node: fx.Node, order: dict[fx.Node, tuple[int, int]], late: set[fx.Node]) -> fx.Node | None:
-    """The node that ``node`` should stand behind, or None where it stays."""
+    """The node that ``node`` should follow, or None where it stays."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):

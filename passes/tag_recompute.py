@@ -1,4 +1,4 @@
-"""Pass on the joint graph, before it is partitioned: mark what the backward may compute again.
+"""Pass on the joint graph, before it is partitioned: mark the ops that the backward may recompute.
 
 Before and after, for the ops of one layer (AOTAutograd's tags; untagged ops are left to its own judgement)::
 
@@ -7,15 +7,15 @@ Before and after, for the ops of one layer (AOTAutograd's tags; untagged ops are
     %mul  = mul(%silu, %mm_1)           recompute: PREFER_RECOMPUTE,  ac_graph_id: 1
     %out  = mm(%mul, %permute_2)        recompute: MUST_SAVE
 
-Left alone, AOTAutograd saves every value that a backward kernel has to read from memory in any case. Marked so, norms,
-rotary embeddings and activation functions are computed again from what the matrix products around them saved: a third
-of the bytes of a decoder layer for about one percent of its time.
+Without tags, AOTAutograd saves every value that a backward kernel has to read from memory in any case. With them,
+norms, rotary embeddings and activation functions are recomputed from the saved inputs and results of the matrix
+products around them. That is a third of the bytes of a decoder layer for about one percent of its time.
 
-A chosen point of a layer's frontier (``FindFrontier``) is marked so that nothing is left to judge: MUST_RECOMPUTE on
-all that the backward computes without an incoming gradient, MUST_SAVE on the rest of the layer.
+A chosen point of a layer's frontier (``FindFrontier``) is marked so that nothing is left to judge. All ops that the
+backward computes without an incoming gradient are MUST_RECOMPUTE, the rest of the layer is MUST_SAVE.
 
-Never computed again: masks made of random numbers, collectives, sorts and scans, operators that are not PyTorch's own,
-and what reads a buffer that the graph writes; by "cheap", contractions. What a user's policy has tagged stays so.
+Never recomputed: masks made of random numbers, collectives, sorts and scans, operators that are not PyTorch's own, and
+ops that read a buffer that the graph writes; by "cheap", contractions. Ops that a user's policy has tagged stay so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("default", "cheap")
 
-# What a user's policy for selective checkpointing may ask for. The last two exist in newer torch only.
+# Policies of a user's selective checkpointing that ask for offloading. They exist in newer torch only.
 OFFLOADED = frozenset(
     getattr(CheckpointPolicy, name)
     for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -78,9 +78,9 @@ class TagRecompute:
     """Mark the layers' ops for the partitioner.
 
     Args:
-        recompute: "default": no tags. "cheap": everything that is cheap to compute again. Or layer -> the point of its
+        recompute: "default": no tags. "cheap": everything that is cheap to recompute. Or layer -> the point of its
             frontier to realise (``FindFrontier``; the label of a graph without labels is ``""``); layers that are not
-            named stay untagged. In any case what reads an input that the graph writes is saved.
+            named stay untagged. In any case ops that read an input that the graph writes are saved.
     """
 
     name = "tag_recompute"
@@ -126,8 +126,10 @@ def _tag_cheap(graph: fx.Graph) -> TagReport:
 
 
 def _tag_points(graph: fx.Graph, points: Mapping[str, RecomputePoint]) -> TagReport:
-    """What a point does not compute again is marked as saved, whether the backward needs it or not: the partitioner
-    saves what is needed, and has nothing left to decide."""
+    """Mark the ops that a point does not recompute as saved, whether the backward needs them or not.
+
+    The partitioner then saves those that are needed, and has nothing left to decide.
+    """
     layers = layers_of(graph, behind_tangents(graph))
     if unknown := points.keys() - layers.keys():
         raise ValueError(f"unknown layers {sorted(unknown)}; the graph has {', '.join(map(repr, layers))}")
@@ -151,10 +153,10 @@ def _tag_points(graph: fx.Graph, points: Mapping[str, RecomputePoint]) -> TagRep
 
 
 def _save_what_is_made_of_overwritten(graph: fx.Graph) -> None:
-    """What the forward makes of an input that it writes later must not be made again of what was written.
+    """Save the results that the forward makes of an input that it overwrites later.
 
-    Left to itself the partitioner does that: an input is there for nothing (torch 2.13, plain Inductor). So does
-    activation checkpointing, and so would whoever asks for it.
+    The partitioner alone would recompute them, from the overwritten input: it takes inputs for free (torch 2.13, plain
+    Inductor). Activation checkpointing would do so too, and so would any caller that asks for it.
     """
     overwritten = overwritten_inputs(graph)
     backward = behind_tangents(graph) if overwritten else ()
@@ -173,7 +175,7 @@ def _tag(node: fx.Node, policy: CheckpointPolicy, region: int) -> None:
 
 
 def may_recompute(node: fx.Node, overwritten: set[fx.Node]) -> bool:
-    """Whether running ``node`` again in the backward gives what it gave in the forward, and is ours to order.
+    """Whether ``node``, run in the backward, gives the forward's result, and whether we may decide on it.
 
     Args:
         node: an op of a joint graph.
@@ -181,7 +183,7 @@ def may_recompute(node: fx.Node, overwritten: set[fx.Node]) -> bool:
     """
     if not _is_repeatable(node) or (is_random(node) and not never_drops(node)):
         return False
-    # A mask is smaller than the random numbers that it is made of: they are not saved to make it again.
+    # A mask is smaller than the random numbers that it is made of: they are not saved to recompute it.
     return not any(v in overwritten or is_random(v) for v in node.all_input_nodes)
 
 
@@ -211,8 +213,7 @@ def never_drops(node: fx.Node) -> bool:
 
 
 def overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Graph inputs that the graph writes, and views of them: read again in the backward, they would hold other
-    values."""
+    """Graph inputs that the graph writes, and views of them: in the backward, they would hold other values."""
     found = {v for n in graph.nodes if n.op == "call_function" for v in mutated_args(n) if v.op == "placeholder"}
     for node in graph.nodes if found else ():
         if node.op == "call_function" and found.intersection(aliased_args(node)):

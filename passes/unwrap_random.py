@@ -1,7 +1,7 @@
-"""Pass on a forward and a backward graph that were just partitioned: what draws nothing needs no random state.
+"""Pass on a forward and a backward graph that were just partitioned: unwrap ops that draw no random numbers.
 
-Attention may draw random numbers (dropout), so the partitioner takes no chance when it is computed again. Before, in
-the two forms that it has for that, and after::
+Attention may draw random numbers (dropout), so the partitioner keeps its random state where it is recomputed. Before,
+in the two forms that it has for that, and after::
 
     forward:   %pair = run_and_save_rng_state(sdpa, %q, ...)           %sdpa = sdpa(%q, ...)
                return (..., %pair[0])                                  return (...)

@@ -1,4 +1,4 @@
-"""What a graph's values are: bytes, storages they share, and who mutates them. Shared by all passes."""
+"""A graph's values: bytes, storages they share, and who mutates them. Shared by all passes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def extent_bytes(value: torch.Tensor) -> int | None:
 class Storages:
     """Which values of one graph share memory.
 
-    Two values share a class when their fake tensors share a storage, or when a view op leads from one to the other
-    (pattern-replaced nodes can carry fresh fake tensors, so the storages alone are not enough), and what a wait for a
-    collective gives is the collective's result. Parameters stay in the class of their own placeholder.
+    Two values share a class when their fake tensors share a storage, or when a view op leads from one to the other.
+    The storages alone are not enough: pattern-replaced nodes can carry fresh fake tensors. The result of a wait for a
+    collective is in the collective's class. Parameters stay in the class of their own placeholder.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:

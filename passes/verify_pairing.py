@@ -7,11 +7,12 @@ Forward and backward are built apart and meet in what autograd saves::
 
 The rules:
 
-``pair-missing``   what the forward may hand over as a copy, the backward takes as one (and reloads, or never reads);
-                   what the backward takes as a copy, the forward offloads; the caller never sees a copy
-``pair-order``     both list the saved values in the same order, with the same shapes and dtypes
-``pair-donated``   copies that share a transfer share a storage in the backward too, or none of them is overwritten:
-                   they come back as views of one buffer
+``pair-missing``   A value that the forward may return as a copy, the backward takes as one (and reloads, or never
+                   reads). A value that the backward takes as a copy, the forward offloads. The caller never sees
+                   a copy.
+``pair-order``     Both list the saved values in the same order, with the same shapes and dtypes.
+``pair-donated``   Copies that share a transfer share a storage in the backward too, or none of them is overwritten:
+                   they come back as views of one buffer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class VerifyPairing:
         for place, value in enumerate(returned[: self.num_user_outputs]):
             if _is_copy(value):
                 raise _error("pair-missing", value, f"is a copy and the caller's output {place}")
-        saved: dict[str, fx.Node] = {}  # name in the inner graphs -> what the outer forward returns for it
+        saved: dict[str, fx.Node] = {}  # name in the inner graphs -> the value that the outer forward returns for it
         for value, inner in zip(returned, output_values(self.inner.graph), strict=True):
             if isinstance(inner, fx.Node) and isinstance(value, fx.Node) and tensor_of(inner) is not None:
                 saved.setdefault(inner.name, value)

@@ -1,19 +1,19 @@
 """Pass 8: prove that an outer graph is safe, or name the rule and the node that break it.
 
-The walk keeps, for every storage class of the inner graph, what the outer graph has done with it. That each op is
+The walk keeps, for every storage class of the inner graph, the ops of the outer graph on it. That each op is
 given the right values is ``verify_wiring``'s proof, that a backward fits its forward ``verify_pairing``'s. The rules
 here, one per way in which a transfer can corrupt a value:
 
-``unpaired``            every offload is released exactly once and its copies are returned; every reload is asked for
-                        once and waited for once; nothing is waited for that was not started
-``used-after-release``  no op reads a storage whose copy was released
-``source-overwritten``  no segment writes to (or was given for in-place reuse) a storage behind a copy: not while it is
-                        copied, and not later, since the decision to keep returns the source itself
-``caller-may-write``    the copy of a graph input is known to be one (it is never reclaimed) and waited for before the
-                        graph returns, in the order of the copies: the engine waits for the last one
-``read-before-wait``    a reload is read only through its wait, a copy only by a reload
-``donated-then-read``   what a segment may overwrite is its alone: read by no later op and through no other input, not
-                        returned, and no memory of the caller or of a constant
+``unpaired``            Every offload is released exactly once and its copies are returned. Every reload is asked for
+                        once and waited for once. Nothing is waited for that was not started.
+``used-after-release``  No op reads a storage whose copy was released.
+``source-overwritten``  No segment writes to (or was given for in-place reuse) the source storage of a copy. Not while
+                        it is copied, and not later, since the decision to keep returns the source itself.
+``caller-may-write``    The copy of a graph input is known to be one (it is never reclaimed). It is waited for before
+                        the graph returns, in the order of the copies: the engine waits for the last one.
+``read-before-wait``    A reload is read only through its wait, a copy only by a reload.
+``donated-then-read``   A value that a segment may overwrite is its alone: read by no later op and through no other
+                        input, not returned, and no memory of the caller or of a constant.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ RULES = (
 
 @dataclass
 class _State:
-    """What the walk knows so far."""
+    """The state of the walk."""
 
-    raw_copies: set[fx.Node]  # placeholders that may hold a copy
-    callers: dict[str, fx.Node]  # storage -> the placeholder or constant that brings it in
-    sources: dict[str, fx.Node] = field(default_factory=dict)  # storage -> offload that reads it
-    released: dict[str, fx.Node] = field(default_factory=dict)  # storage -> release
-    copy_storage: dict[fx.Node, str] = field(default_factory=dict)  # copy -> its source's storage, in order of copies
-    releases_of: dict[fx.Node, int] = field(default_factory=dict)  # copy -> times released
-    waited: set[fx.Node] = field(default_factory=set)  # copies that the compute stream waited for
-    reload_waits: dict[fx.Node, int] = field(default_factory=dict)  # reload op -> waits
-    reloaded: set[fx.Node] = field(default_factory=set)  # copies asked for
-    donated: dict[str, fx.Node] = field(default_factory=dict)  # storage -> segment that may overwrite it
+    raw_copies: set[fx.Node]  # Placeholders that may hold a copy.
+    callers: dict[str, fx.Node]  # Storage -> the placeholder or constant that brings it in.
+    sources: dict[str, fx.Node] = field(default_factory=dict)  # Storage -> offload that reads it.
+    released: dict[str, fx.Node] = field(default_factory=dict)  # Storage -> release.
+    copy_storage: dict[fx.Node, str] = field(default_factory=dict)  # Copy -> its source's storage, in order of copies.
+    releases_of: dict[fx.Node, int] = field(default_factory=dict)  # Copy -> times released.
+    waited: set[fx.Node] = field(default_factory=set)  # Copies that the compute stream waited for.
+    reload_waits: dict[fx.Node, int] = field(default_factory=dict)  # Reload op -> waits.
+    reloaded: set[fx.Node] = field(default_factory=set)  # Copies asked for.
+    donated: dict[str, fx.Node] = field(default_factory=dict)  # Storage -> segment that may overwrite it.
 
 
 class VerifyTransfers:

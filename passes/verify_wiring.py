@@ -1,16 +1,16 @@
 """Pass 7: prove that an outer graph computes what its inner graph computes, or name the node where the two part.
 
-The walk keeps which inner value each outer node stands for. A copy, a reload and the value that a wait hands out stand
-for what was offloaded::
+The walk keeps which inner value each outer node stands for. A copy, a reload and the result of a wait stand for the
+value that was offloaded::
 
     %silu, %mm  = getitems of layers_0          stand for %silu, %mm: outputs 0 and 1 of the segment
     %copy       = offload([%mm])[0]             stands for %mm
     %layers_1   = call_module[layers_1](%silu)  the segment's input 0 is %silu: wired as cut
     return (%out, %copy)                        the inner graph returns (%out, %mm): wired as saved
 
-One rule, ``miswired``: every op of the inner graph runs once and in order, inside the call of its segment; every
-segment is called once and in order; each of its inputs and each returned value stands for the inner value in that
-place; there is no op in the outer graph but segment calls, getitems and ``torch.ops.fxoffload.*``.
+There is one rule, ``miswired``. Every op of the inner graph runs once and in order, inside the call of its segment.
+Every segment is called once and in order. Each of its inputs and each returned value stands for the inner value in
+that place. The outer graph has no ops but segment calls, getitems and ``torch.ops.fxoffload.*``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From embeddings [1, tokens, hidden] to a scalar loss. ``checkpointing``: every layer is computed again."""
+    """From embeddings [1, tokens, hidden] to a scalar loss. ``checkpointing``: every layer is recomputed."""
 
     cos: Tensor
     sin: Tensor

@@ -51,7 +51,7 @@ def run(request: Request, limit_s: float) -> Ended:
 
 
 def _run(words: list[str], folder: Path, limit_s: float) -> tuple[int | None, str]:
-    """The exit status (None: it took too long) and what it wrote."""
+    """The exit status (None: it took too long) and the text that it wrote."""
     log = folder / "log.txt"
     with log.open("wb") as file:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What is asked of a measuring process, what it answers, and the whole report. Names end in their units."""
+"""The request to a measuring process, its answer, and the whole report. Names end in their units."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Machine:
-    """What a process of ``kind`` "probe" found. Memory is None without a GPU."""
+    """The answer of a process of ``kind`` "probe". Memory is None without a GPU."""
 
     gpu: str | None
     torch: str
@@ -60,7 +60,7 @@ class Spread:
 
 @dataclass
 class Steps:
-    """``peak_bytes``: above what was allocated before the steps; None on a CPU. ``gradient_norms``: by parameter.
+    """``peak_bytes``: above the bytes allocated before the steps; None on a CPU. ``gradient_norms``: by parameter.
     ``planned_*``: what fxoffload's plan says of itself and of plain Inductor."""
 
     first_step_s: float

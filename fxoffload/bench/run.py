@@ -21,7 +21,7 @@ Tell = Callable[[str], None]
 def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = None) -> Report:
     """Measure all variants; one that fails or takes more than ``limit_s`` seconds is a row that says so.
 
-    ``tell`` hears the name of each variant before it begins. ``work``: instead of what fits the GPU.
+    ``tell`` hears the name of each variant before it begins. ``work``: instead of the decoder that fits the GPU.
 
     Raises:
         BenchError: nothing can be measured here.

@@ -1,4 +1,4 @@
-"""The report as two tables and what has to be said below them."""
+"""The report as two tables and notes below them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTABLE_DIFFERENCE = {"bfloat16": 2e-2, "float32": 1e-4}
 
 
 def render(report: Report) -> str:
-    """What was measured on what, the variants against the first, the phases, then every row's reason."""
+    """The machine and the work, the variants against the first, the phases, then every row's reason."""
     work, machine = report.work, report.machine
     free = "" if machine.free_bytes is None else f", {format_bytes(machine.free_bytes)} free"
     where = "no GPU" if report.rehearsal else f"{machine.gpu}{free}"

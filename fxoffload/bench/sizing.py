@@ -14,7 +14,7 @@ ENOUGH_TOKENS = 4096  # fewer keep a large GPU waiting: a smaller model with mor
 PART_OF_FREE = 0.7
 # Measured with Inductor on decoders of this shape, bfloat16: saved for each layer, token and hidden feature.
 SAVED_BYTES = 34.25
-WORKING_SET = 1.25  # the backward's, over what is saved
+WORKING_SET = 1.25  # the backward's, as a multiple of the saved bytes
 PARAMETERS_OF_HIDDEN_SQUARED = 11.5  # q, k, v, o with a fourth of the heads for k and v; three of 3 x hidden
 BYTES_A_PARAMETER = 2 + 2  # the weight and its gradient
 

@@ -41,7 +41,7 @@ def measure(work: Work) -> Switches:
 
 
 def _on_device(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:
-    """What leaves the device: parameters, buffers, the optimizer's state but for its step counts."""
+    """The tensors that leave the device: parameters, buffers, the optimizer's state but for its step counts."""
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     moving = [tensor for tensor in state if tensor.ndim and tensor.device.type == device.type]
     return [*module.parameters(), *module.buffers(), *moving]

@@ -14,7 +14,7 @@ from fxoffload.bench.records import Machine, Request, request_from_json
 
 
 def serve(asked: Path, answer: Path) -> None:
-    """Measure what the file ``asked`` wants and write it to ``answer``."""
+    """Do the measurement that the file ``asked`` requests and write it to ``answer``."""
     answer.write_text(json.dumps(dataclasses.asdict(_measure(request_from_json(asked.read_text())))))
 
 
@@ -27,7 +27,7 @@ def _measure(request: Request) -> Any:
 
 
 def probe() -> Machine:
-    """The GPU that torch takes by default, and what is free on it."""
+    """The GPU that torch takes by default, and its free memory."""
     if not torch.cuda.is_available():
         return Machine(None, torch.__version__)
     free, total = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""The command line: which subcommands there are, and what a failure looks like.
+"""The command line: its subcommands, and the form of a failure.
 
 Nothing here, nor in the modules of the subcommands, imports torch before a command runs: help takes a moment.
 """
@@ -51,7 +51,7 @@ def fxoffload(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
     ] = False,
 ) -> None:
-    """Train in less GPU memory; tools beside the torch.compile backend."""
+    """Train in less GPU memory; tools for the torch.compile backend."""
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
 
 def _is_told(error: Exception) -> bool:
     """Whether the text of an error is all that a user needs."""
-    errors = sys.modules.get("fxoffload.errors")  # not imported: nobody raised one of them
+    errors = sys.modules.get("fxoffload.errors")  # not imported: none of them was raised
     return isinstance(error, (CheckpointError, OSError, *([errors.FxOffloadError] if errors else [])))
 
 

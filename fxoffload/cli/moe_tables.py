@@ -36,7 +36,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def print_inspection(found: Inspection, console: Console) -> None:
-    """What it is, one row for each group of layers that are alike, and the whole below."""
+    """The kind of checkpoint, one row for each group of layers that are alike, and the whole below."""
     layouts = {_with_form(tower.layout, tower.form): tower.layout for tower in found.towers}
     mixed, several_forms = len(layouts) > 1, len({tower.form for tower in found.towers if tower.form}) > 1
     layout = f"mixed: {', '.join(layouts)}" if mixed else next(iter(layouts))
@@ -87,7 +87,7 @@ def describe_verification(done: Verification) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal obeys or UTF-8 lacks: names of files may be any bytes."""
+    """``text`` without characters that a terminal obeys or UTF-8 lacks: names of files may be any bytes."""
     shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown)
 

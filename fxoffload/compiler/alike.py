@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Alike(Generic[T]):
-    """Remembers what was worked out for a segment, for the next one of the same ops on the same shapes."""
+    """Remembers a segment's estimate, for the next segment of the same ops on the same shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, T] = {}
@@ -24,7 +24,7 @@ class Alike(Generic[T]):
         self, segment: Segment, work_out: Callable[[], T], *, marked: Collection[str] = (), also: Hashable = None
     ) -> T:
         """What ``work_out`` gives for ``segment``. ``marked``: names of values that make a difference.
-        ``also``: what else makes one."""
+        ``also``: any other difference."""
         key = (_signature(segment, marked), also)
         found = self._known.get(key)
         if found is None:

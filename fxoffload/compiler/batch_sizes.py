@@ -115,7 +115,7 @@ def depends_on_data(joint: fx.GraphModule) -> bool:
 
 @dataclass(frozen=True)
 class GraphBytes:
-    """How large a call is: the bytes of all values of a joint graph, views counted again.
+    """How large a call is: the bytes of all values of a joint graph; each view counts, too.
 
     It does not depend on how the graph is partitioned, so that it compares calls of graphs that were compiled for
     different sizes.

@@ -28,7 +28,7 @@ class BuiltForward:
 
     Attributes:
         program: to be run.
-        movables: what the program knows of each storage; ranked when the backward is built.
+        movables: the program's data about each storage; ranked when the backward is built.
         order: for each of them, its place among the candidates.
     """
 
@@ -67,7 +67,7 @@ class Builder:
 
     @property
     def donates(self) -> bool:
-        """Whether segments may overwrite what they are the last to read."""
+        """Whether segments may overwrite values that they are the last to read."""
         return self.options.inner == "inductor" and "donation" not in self.disabled
 
     def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
@@ -82,7 +82,7 @@ class Builder:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def find(self, gm: fx.GraphModule, num_user_outputs: int, static_inputs: frozenset[int]) -> ForwardState:
-        """What a forward graph saves and may move; no more is done to it."""
+        """The saved values and candidates of a forward graph; nothing else is done to it."""
         state = ForwardState(
             gm,
             num_user_outputs=num_user_outputs,
@@ -99,7 +99,7 @@ class Builder:
         run_steps(self._enabled(FORWARD), state, "forward")
 
     def forward(self, state: ForwardState, kwargs: GraphKwargs) -> BuiltForward:
-        """Compile what was lowered. ``kwargs``: what Inductor was given for the whole graph."""
+        """Compile the graph that was lowered. ``kwargs``: those that Inductor was given for the whole graph."""
         assert state.outer is not None
         self._compile_segments(state, kwargs)
         ordered, movables = movables_of(state)

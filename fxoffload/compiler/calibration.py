@@ -1,4 +1,4 @@
-"""What is planned again, once, with measured times: the rules that graphs and chains of graphs share."""
+"""Plans once more, with measured times: the rules that graphs and chains of graphs share."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ log = logging.getLogger(__name__)
 
 # A new schedule has to be better by this part of the step, or of the peak, to replace the one that runs.
 _BETTER = 0.003
-# A step that takes so many times longer than was thought hides copies that nobody had thought of: its estimates leave
-# something out, such as collectives between machines, or kernels that nobody knows. (Estimates of kernels that are
-# known were between 0.97 and 1.25 of what was measured, so that what is pinned is not touched for their sake.)
+# A step this much slower than predicted hides more copies: the estimates leave something out, such as collectives
+# between machines or unknown kernels. Estimates of known kernels were between 0.97 and 1.25 of the measured times:
+# they cause no new pinning.
 _FAR_LONGER = 1.5
-# So much of the peak has to be gained where more host memory is pinned for it.
+# Pinning more host memory has to gain this part of the peak.
 _WORTH_PINNING = 0.05
 
 
 class PlanAgain(ABC):
-    """Plans once more what has a plan.
+    """Replaces a plan's schedule with one from measured times, where that is better.
 
     Args:
         schedule: that runs.
         scheduler: that it was made with.
         box: where the plan is shown.
         goal: of the plan.
-        limit_bytes: what of the goal's budget the schedule may take; None: all of it, or there is no budget.
+        limit_bytes: the part of the goal's budget that the schedule may take; None: all of it, or there is no budget.
 
     Attributes:
-        scheduler: by what was measured; before, that one.
-        exceeded: whether the schedule that ran takes more than that, by what was measured.
-        far_longer: whether steps take far longer than was thought, so that far more may move.
+        scheduler: with measured times, once there are some.
+        exceeded: whether the schedule that ran takes more than the limit, with measured times.
+        far_longer: whether steps take far longer than predicted, so that far more may move.
         control: holds a graph to its budget; None: nothing does.
     """
 
@@ -61,10 +61,10 @@ class PlanAgain(ABC):
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
-        """The step with measured times and working sets, and what plain Inductor would take."""
+        """The step with measured times and working sets, and plain Inductor's prediction."""
 
     def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
-        """Of the machine, by what was measured of ``step``; as before, unless a subclass knows better."""
+        """Of the machine, corrected by measurements of ``step``; as before, unless a subclass knows better."""
         return self._scheduler.rates
 
     @abstractmethod
@@ -73,30 +73,29 @@ class PlanAgain(ABC):
 
     @abstractmethod
     def summary_of(self, found: Schedule, baseline: Prediction) -> str:
-        """What the plan says of itself where ``found`` is followed; both are in measured time."""
+        """The plan's summary where ``found`` is followed; both are in measured time."""
 
     @abstractmethod
     def follow(self, found: Schedule) -> None:
         """From the next forward on ``found`` is followed."""
 
     def follow_first(self, found: Schedule) -> None:
-        """In the first step ``found`` is followed. What has no room on the host stays."""
+        """In the first step ``found`` is followed. Values that have no room on the host stay."""
         if found.simulation.bytes_offloaded > self._schedule.simulation.bytes_offloaded:
             self.pin(found, self._schedule)
         self.follow(found)
 
     @abstractmethod
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
-        """What is done, to be shown; None: as before."""
+        """The decisions to show; None: as before."""
 
     @abstractmethod
     def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
-        """``now`` is followed; both are in measured time. What is followed from here on: something better may be
-        known."""
+        """Follow ``now``, or a better schedule that is known; returns the one followed. Both are in measured time."""
 
     @property
     def once_more(self) -> PlanAgain | None:
-        """What plans again when the steps from here on have been measured; None: nothing does."""
+        """The calibration that plans after the next measured steps; None: nothing does."""
         return None
 
     @property
@@ -110,7 +109,7 @@ class PlanAgain(ABC):
         Args:
             readings: of the segments.
             basis: of the plan's predictions.
-            limit_bytes: what of the goal's budget the schedule may take now.
+            limit_bytes: the part of the goal's budget that the schedule may take now.
 
         Returns:
             The scheduler of the step with these readings.
@@ -143,7 +142,7 @@ class PlanAgain(ABC):
         rates, limit = self.rates(step, readings), self._limit
         offload, windows = self._schedule.offload, self._schedule.windows
         now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
-        # No more than is pinned for it already; but the budget comes first, and what is far from what was thought.
+        # Move no more than is pinned already, unless the budget is exceeded or the estimates were far off.
         self.exceeded = limit is not None and now.simulation.peak_bytes > limit
         self.far_longer = baseline.step_ms > _FAR_LONGER * self._box.plan.baseline.step_ms
         anew = self.exceeded or self.far_longer or before_first_step
@@ -194,6 +193,6 @@ class PlanAgain(ABC):
         return too_slow or other.peak_bytes < mine.peak_bytes * (1 - part)
 
     def _has_room(self, found: Schedule, now: Schedule) -> bool:
-        """Whether the host has room for ``found``. Where the budget is exceeded, what it has must do."""
+        """Whether the host has room for ``found``. Where the budget is exceeded, the room that there is must do."""
         more = found.simulation.bytes_offloaded > now.simulation.bytes_offloaded
         return not more or self.pin(found, now) or self.exceeded

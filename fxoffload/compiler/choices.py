@@ -1,7 +1,7 @@
 """The solver's problem before the graph is partitioned: per layer, the points of its frontier.
 
-Times, working sets and everything that is no candidate come from a draft, plain Inductor's; what a layer saves and
-computes again comes from ``FindFrontier``. Layers of one class share their alternatives.
+Times, working sets and everything that is no candidate come from a draft, plain Inductor's. The values that a layer
+saves and recomputes come from ``FindFrontier``. Layers of one class share their alternatives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fxoffload.planner.formulate import items_of, problem_of
 from fxoffload.planner.problem import Alternative, Item, Layer, Problem
 from fxoffload.planner.rates import ProfileRates
 
-# What stands outside the layers has nothing to choose from but keep and offload.
+# Values outside the layers are kept or offloaded; there is no other choice.
 _OUTSIDE = "outside the layers"
 
 
 class Choices:
-    """What there is to choose from, layer by layer.
+    """The alternatives to choose from, layer by layer.
 
     Args:
         joint: labelled, not tagged.
@@ -61,7 +61,7 @@ class Choices:
         layers.append(Layer(_OUTSIDE, _OUTSIDE, (Alternative("as partitioned", tuple(rest), {}, {}),)))
         self._labels = [label for c in self.classes for label in c.layers]
         self._points = [c.points for c in self.classes for _ in c.layers]
-        # A frontier's first point computes what plain Inductor does, so its times are those of the draft.
+        # A frontier's first point computes the same as plain Inductor, so its times are those of the draft.
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
     def recompute(self, alternatives: Sequence[int]) -> Mapping[str, RecomputePoint]:
@@ -85,9 +85,9 @@ class Choices:
         for storage in point.saved:
             name = kind.name_at(label, storage.position)
             if storage.num_layers > 1 or name not in self._forward_names:
-                continue  # what several layers read counts with what is outside them; a graph input is the caller's
+                continue  # values of several layers count with those outside of layers; graph inputs are the caller's
             if storage.position >= 0 and name in self._taken_in:
-                continue  # the layer behind saves it too, under every point
+                continue  # the next layer saves it too, under every point
             readers = self._readers(self._nodes[name], computed)
             if not readers:
                 continue
@@ -112,7 +112,7 @@ class Choices:
         return Alternative(f"{label}, point {number}", tuple(items), {first: point.extra_ms}, spread)
 
     def _readers(self, node: fx.Node, computed: set[str]) -> list[int]:
-        """Backward segments that read ``node``: themselves, through views, or through what is computed again."""
+        """Backward segments that read ``node``: themselves, through views, or through recomputed values."""
         found: set[int] = set()
         seen = {node}
         wanted = list(node.users)
@@ -153,7 +153,7 @@ class _Places:
                 if REPEATS_KEY in node.meta:
                     self._repeats[node.meta[REPEATS_KEY]].append(i)
         for name, places in self._repeats.items():
-            self.of.setdefault(name, places[0])  # nobody reads it where it was
+            self.of.setdefault(name, places[0])  # its own place has no reader
         assert len(steps) == len(segments)
 
     def all_of(self, name: str) -> list[int]:

@@ -54,8 +54,8 @@ class Draft:
         backward: as partitioned; no pass has touched it.
         forward_state: of the passes on a copy of ``forward``.
         backward_state: of the passes on a copy of ``backward``; None where the forward saves nothing that may move.
-        step: None likewise.
-        movables: what the executor would be told, in the order of the outer graph's offload ops.
+        step: None where ``backward_state`` is.
+        movables: the executor's data, in the order of the outer graph's offload ops.
     """
 
     forward: fx.GraphModule
@@ -91,7 +91,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 def make_draft(
     joint: fx.GraphModule, recompute: str | Mapping[str, Any], partition: Partition, settings: DraftSettings
 ) -> Draft:
-    """Partition a copy of ``joint`` under ``recompute`` (see ``TagRecompute``) and describe what comes of it."""
+    """Partition a copy of ``joint`` under ``recompute`` (see ``TagRecompute``) and describe the result."""
     background.check()
     tagged = copy_graph(joint)
     TagRecompute(recompute)(tagged)
@@ -113,7 +113,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
         return Draft(forward, backward, down, None, None)
     run_steps(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
     copied = copy_graph(backward)
-    # What AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
+    # The inputs that AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
     own = own_values(down) if settings.donates else frozenset()
     up = BackwardState(
         copied,
@@ -130,7 +130,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: DraftS
 
 
 def own_values(down: ForwardState) -> frozenset[str]:
-    """Names of what a forward saves for its backward alone, in memory of its own: the backward may overwrite it."""
+    """Names of values that a forward saves for its backward alone, in memory that the backward may overwrite."""
     storages = Storages(down.gm.graph.nodes)
     constants = {storages.root(n) for n in down.gm.graph.find_nodes(op="get_attr")}
     candidates = [c for c in down.saved.candidates if not c.is_input and storages.root(c.nodes[0]) not in constants]
@@ -140,8 +140,8 @@ def own_values(down: ForwardState) -> frozenset[str]:
 def step_of(down: ForwardState, up: BackwardState, movables: Sequence[Movable], rates: Rates) -> TrainingStep:
     """The step of two graphs that all passes have gone over. ``movables``: of the forward, ranked.
 
-    Most training loops go on with the loss alone: outputs count as let go of, and beside a loss they count as having no
-    gradients, until a step shows otherwise (``fxoffload.runtime.steps.outputs.Outputs``).
+    Most training loops go on with the loss alone. So outputs count as released and, if one of them is a loss, the
+    others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.steps.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
     found = from_graphs(

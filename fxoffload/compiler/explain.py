@@ -24,7 +24,7 @@ _WITHOUT_MASK = (
     'attn_implementation="fxoffload_causal_sdpa" (fxoffload.integrations.transformers) without an attention_mask, or '
     "is_causal=True"
 )
-# What takes less than this part of the peak is no floor worth naming.
+# A floor below this part of the peak is not worth naming.
 _FLOOR = 0.05
 
 
@@ -56,7 +56,7 @@ def describe_plan(
     """The plan to show.
 
     Args:
-        draft: what is compiled.
+        draft: the one that is compiled.
         schedule: what moves when; None: nothing is done.
         base: plain Inductor's draft, where ``draft`` is another.
         baseline: plain Inductor's step.
@@ -123,7 +123,7 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
 
 
 def checkpointed_decisions(plain: Draft, checkpointed: Draft) -> Iterable[Decision]:
-    """What the user's activation checkpointing computes again: ``plain``, without it, saves these values."""
+    """Values that the user's activation checkpointing recomputes: ``plain``, without it, saves these."""
     found = checkpointed.forward_state.saved
     saved = {n.name for c in found.candidates for n in c.nodes} | {s.name for s in found.skipped}
     return grouped(
@@ -137,7 +137,7 @@ def recomputed_rows(
     label_of: Callable[[Sequence[fx.Node]], str],
     reason: str = "computed again in the backward from what is saved",
 ) -> Iterable[Row]:
-    """What plain Inductor would save (``base``) and is not among the names of what is saved. Inputs are there."""
+    """Values that plain Inductor would save (``base``) and whose names are not in ``saved``. Inputs are there."""
     for candidate in base:
         if not candidate.is_input and not any(n.name in saved for n in candidate.nodes):
             yield Row(
@@ -242,7 +242,7 @@ _ONE_GRAPH = "A graph hands them over when it ends; compile each layer on its ow
 
 
 def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str = _ONE_GRAPH) -> Iterable[str]:
-    """What is on the device at the peak whatever is planned. ``about_gradients``: what would make those fewer."""
+    """Memory on the device at the peak under every plan. ``about_gradients``: advice that would reduce gradients."""
     peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
     if peak is None:
         return
@@ -251,7 +251,7 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
             f"{about_gradients}"
         )
-    # What callers let go of is gone when the backward begins. Gradients of it may be there all the same.
+    # Outputs that the caller releases are gone when the backward begins. Their gradients may be there all the same.
     counts = step.holds_outputs or peak.phase == "forward"
     outputs = sum(s.nbytes for s in step.storages if s.is_output) if counts else 0
     has_tangents = peak.phase == "backward" and not step.frees_tangents

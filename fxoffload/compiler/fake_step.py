@@ -33,9 +33,9 @@ class FakeGraph:
     Args:
         session: that partitioned it.
         forward: as AOTAutograd hands it over.
-        backward: likewise.
-        forward_kwargs: what Inductor is given for the forward.
-        backward_kwargs: what Inductor is given for the backward.
+        backward: as AOTAutograd hands it over.
+        forward_kwargs: those that Inductor is given for the forward.
+        backward_kwargs: those that Inductor is given for the backward.
 
     Attributes:
         layers: of it.
@@ -75,8 +75,10 @@ class FakeGraph:
 
     @cached_property
     def part(self) -> Part | None:
-        """What a plan over several graphs knows of it, as it would be compiled; None: it saves nothing that may move,
-        or such a plan may not have it."""
+        """The graph as data for a plan over several graphs, as it would be compiled.
+
+        None: it saves nothing that may move, or such a plan may not have it.
+        """
         part = None if self.why_no_part else self._part_of(self._draft, self._recipe)
         obeyed, up = None if self.planned is None else self.planned.checkpointed, self._draft.backward_state
         if part is None or obeyed is None or up is None:
@@ -87,7 +89,7 @@ class FakeGraph:
 
     @cached_property
     def plain(self) -> Part | None:
-        """Likewise, as plain Inductor compiles it."""
+        """The same for the graph as plain Inductor compiles it."""
         base = None if self.planned is None else self.planned.base
         return self.part if base is None or base is self._draft else self._part_of(base, None)
 
@@ -147,7 +149,7 @@ class FakeStep:
     _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
 
     def begin(self, *, watches: bool) -> None:
-        """Another step: what was seen of the one before is forgotten."""
+        """Start another step, and forget the one before."""
         self.watches = watches
         self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
         self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
@@ -162,13 +164,13 @@ class FakeStep:
         return self._as_compiled.held()
 
     def held_plain(self) -> tuple[Held, ...]:
-        """Likewise, in the names of plain Inductor's graphs."""
+        """The same, in the names of plain Inductor's graphs."""
         return self._as_plain.held()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def inner_compile(self, session: CompileSession) -> Callable[..., Callable[[list[Any]], Any]]:
-        """What takes the place of ``session.inner_compile``: graphs run on fake tensors."""
+        """Takes the place of ``session.inner_compile``: graphs run on fake tensors."""
         forwards: list[tuple[fx.GraphModule, GraphKwargs]] = []
         found: list[FakeGraph] = []
 

@@ -1,7 +1,7 @@
 """Whether one partition of a joint graph can stand in for another at run time, and where its values go then.
 
-AOTAutograd compiled one of them. It calls the forward with these inputs, returns these outputs, saves so many tensors,
-and calls the backward with them and these tangents. The other partition fits if it can live with that.
+AOTAutograd compiled one of them. It calls the forward with its inputs, takes its outputs, saves a fixed number of
+tensors, and calls the backward with them and its tangents. The other partition fits if it can live with that.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fxoffload.runtime.variant import Layout
 
 @dataclass(frozen=True)
 class Signature:
-    """What enters and leaves a forward and its backward.
+    """The inputs and outputs of a forward and its backward.
 
     Attributes:
         inputs: names of the forward's inputs.
-        outputs: what is known of each output that the caller sees.
-        saved: names of what is saved; None for what is neither a tensor nor a size.
+        outputs: shape and type, as far as known, of each output that the caller sees.
+        saved: names of the saved values; None for one that is neither a tensor nor a size.
         sizes: those of them that are sizes: whole numbers, where sizes vary from call to call.
         given: names of the backward's inputs.
-        gradients: what is known of each gradient.
+        gradients: shape and type, as far as known, of each gradient.
     """
 
     inputs: tuple[str, ...]

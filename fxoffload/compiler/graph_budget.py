@@ -1,8 +1,8 @@
-"""Holds a graph with a plan of its own to its budget: what its steps exceed it by is left free from then on.
+"""Holds a graph with a plan of its own to its budget: it leaves free, from then on, the bytes that a step exceeded.
 
-What exceeds a plan is eager code beside the graph (a loss, hooks), or a working set that was thought smaller. Where in
-the step it is, nobody knows: it counts in every segment. Keep, offload and windows are worked out once more; nothing is
-compiled. Until that is done, everything is offloaded, with nothing under way while a segment computes.
+A plan is exceeded by eager code around the graph (a loss, hooks), or by a working set larger than its estimate. The
+place in the step is unknown, so the excess counts in every segment. Keep, offload and windows are recomputed; nothing
+is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlannedGraph:
         least: the choice until a correction is there.
         ignored: choices that are not judged: that of the step in which kernels are tuned. It may still be added.
         by_size: schedules calls of other sizes; None: sizes are fixed.
-        pin: has so many more bytes of host memory ready: whether they are.
+        pin: prepares that many more bytes of host memory, and says whether they are ready.
     """
 
     graph: CompiledGraph
@@ -84,8 +84,8 @@ class GraphBudget:
         self._lock = threading.Lock()
         # That of the first plan; a calibrated scheduler has no more than is pinned by then.
         self._host_bytes = scheduler.host_bytes
-        self._open_bytes = 0  # of the margin, what the scheduler does not know of yet
-        self._told_bytes = 0  # of the margin, what was told last
+        self._open_bytes = 0  # the part of the margin that the scheduler does not know of yet
+        self._told_bytes = 0  # the part of the margin that the scheduler was told of last
         self._has_said = False
         self._is_least = False
         self._followed: Choice | None = None
@@ -103,18 +103,18 @@ class GraphBudget:
         return self._loop
 
     def with_margin(self, step: TrainingStep) -> TrainingStep:
-        """``step``, which knows nothing of it, with what is left free."""
+        """``step``, which lacks the margin, with the margin left free."""
         with self._lock:
             self._told_bytes = self.margin_bytes
             return _raised(step, self.margin_bytes)
 
     def baseline_with_margin(self, baseline: Prediction) -> Prediction:
-        """Likewise, for plain Inductor's step."""
+        """Plain Inductor's step with the margin."""
         return _with_outside(baseline, self.margin_bytes)
 
     @property
     def schedule(self) -> Schedule:
-        """What the graph follows, or will when the correction is there."""
+        """The schedule that the graph follows, or will when the correction is there."""
         return self._schedule
 
     def calibrated(self, scheduler: Scheduler, schedule: Schedule) -> None:
@@ -131,7 +131,7 @@ class GraphBudget:
             self._say_that_none_fits(self._loop.peak_bytes)
             return
         with self._lock:
-            # What was predicted may have left some of the budget: all of that was taken as well.
+            # The prediction may have left part of the budget unused: the step took that as well.
             error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0) + self._spare_bytes
             self.margin_bytes += error
             self._open_bytes += error
@@ -142,11 +142,11 @@ class GraphBudget:
         self._start()
 
     def fallen(self, peak_bytes: int) -> None:
-        """See ``BudgetControl``. Where sizes vary, so does what steps allocate: that says nothing."""
+        """See ``BudgetControl``. Where sizes vary, so do the steps' allocations: they say nothing."""
         if self._planned.by_size is not None or not self.margin_bytes:
             return
         with self._lock:
-            # What these steps took beyond their prediction is still taken.
+            # The excess of these steps over their prediction is still taken.
             needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes) + self._spare_bytes
             more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
             self._open_bytes += more
@@ -190,7 +190,7 @@ class GraphBudget:
         planned, box, before = self._planned, self._planned.box, self._schedule
         more = found.simulation.bytes_offloaded - before.simulation.bytes_offloaded
         if more > 0:
-            planned.pin(more)  # where there is not so much, what has no room stays
+            planned.pin(more)  # where there is less room, values that find none stay
         self._schedule = found
         planned.graph.planned = Choice(tuple(found.offload[i] for i in planned.order), found.windows)
         plan = box.plan

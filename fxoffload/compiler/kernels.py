@@ -1,12 +1,12 @@
 """Let Inductor's workers compile the kernels of all segments at once.
 
 Inductor hands the Triton (or C++) source of one graph to its worker processes and waits for all of it before it
-returns. One segment has few kernels, so waiting segment by segment leaves most workers idle. Here the wait is put off:
-a segment returns as soon as its code is written, and ``finish`` waits for the kernels of all segments together (36
-layers on an H200: 12 s of waiting become less than one).
+returns. One segment has few kernels, so waiting segment by segment leaves most workers idle. Here a segment returns as
+soon as its code is written, and ``finish`` waits for the kernels of all segments together. With 36 layers on an H200,
+12 s of waiting become less than one.
 
-What follows the wait is put off with it: Inductor's cache stores the compiled kernels beside the graph, so an entry
-that was written before they exist would make the next start slower.
+The steps after the wait are put off with it. Inductor's cache stores the compiled kernels together with the graph, so
+an entry written before they exist would make the next start slower.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Made-up inputs for operators and segments that are measured.
 
 Floating-point values are random. Integers are zero, which is a valid index. Where every reader is known, indices are
-spread over the rows instead, and ends of groups (grouped products, packed sequences) are even: with zeros, a scatter
-would write one row many times, and all groups would be empty. Memory is new, and shared as the graph's inputs share
-theirs.
+spread over the rows instead: with zeros, a scatter would write one row many times. Ends of groups (grouped products,
+packed sequences) are then even: with zeros, all groups would be empty. Memory is new, and shared as the graph's inputs
+share theirs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _RandomState:
         return torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
 
 
-# What floating-point inputs of one allocation lie in: device, bytes, dtype of the first view of it.
+# The memory that floating-point inputs of one allocation lie in: device, bytes, dtype of the first view of it.
 _Kind = tuple[torch.device, int, torch.dtype]
 
 
@@ -256,7 +256,7 @@ class MadeUp:
         return _View(place, shape, tuple(strides), offset, value.dtype)  # type: ignore[arg-type]
 
     def _fill(self, node: fx.Node) -> Callable[[int, torch.device], torch.Tensor] | None:
-        """What makes the values of an integer input; None: they are zero, or random."""
+        """Makes the values of an integer input; None: they are zero, or random."""
         value = tensor_of(node)
         if value is None or not _is_integer(value):
             return None

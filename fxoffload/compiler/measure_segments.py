@@ -1,8 +1,8 @@
 """Runs the compiled segments of a step on made-up inputs, before the first step: times, and the allocator's peaks.
 
-Each distinct segment runs once to tune its kernels, as the first step would, and once for its peak, where inputs die in
-it as they do in a step; then they are timed (``time_segments``). The results are ``Readings``, as of real steps, and go
-the same way (``replan.Calibration``).
+Each distinct segment runs once to tune its kernels, as the first step would. It runs once more for its peak, where
+inputs die in it as they do in a step. Then all are timed (``time_segments``). The results are ``Readings``, as of real
+steps, and go the same way (``replan.Calibration``).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> s
         with allowance.aside():  # kernels are tuned
             meter.once_ms(lambda: distinct.run(args))
         args = made.make_integers(inputs)
-        # The call alone holds what dies in it.
+        # Only the call has references to inputs that die in it.
         inputs[:] = [value for i, value in enumerate(args) if i not in distinct.dying]
         peak = meter.peak_bytes(lambda: distinct.run(args))
     except NotMadeUpError as error:

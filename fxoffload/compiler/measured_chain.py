@@ -1,4 +1,4 @@
-"""A chain of calls with what was measured of it, in the place of estimates."""
+"""A chain of calls with measurements in the place of estimates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Sizes = Mapping[Phase, Mapping[str, int | None]]
 
 @dataclass(frozen=True)
 class MeasuredChain:
-    """What was measured of a chain as it ran.
+    """Measurements of a chain as it ran.
 
     Attributes:
         ms: of its segments, and between its calls.
         temp_bytes: working sets of its segments.
-        beside: what is on the device beside its graphs.
+        beside: memory on the device outside its graphs.
     """
 
     ms: Times
@@ -33,9 +33,10 @@ class MeasuredChain:
 def as_compiled(
     compiled: Chain, ran: Chain, varied: Sequence[bool], graphs: Sequence[object], ms: Times
 ) -> dict[Phase, dict[str, float]]:
-    """Times of a chain whose calls run their graphs as they were compiled, by what was measured of one in which some
-    run variants. Such a call takes what the median of those did that ran its graph as compiled; where none did, its
-    estimate is as wrong as that of what it ran. Between the calls nothing changes.
+    """Times of a chain whose calls run their graphs as compiled, from measurements of one in which some ran variants.
+
+    Such a call takes the median time of the calls that ran the same graph as compiled. Where there are none, its
+    estimate is as wrong as that of the variant that ran. Between the calls nothing changes.
 
     Args:
         compiled: the chain that is asked for.
@@ -64,8 +65,11 @@ def as_compiled(
 def measured_calls(
     steps: Sequence[TrainingStep], kinds: Sequence[object], found: MeasuredChain
 ) -> dict[object, TrainingStep]:
-    """The step of one call of each kind that ran: calls of one kind are the same code, so its segments take what they
-    took in the median call, and need what they needed in the largest."""
+    """The step of one call of each kind that ran.
+
+    Calls of one kind are the same code. So a segment takes its time from the median call, and its working set from the
+    largest.
+    """
     each: dict[object, list[int]] = {}
     for call, kind in enumerate(kinds):
         each.setdefault(kind, []).append(call)
@@ -93,7 +97,7 @@ def _measured_call(step: TrainingStep, calls: Sequence[int], found: MeasuredChai
 
 
 def scaled(step: TrainingStep, ratios: Mapping[Phase, float]) -> TrainingStep:
-    """A step that nobody has run, as much slower than its estimate as the others were."""
+    """A step that never ran, slowed down by the ratios of measured to estimated times of those that did."""
 
     def slower(segments: Sequence[SegmentStep], ratio: float) -> tuple[SegmentStep, ...]:
         return tuple(replace(s, ms=s.ms * ratio) for s in segments)

@@ -63,7 +63,7 @@ class Allowance:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Its time is not taken off: what is done in it would be done in the first step otherwise."""
+        """Time inside does not count: the first step would spend it otherwise."""
         began = self._now()
         try:
             yield

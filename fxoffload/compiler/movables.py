@@ -1,4 +1,4 @@
-"""What the executor is told of each storage that may leave, worked out from the segments of both graphs."""
+"""The executor's data about each storage that may leave, computed from the segments of both graphs."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def rank_movables(movables: Sequence[Movable], candidates: Sequence[Candidate], 
 
 
 def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:
-    """Names of what layer segments make (or read); of all segments where none is a layer."""
+    """Names of values that layer segments make (or read); of all segments where none is a layer."""
     layers = [s for s in segmentation.segments if s.layer] or segmentation.segments
     return frozenset(n.name for s in layers for n in values(s))

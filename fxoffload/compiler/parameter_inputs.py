@@ -31,7 +31,7 @@ def parameters_in_joint(
     Args:
         gm: the joint graph.
         parameters: as ``parameters_of`` the graph that it was made of; None: not known.
-        told: positions that AOTAutograd says; they count where the joint graph does not say what its inputs are.
+        told: positions that AOTAutograd says; they count where the joint graph does not tell the kind of its inputs.
     """
     found = set()
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):

@@ -64,7 +64,7 @@ class BackwardState:
 
     @property
     def frees_tangents(self) -> bool:
-        """Whether tangents are likely zeros that the graph makes, and frees: there is a loss beside other outputs."""
+        """Whether tangents are likely zeros that the graph makes, and frees: one of several outputs is a loss."""
         outputs = output_values(self.forward.gm.graph)[: self.forward.num_user_outputs]
         return bool(zeros_of(self.gm)) and any(is_loss(v) for v in outputs)
 
@@ -138,5 +138,5 @@ BACKWARD: tuple[Step[BackwardState], ...] = (
     Step("verify_pairing", _verify_pairing, "outer", on="outer"),
 )
 
-# What the piece "verify" switches off.
+# The passes that the piece "verify" switches off.
 PROOFS = ("verify_wiring", "verify_transfers", "verify_pairing")

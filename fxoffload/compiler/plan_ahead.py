@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 # Host memory of the machine that is planned for, where the user names none: more than any has, it binds nothing.
 _NO_HOST_BOUND = 1 << 50
-# Fixed here: what is traced lies on the CPU, and nothing is compiled or run.
+# Fixed here: traced tensors lie on the CPU, and nothing is compiled or run.
 _FIXED = {"device_types": ("cpu",), "on_error": "raise"}
 # Pieces without which there is no plan.
 _PLANNING = frozenset({"planner", "segments", "offload"})
 _MANY = 1 << 30
-# Plans are made one at a time: what Dynamo has learnt, and where it breaks graphs, is the process's.
+# Plans are made one at a time: Dynamo's caches and graph breaks are the process's.
 _TURN = threading.Lock()
 # Steps that are run, at most: in two, most models have compiled everything.
 _MOST_STEPS = 4
@@ -58,16 +58,16 @@ def plan(
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="fxoffload")`` would make for a step on ``device``.
 
-    Nothing is computed and no tensor of the model's size is allocated: the model and the inputs may be on meta, fake or
-    real, and stay as they are; of their tensors only sizes, strides, dtypes and ``requires_grad`` are read, and the
+    Nothing is computed and no tensor of the model's size is allocated. The model and the inputs may be on meta, fake or
+    real, and stay as they are. Of their tensors only sizes, strides, dtypes and ``requires_grad`` are read, and the
     values of integers that are real (sizes of images, say). Call it as the training step calls the model: in
     training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same dtype).
 
-    The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel: it saves
-    what the GPU's saves, except a few bytes of random state; with dropout inside the attention, or with shapes that
-    kernel does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is in
-    the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). What a model
-    chooses by ``is_cuda`` is chosen as on a CPU. Times are those of ``device``.
+    The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel. It saves
+    the same values as the GPU's, except a few bytes of random state. With dropout inside the attention, or with shapes
+    that kernel does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is
+    in the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). Choices that a
+    model makes by ``is_cuda`` are those for a CPU. Times are those of ``device``.
 
     A model with graph breaks is planned as one step of several graphs: the step runs on fake tensors, its backward from
     the output's ``loss`` or else from all outputs. ``Plan.breaks`` says what lies between the graphs. That is not in
@@ -88,10 +88,10 @@ def plan(
         BudgetError: (a ValueError) no plan fits into the budget. Graphs that each fit into it alone, but not side by
             side, warn.
         OptionsError: (a ValueError) an unknown device or a bad option.
-        TypeError: the model, or the arguments of the call, are not what they have to be.
-        UnsupportedError: (a NotImplementedError) nothing to plan: no parameter or output requires grad, no layers,
-            nothing saved that could move; or the model reads the value of a tensor between graphs, does not run on
-            fake tensors, or cannot be copied.
+        TypeError: the model is no module, or the arguments do not fit its call.
+        UnsupportedError: (a NotImplementedError) there is nothing to plan: no parameter or output requires grad, no
+            layers, no saved value that could move. Or the model cannot be traced: it reads the value of a tensor
+            between graphs, does not run on fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
     _check_call(model, example_args, example_kwargs)
@@ -218,7 +218,7 @@ def _check_plain(tensor: Tensor) -> None:
 
 
 def _twins(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> tuple[nn.Module, Any, Any]:
-    """The same with fake tensors on the CPU in place of all others. What was one tensor is one tensor."""
+    """The same with fake tensors on the CPU in place of all others. Uses of one tensor stay uses of one tensor."""
     copies = _FakeCopies(mode)
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {id(t): copies.twin(t) for t in tensors}
@@ -239,7 +239,7 @@ def _twins(model: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> tu
 
 @dataclass
 class _Request:
-    """What the backend has to know, and where it leaves what it found."""
+    """The backend's input, and where it leaves its results."""
 
     options: Options
     step: FakeStep = field(default_factory=FakeStep)
@@ -268,10 +268,10 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
 
 
 def _run_steps(step: FakeStep, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> tuple[str, ...]:
-    """Runs steps until one compiles nothing. Returns what breaks graphs in that one.
+    """Runs steps until one compiles nothing. Returns the graph breaks of that one.
 
-    One step is enough where there is one graph. Of others, the first may be another step than all later ones (a model
-    installs hooks in it), and what is compiled in a step holds memory meanwhile.
+    One step is enough where there is one graph. Where there are several, the first step may differ from all later ones
+    (a model installs hooks in it), and compilation in a step takes memory meanwhile.
     """
     breaks: list[tuple[list[GraphBreak], list[FakeGraph]]] = []  # by step, with the graphs that were compiled in it
     for number in range(_MOST_STEPS):
@@ -304,7 +304,7 @@ def _backward(output: Any) -> None:
 
 @contextlib.contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Errors of the model's on fake tensors say what to do. ``name``: of the model's class."""
+    """Errors of the model's on fake tensors come with advice. ``name``: of the model's class."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
@@ -327,8 +327,8 @@ def _errors_of(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dynamo_of_its_own() -> Iterator[None]:
-    """What Dynamo learns of sizes is forgotten, or the next compilation of the same code would be for dynamic ones. Its
-    limits, and that it may run on from errors, are for what the process compiles."""
+    """Make Dynamo forget sizes that it sees meanwhile, or the next compilation of the same code would be for dynamic
+    ones. Its limits, and its permission to run on from errors, are left to the process' own compilations."""
     from torch._dynamo import config
 
     settings = {
@@ -350,7 +350,7 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """``fxoffload.backend`` up to the plan; what it returns runs on fake tensors."""
+    """``fxoffload.backend`` up to the plan; returns a function that runs on fake tensors."""
     # Imported here, as there.
     from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
     from fxoffload.compiler.parameter_inputs import parameters_of

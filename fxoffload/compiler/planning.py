@@ -30,37 +30,37 @@ from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
-# What libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It is in
-# the first step's peak, which has to meet the budget too; a plan made again from measured steps has it back.
+# Memory that libraries allocate in the first step on a GPU and then keep (workspaces of cuBLAS; 60 MiB on an H200). It
+# is in the first step's peak, which has to meet the budget too. A plan remade from measured steps has it back.
 LIBRARY_BYTES = 64 << 20
-# What tuning Triton's kernels takes in the first step (copies of what they write, a buffer to empty the cache with).
+# Bytes that tuning Triton's kernels takes in the first step (copies of outputs, a buffer to empty the cache with).
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
 _WORTH = 0.05
-# Estimates of peaks have been a fifth too large on stock models: where the device tells what steps take, a budget that
-# is missed by no more than this part of the least peak is not refused on paper.
+# Estimates of peaks have been a fifth too large on stock models. So a budget that is missed by no more than this part
+# of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
 _TOO_LARGE = 0.25
-# Points of a frontier that is drawn, and of one that nobody may look at: each is planned for, which takes seconds.
+# Points of a frontier that is drawn, and of one that is not shown: each is planned for, which takes seconds.
 DRAWN_POINTS = 7
 FEW_POINTS = 2
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What came of planning.
+    """The result of planning.
 
     Attributes:
-        draft: what to compile.
+        draft: the one to compile.
         schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
-        scheduler: to schedule the same step again, when its times are known better.
+        scheduler: to reschedule the same step when its times are known better.
         base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
         goal: that the plan was made for.
         checkpointed: the draft under the model's own activation checkpointing, which the plan replaces; None: there is
             none, or it is obeyed.
-        checkpointing: what activation checkpointing that is obeyed takes, in words; "" where there is none.
+        checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
     """
 
     draft: Draft
@@ -79,17 +79,17 @@ class Planning:
 
     Args:
         joint: labelled; of tags, those that are to be obeyed. It is left as it is.
-        partition: what partitions (a copy of) it.
+        partition: partitions (a copy of) it.
         settings: of the drafts.
         rates: of the machine.
-        goal: what is asked for.
+        goal: that the user asked for.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
         num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
-        asked: what is asked for.
+        asked: the goal that the user asked for.
         goal: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
     """
 
@@ -121,7 +121,7 @@ class Planning:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What of the budget the graph may take; None: there is none. Activation checkpointing's peak is a graph's."""
+        """The graph's part of the budget; None: there is none. Activation checkpointing's peak is a graph's."""
         budget = self.goal.budget_bytes
         if budget is None or self.goal.is_checkpointing:
             return budget
@@ -169,7 +169,7 @@ class Planning:
         return replace(planned, plan=plan, checkpointed=draft)
 
     def _with_obeyed(self, planned: Planned) -> Planned:
-        """The plan says what activation checkpointing that is obeyed does to it."""
+        """``planned`` with the cost of activation checkpointing that is obeyed."""
         joint, plan = copy_graph(self.joint), planned.plan
         clear_checkpointing(joint)
         plain = make_draft(joint, "default", self.partition, self.settings)
@@ -341,7 +341,7 @@ class Planning:
 def too_small(
     budget_bytes: int, smallest: Simulation, library_bytes: int, baseline_bytes: int, basis: str
 ) -> BudgetError:
-    """Nothing meets the budget. ``basis``: what this rests on, a sentence."""
+    """Nothing meets the budget. ``basis``: the evidence, a sentence."""
     least = smallest.peak_bytes + library_bytes
     where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
     return BudgetError(
@@ -355,8 +355,9 @@ def too_small(
 
 
 def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
-    """The budget is met in the step in which kernels are tuned too, and if the caller should hold the outputs or have
-    gradients come from them, where that is possible: compute waits more.
+    """Meet the budget also in the step in which kernels are tuned; compute waits more.
+
+    Where possible, meet it also if the caller holds the outputs or sends gradients through them.
 
     Args:
         scheduler: of a step whose outputs are let go of.

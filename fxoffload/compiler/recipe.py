@@ -35,7 +35,7 @@ from fxoffload.runtime.variant import Layout, Variant, Variants
 
 log = logging.getLogger(__name__)
 
-# Of one graph, besides the one that was compiled first.
+# Of one graph, in addition to the one that was compiled first.
 MOST_VARIANTS = 2
 
 Points = Mapping[str, RecomputePoint]  # layer -> point
@@ -46,7 +46,7 @@ class Source:
     """Where variants come from.
 
     Attributes:
-        joint: labelled, not tagged; nobody changes it.
+        joint: labelled, not tagged; never changed.
         partition: partitions (and changes) a copy of it.
         num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
             so; ``joint`` is without those tags, so that variants may recompute less.
@@ -65,8 +65,8 @@ class Compiled:
         graph: to be shown.
         forward: of its passes.
         backward: of its passes.
-        forward_kwargs: what Inductor was given for the forward.
-        backward_kwargs: what Inductor was given for the backward.
+        forward_kwargs: those that Inductor was given for the forward.
+        backward_kwargs: those that Inductor was given for the backward.
     """
 
     graph: CompiledGraph
@@ -84,8 +84,8 @@ class VariantDraft:
         draft: its graphs.
         step: of one forward and backward of it.
         edges: of its graphs, by the positions of the graph that was compiled first.
-        saved: what its forward saves; ``Choice.offload`` has one bool for each candidate.
-        layout: of what it saves in the slots of the graph that was compiled first.
+        saved: values that its forward saves; ``Choice.offload`` has one bool for each candidate.
+        layout: of these values in the slots of the graph that was compiled first.
     """
 
     draft: Draft
@@ -109,7 +109,7 @@ class Recipe:
         settings: of the drafts.
         surroundings: that the graph was compiled in.
         compiled: the graph itself.
-        builder: makes a builder; each variant has its own, so that one that fails leaves nothing behind.
+        builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
         variants: takes those that are compiled.
     """
 
@@ -207,7 +207,7 @@ class Recipe:
     # -- compiled variants ---------------------------------------------------------------------------------------------
 
     def add(self, draft: VariantDraft) -> int:
-        """Reserve the next number for a draft; the same draft has the same number again.
+        """Reserve the next number for a draft; the same draft always has the same number.
 
         Raises:
             RuntimeError: there are as many variants as there may be.
@@ -240,7 +240,7 @@ class Recipe:
         return number in self._variants
 
     def compile(self, number: int) -> None:
-        """Compile what was reserved, unless it is compiled. Whatever it raises, nothing but the number is lost."""
+        """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost."""
         with self._compiling:
             if self.is_compiled(number):
                 return

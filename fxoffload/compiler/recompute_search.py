@@ -1,4 +1,4 @@
-"""Which recompute choice a graph is compiled under: the solver proposes, and a draft of each shows what it takes."""
+"""Chooses the recompute variant that a graph is compiled under: the solver proposes, a draft of each gives its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
-# How often the recompute choice is made again because its draft missed the objective.
+# How often another recompute choice is made because a draft missed the objective.
 _MAX_ROUNDS = 5
 # A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
 _ENOUGH = 0.005
@@ -44,7 +44,7 @@ class Try:
 
     Attributes:
         limit_bytes: the limit that it was found within; asked for again, it is found again.
-        promised: what the solver said of this choice; None where it was not asked.
+        promised: the solver's solution for this choice; None where it was not asked.
     """
 
     draft: Draft
@@ -77,11 +77,11 @@ class RecomputeSearch:
     """Finds recompute choices and schedules for one joint graph. Each choice is drafted once.
 
     Args:
-        draft: what drafts a choice.
-        scheduler: what schedules a draft.
+        draft: makes a choice's draft.
+        scheduler: makes a draft's scheduler.
         base: plain Inductor's draft, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
-        choices: what it chooses from; not asked for under a level.
+        choices: of the solver; not asked for under a level.
         checkpointed: the draft under the model's own activation checkpointing, one more choice.
     """
 
@@ -148,7 +148,7 @@ class RecomputeSearch:
                 continue
             if found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
                 return
-            # Compute that waits lacks the memory that copies of so many bytes would have freed by then.
+            # Compute waits until copies have freed enough memory: the shortfall is the bytes copied in that time.
             short = found.schedule.simulation.exposed_ms * choices.problem.d2h_bytes_per_ms
             budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
 
@@ -174,7 +174,7 @@ class RecomputeSearch:
             best, failed = (found, failed) if found.ms < best.ms else (best, budget)
 
     def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
-        """What checkpointing recomputes, where that may be faster than the best so far."""
+        """Checkpointing's choice, where that may be faster than the best so far."""
         known = self._drafted.get(_CHECKPOINTED)
         if known is None:
             return
@@ -183,7 +183,7 @@ class RecomputeSearch:
             yield Try(*known, schedule=aim(scheduler))
 
     def smallest(self) -> Try:
-        """The choice and schedule of the least peak that ``within`` finds again when it is asked for."""
+        """The choice and schedule of the least peak that ``within`` finds when it is asked for that peak."""
         tries = [*self._at_level(Scheduler.smallest)]
         if self._choices is not None:
             tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
@@ -215,7 +215,7 @@ class RecomputeSearch:
         def aim(scheduler: Scheduler) -> Schedule | None:
             found = scheduler.least_peak(most_ms)
             if found is None and (scheduler.fixed or self._level is not None):
-                # What the user asked for takes longer than that in any case.
+                # The user's own choice takes longer than that in any case.
                 return scheduler.least_time(_UNLIMITED)
             return found
 
@@ -242,7 +242,7 @@ class RecomputeSearch:
             yield found
             if found.schedule is not None:
                 return
-            # What the draft computes beyond what the choice promised, it will compute the next time too.
+            # The draft computes longer than the choice promised; it will do so the next time too.
             beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
             limit = min(limit, most_ms - beyond) - _CLOSE / 10 * baseline_ms
 
@@ -260,7 +260,7 @@ class RecomputeSearch:
         aim: Callable[[Scheduler], Schedule | None],
         seen: set[Hashable],
     ) -> Try | None:
-        """None for what was seen, or saves nothing that may move."""
+        """None if it was tried before, or saves nothing that may move."""
         if solution.alternatives in seen:
             return None
         seen.add(solution.alternatives)

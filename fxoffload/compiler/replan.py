@@ -39,7 +39,7 @@ Phases = Mapping[Phase, Mapping[str, float]]
 
 
 class Clock(Protocol):
-    """What measures; see ``SegmentClock``."""
+    """A clock that measures steps; see ``SegmentClock``."""
 
     def ready(self) -> bool: ...
     def readings(self) -> Readings: ...
@@ -51,10 +51,10 @@ _C = TypeVar("_C", bound=Clock)
 class Replan(Generic[_C]):
     """Follows one plan through its first steps.
 
-    The drafts of the plan, whose graphs are as large as what was compiled, are held until the calibration has ended.
+    The drafts of the plan, whose graphs are as large as the compiled ones, are held until the calibration has ended.
 
     Args:
-        calibration: what plans again.
+        calibration: makes the new plan.
         box: where the plan is shown.
         make_clock: makes the clock of the next measurement.
         in_background: whether to plan on a thread of its own.
@@ -79,18 +79,18 @@ class Replan(Generic[_C]):
 
     @property
     def calibration(self) -> PlanAgain | None:
-        """What plans again; None once it has."""
+        """The calibration to come; None once it is done."""
         return self._calibration
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is planned again any more."""
+        """Whether no further planning will come."""
         with self._lock:
             return self._calibration is None and not self._is_calibrating
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to be measured or planned again."""
+        """Whether no measurement and no planning is left to do."""
         with self._lock:
             return self.clock is None and self._calibration is None and not self._is_calibrating
 
@@ -140,7 +140,7 @@ class Replan(Generic[_C]):
                     self._calibration, self.clock = None, None
 
     def _check(self, clock: _C) -> None:
-        """What the steps behind the calibration took."""
+        """Show the times of the steps after the calibration."""
         readings = clock.readings()
         segments = readings.segment_ms()
         total = sum(readings.step_ms().values())
@@ -171,7 +171,7 @@ def log_times(when: str, readings: Readings) -> None:
 
 
 class Calibration(PlanAgain):
-    """Plans one graph again, once, with what was measured of it.
+    """Makes one graph's plan once more, with its measured times.
 
     Args:
         graph: the compiled graph.
@@ -180,10 +180,10 @@ class Calibration(PlanAgain):
         goal: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
-        pin: has so many more bytes of host memory ready: whether they are.
+        pin: prepares that many more bytes of host memory, and says whether they are ready.
 
     Attributes:
-        first: what the first step does; None: as all steps.
+        first: the choice of the first step; None: as in all steps.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Calibration(PlanAgain):
 def measured_step(
     step: TrainingStep, ms: Phases, temp_bytes: Mapping[Phase, Mapping[str, int | None]] | None = None
 ) -> TrainingStep:
-    """``step`` with what was measured of its segments; what was not stays."""
+    """``step`` with measurements of its segments; the rest stays as estimated."""
 
     def known(phase: Phase, segments: tuple[SegmentStep, ...]) -> tuple[SegmentStep, ...]:
         times = ms.get(phase, {})
@@ -284,7 +284,7 @@ def measured_step(
 
 
 def as_measured(other: TrainingStep, estimated: TrainingStep, measured: TrainingStep) -> TrainingStep:
-    """``other``, another partition of the same graph: estimated, with what one partition turned out to take.
+    """``other``, another partition of the same graph: its estimates, corrected by the measurements of one partition.
 
     Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimate
     as the whole step does.
@@ -314,7 +314,7 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
 def shared(
     sizes: Mapping[Phase, Mapping[str, int | None]], alike: Mapping[Phase, Mapping[str, object]]
 ) -> dict[Phase, dict[str, int | None]]:
-    """``sizes``, where a segment that was not measured takes what was measured of one of the same code."""
+    """``sizes``, where an unmeasured segment takes the measurement of one of the same code."""
     found: dict[Phase, dict[str, int | None]] = {}
     for phase, codes in alike.items():
         known: dict[object, int] = {}
@@ -326,7 +326,7 @@ def shared(
 
 
 def scale(prediction: Prediction, ratio: float) -> Prediction:
-    """The same with all times multiplied: what was measured of one partition, told of another one."""
+    """The same with all times multiplied: applies the measured ratio of one partition to another."""
     return replace(
         prediction,
         step_ms=prediction.step_ms * ratio,
@@ -358,7 +358,7 @@ def calibration_of(
     alike: Mapping[Phase, Mapping[str, object]],
     pin: Callable[[int], bool],
 ) -> Calibration | None:
-    """What plans a graph again; None where nothing in it moves. Arguments as of ``Calibration``."""
+    """Replans a graph; None where nothing in it moves. Arguments as of ``Calibration``."""
     if planned.schedule is None or planned.draft.step is None:
         return None
     place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}

@@ -32,8 +32,8 @@ _UNLIMITED = 1 << 62
 _CLEARLY_SLOWER = 0.05
 # Where nothing was worth doing, it may be for a call that takes this many times the memory.
 _PLAIN_RANGE = 4
-# So many sizes keep their schedule. Those of the grid are few; a size whose next one on the grid does not fit into the
-# budget has a schedule of its own.
+# Most sizes that keep their schedule. Those of the grid are few. A size has a schedule of its own if the next one on
+# the grid does not fit into the budget.
 _MOST_CHOICES = 256
 
 
@@ -66,7 +66,7 @@ class SizedPlan:
         return found or scheduler.least_time(_UNLIMITED)
 
     def limit_at(self, sizes: Sizes) -> int | None:
-        """The budget for calls of these sizes, likewise: activation checkpointing's peak depends on them."""
+        """The budget for calls of these sizes: where it is activation checkpointing's peak, it depends on them."""
         checkpointed = self.planned.checkpointed
         if checkpointed is None or not self.goal.is_checkpointing:
             return self.limit_bytes
@@ -77,8 +77,10 @@ class SizedPlan:
         return self._scheduler(sizes).smallest()
 
     def serves(self, sizes: Sizes) -> bool:
-        """Whether calls of these sizes are as well off as with a plan of their own, as far as can be told without one:
-        within the budget, and not clearly slower than the planned ones."""
+        """Whether calls of these sizes do as well as with a plan of their own, as far as can be told without one.
+
+        That is: within the budget, and not clearly slower than the planned ones.
+        """
         if self.planned.schedule is None:
             return self._serves_plain(sizes)
         found = self.schedule(sizes)
@@ -89,7 +91,7 @@ class SizedPlan:
         return found.simulation.step_ms <= self._plain(sizes).compute_ms * (1 + slowdown + _CLEARLY_SLOWER)
 
     def _serves_plain(self, sizes: Sizes) -> bool:
-        """Nothing is done: up to the budget; without one, as long as what is left undone is no larger by an order."""
+        """Whether plain Inductor will do: within the budget; without one, up to some times the planned memory."""
         step, planned = self._plain(sizes), self._plain(self.sizes.hints)
         limit = self.limit_at(sizes)
         return _peak_bytes(step) <= (_PLAIN_RANGE * _peak_bytes(planned) if limit is None else limit)
@@ -112,7 +114,7 @@ def _peak_bytes(step: TrainingStep) -> int:
 
 
 class ScheduleBySize:
-    """Answers, when a call begins, what that call does.
+    """Answers, when a call begins, with that call's choice.
 
     Args:
         plan: for other sizes.
@@ -134,7 +136,7 @@ class ScheduleBySize:
         return self._plan.sizes.told_by(args) == self._plan.sizes.hints
 
     def leave(self, nbytes: int) -> None:
-        """From now on leave so many bytes of the budget free: steps took more than was thought."""
+        """From now on leave this much of the budget free: steps took more than predicted."""
         with self._lock:
             self._spare_bytes = nbytes
             self._choices.clear()

@@ -36,7 +36,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
 class SegmentCall(torch.nn.Module):
-    """What a segment is in an outer graph: a module whose ``fn`` takes a list of inputs, which it clears.
+    """A segment in an outer graph: a module whose ``fn`` takes a list of inputs, which it clears.
 
     Attributes:
         layer: the layer label, or "".
@@ -86,7 +86,7 @@ def extract_segment(gm: fx.GraphModule, segment: Segment, donated: Sequence[int]
                 env[value].meta = dict(value.meta)
         env[node] = graph.node_copy(node, lambda n: env[n])
     output = graph.output(tuple(env[n] for n in segment.outputs))
-    # Strides stay what the next segment was compiled for.
+    # Strides stay those that the next segment was compiled for.
     output.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))
     return graph_module(attributes, graph)
 
@@ -110,7 +110,7 @@ class SegmentCompiler:
         self.pending = PendingKernels()
 
     def compile(self, gm: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]) -> None:
-        """Set ``call.fn``. ``graph_kwargs``: what Inductor was given for the whole graph.
+        """Set ``call.fn``. ``graph_kwargs``: those that Inductor was given for the whole graph.
 
         Raises:
             SegmentCompileError: names the layer.

@@ -1,7 +1,7 @@
 """One call of the backend: partition, forward, backward.
 
 AOTAutograd calls back three times: ``partition`` with the joint graph, then ``inner_compile`` with the forward and with
-the backward graph. The session carries what they have to know of each other.
+the backward graph. The session carries state from one to the next.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _JointState:
     tags: TagReport = field(default_factory=TagReport)
 
 
-# So many calls follow the first step's schedule at most, where no calibration comes that would count the outputs.
+# Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
 _MOST_AT_FIRST = 32
 _PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
@@ -117,7 +117,7 @@ _JOINT: tuple[Step[_JointState], ...] = (
 
 @dataclass
 class _CompiledForward:
-    """What the backward has to know of its forward."""
+    """The forward's results that its backward needs."""
 
     state: ForwardState
     movables: list[Movable]
@@ -137,7 +137,7 @@ class Partitioner(CustomPartitionerFn):
         return self._session.partition(gm, joint_inputs, self._base, kwargs)
 
     def uuid(self) -> None:
-        """None: what was partitioned for us must not come out of Inductor's cache of whole graphs."""
+        """None: a graph that was partitioned for us must not come out of Inductor's cache of whole graphs."""
 
 
 class CompileSession:
@@ -170,19 +170,19 @@ class CompileSession:
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
         self._planned: Planned | None = None
-        self._must_offload = False  # a user's policy wants some value on the host
-        self._sized: SizedPlan | None = None  # where sizes vary
-        self._range: Range | None = None  # of them
-        self._limit_bytes: int | None = None  # of the budget, for what is planned
-        self._op_times: Mapping[str, float] = {}  # measured
-        self._meter: Meter | None = None  # measures before the first step, if anything does
-        self._allowance = Allowance()  # for that
-        self._ran: RanSegments | None = None  # of the compiled graphs, before the first step
-        self._calibration: PlanAgain | None = None  # until then
+        self._must_offload = False  # A user's policy wants some value on the host.
+        self._sized: SizedPlan | None = None  # Where sizes vary.
+        self._range: Range | None = None  # Of these sizes.
+        self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
+        self._op_times: Mapping[str, float] = {}  # Measured.
+        self._meter: Meter | None = None  # Measures before the first step, if anything does.
+        self._allowance = Allowance()  # Of the meter.
+        self._ran: RanSegments | None = None  # Of the compiled graphs, before the first step.
+        self._calibration: PlanAgain | None = None  # Until the first step.
         self._plan_box: PlanBox | None = None
-        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
-        self._own_budget: int | None = None  # of a plan for this graph alone
-        self._checkpointed: Checkpointed | None = None  # what that plan replaces
+        self._watched_graph: PlannedAlone | None = None  # Where a budget let it be plain Inductor's.
+        self._own_budget: int | None = None  # Of a plan for this graph alone.
+        self._checkpointed: Checkpointed | None = None  # Activation checkpointing that the plan replaces.
         self._goal = PlanGoal.of(
             options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -200,7 +200,7 @@ class CompileSession:
         self._runtime = self._builder.runtime
 
     def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
-        """What Inductor calls to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
+        """Inductor calls it to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
         return Partitioner(self, base or default_partition)
 
     def partition(
@@ -259,8 +259,10 @@ class CompileSession:
         return forward, backward
 
     def _without_plain_checkpointing(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The joint graph without the tags that a plan replaces; ``gm`` itself where all are obeyed. Where sizes depend
-        on data, nobody knows checkpointing's peak."""
+        """The joint graph without the tags that a plan replaces; ``gm`` itself where all are obeyed.
+
+        Where sizes depend on data, they are obeyed: checkpointing's peak is unknown.
+        """
         if self.options.checkpoints != "plan" or self.options.recompute != "auto" or depends_on_data(gm):
             return gm
         free = copy_graph(gm)
@@ -295,17 +297,17 @@ class CompileSession:
         return self._planned
 
     def forget_plan(self) -> None:
-        """``fxoffload.plans()`` lists it no more, and its drafts go."""
+        """``fxoffload.plans()`` stops listing it, and its drafts go."""
         self._planned = self._plan_box = self._source = None
 
     def _chooses(self) -> bool:
-        """Whether the options say what is saved and recomputed, and not AOTAutograd's partitioner."""
+        """Whether the options choose the saved and recomputed values, and not AOTAutograd's partitioner."""
         planned = self.options.policy == "auto" and "planner" not in self.disabled
         return planned or self.options.recompute == "cheap"
 
     def _plans(self, joint: fx.GraphModule) -> bool:
-        """Whether there is something to plan: in a graph of one layer there is not, and a budget cannot be promised for
-        sizes that nobody knows."""
+        """Whether there is something to plan. A graph of one layer has nothing, and no budget can be promised for
+        sizes that are unknown before the step."""
         off = self.disabled & {"planner", "segments", "offload"}
         if self.options.policy != "auto" or off or len(self._layers.layers) < 2:
             return False
@@ -367,7 +369,7 @@ class CompileSession:
         return replace(found.planned, plan=plan)
 
     def rates(self) -> ProfileRates:
-        """What plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
+        """The rates that plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
         return replace(rates_for(self.options.profile, self.device), op_times=self._op_times)
 
     def _measure_ops(self, joint: fx.GraphModule) -> None:
@@ -392,7 +394,7 @@ class CompileSession:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
         if off := self.disabled & _PIECES_OF_TAPES:
             return f"{', '.join(sorted(off))}: switched off"
-        # A plan for the step does not know of what a user's policy wants on the host.
+        # A plan for the step does not know of values that a user's policy wants on the host.
         if self._must_offload:
             return "a policy says MUST_CPU_OFFLOAD"
         return "" if self.options.policy == "auto" else f"its policy is {self.options.policy}"
@@ -401,7 +403,7 @@ class CompileSession:
         return not self.why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
 
     def tape_goal(self) -> TapeGoal:
-        """What the graph has to agree on with the others of its step."""
+        """The goal that the graph has to share with the others of its step."""
         return TapeGoal(
             self._goal,
             self._runtime.budgets,
@@ -424,8 +426,10 @@ class CompileSession:
             return None
 
     def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
-        """Let a graph be part of a plan for the whole step: at once, or, where it has a plan of its own and a budget,
-        when it is seen in one step with others."""
+        """Let a graph be part of a plan for the whole step.
+
+        Normally that is at once. A graph with a plan of its own and a budget joins when a step runs it with others.
+        """
         forward, site, source = self._forward, self._site, self._source
         own = self._plan_box
         if forward is None or site is None or (own is not None and self._own_budget is None):
@@ -484,7 +488,7 @@ class CompileSession:
             site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
 
     def _with_measured_segments(self, part: Part, backward: BackwardState) -> Part:
-        """``part`` with what its segments take on made-up inputs, where its sizes are fixed."""
+        """``part`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""
         ran = self._run_segments(backward, part.step) if part.sized is None else None
         if ran is None:
             return part
@@ -509,7 +513,7 @@ class CompileSession:
             return self._inner_compile(gm, example_inputs, kwargs)
         self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
         found = self._inner_compile(gm, example_inputs, kwargs)
-        self._source = self._checkpointed = None  # likewise
+        self._source = self._checkpointed = None  # for the same reason
         if self._range is not None:
             self._range.guard()
         return found
@@ -565,7 +569,7 @@ class CompileSession:
         first = None if self._planned is None else self._planned.first
         keeps_turn = self._runtime.keeps_turn and planned is None
         leaving = [c for c in chosen if not (keeps_turn and c.name in state.turn.names)]
-        # Pinned behind the rest of the compilation.
+        # Pinned in the background while the rest compiles.
         reserved = sum(block_bytes(c.nbytes or 0) for c in leaving)
         if first is not None:
             reserved = max(reserved, first.simulation.bytes_offloaded)
@@ -615,7 +619,7 @@ class CompileSession:
             return chosen if is_in_order else replace(chosen, offload=[chosen.offload[i] for i in built.order])
 
         def clock(args: list[Any]) -> SegmentClock | None:
-            """What is measured is the step that was planned."""
+            """The clock, for calls of the step that was planned."""
             replan = self._replan
             if site.followed is not None and own is not None and not is_told:
                 is_told.append(True)
@@ -650,7 +654,7 @@ class CompileSession:
         return _when_ready(forward, self._builder.pending)
 
     def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
-        """What holds a graph with a plan of its own to its budget."""
+        """The control that holds a graph with a plan of its own to its budget."""
         planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
         assert planned is not None and box is not None
         assert planned.draft.step is not None and planned.schedule is not None and planned.scheduler is not None
@@ -668,7 +672,7 @@ class CompileSession:
         return GraphBudget(found, planned.scheduler, planned.schedule, in_background=self.device.type == "cuda")
 
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
-        """What schedules calls of other sizes than the planned ones; None where sizes are fixed."""
+        """Schedules calls of other sizes than the planned ones; None where sizes are fixed."""
         sized, planned = self._sized, self._planned
         if sized is None or planned is None or planned.draft.step is None:
             return None
@@ -679,7 +683,7 @@ class CompileSession:
         return ScheduleBySize(replace(sized, sizes=sizes), [place[c.name] for c in state.saved.candidates])
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
-        """What the plan says, in the order of the candidates."""
+        """The plan's choice, in the order of the candidates."""
         planned = self._planned
         if planned is None or planned.schedule is None:
             return None
@@ -697,8 +701,11 @@ class CompileSession:
         return Choice(tuple(offload[c.name] for c in state.saved.candidates), schedule.windows)
 
     def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``run``, a backward, after whose first call the plan takes over from the first step's schedule: at once, or,
-        where outputs are not what the plan takes them for, when the calibration has counted them or has ended."""
+        """``run``, a backward: after its first call the plan takes over from the first step's schedule.
+
+        Normally that is at once. Where outputs are not as the plan assumes, it waits until the calibration has counted
+        them or has ended.
+        """
         assert self._forward is not None
         graph, replan = self._forward.graph, self._replan
         outputs, first, num_calls = graph.outputs, graph.planned, itertools.count(1)
@@ -762,7 +769,7 @@ class CompileSession:
     # -- before the first step ---------------------------------------------------------------------------------------
 
     def _run_segments(self, backward: BackwardState, step: TrainingStep) -> RanSegments | None:
-        """What the compiled segments take, run once on made-up inputs; None where that is not known. Never raises."""
+        """Readings of the compiled segments, run once on made-up inputs; None where there are none. Never raises."""
         meter, self._meter = self._meter, None
         if meter is not None and self._forward is not None:
             try:
@@ -772,7 +779,7 @@ class CompileSession:
         return self._ran
 
     def _plan_first(self, backward: BackwardState) -> None:
-        """Schedule with what the compiled segments take, before the first step."""
+        """Schedule with the readings of the compiled segments, before the first step."""
         calibration, self._calibration = self._calibration, None
         ran = None if calibration is None else self._run_segments(backward, calibration.step)
         if calibration is None or ran is None:

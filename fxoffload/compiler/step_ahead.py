@@ -1,8 +1,8 @@
-"""The plan of a step that ran on fake tensors: what its graphs would do on the device.
+"""The plan of a step that ran on fake tensors: how its graphs would run on the device.
 
-A step of one graph has that graph's plan. Where it has several, they do what they would do in training
-(``fxoffload.runtime.steps.alone``): graphs without plans of their own are planned together, like layers that are
-compiled each on its own; graphs with plans of their own keep them, unless there is a budget that these exceed side by
+A step of one graph has that graph's plan. Several graphs do the same as in training
+(``fxoffload.runtime.steps.alone``). Graphs without plans of their own are planned together, like layers that are
+compiled each on its own. Graphs with plans of their own keep them, unless there is a budget that these exceed side by
 side.
 """
 
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
-    """What is planned for a step.
+    """The plan of a step.
 
     Args:
         step: that ran.
-        breaks: what lies between its graphs.
+        breaks: the code between its graphs.
 
     Raises:
         BudgetError: no plan fits into the budget.
@@ -94,7 +94,7 @@ class _Planning(TapePlanning):
         held: at their edges.
 
     Attributes:
-        said: what it warned of.
+        said: its warnings.
     """
 
     def __init__(self, calls: Sequence[FakeGraph], held: tuple[Held, ...]) -> None:
@@ -102,7 +102,7 @@ class _Planning(TapePlanning):
         self._stays: dict[str, bool] = {}
         parts = [g.part for g in calls if g.part is not None]
         super().__init__(parts, Seen(held), [frozenset()] * len(parts))
-        # Nothing of what plain Inductor compiles can move.
+        # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
         self._stays = {name: False for name in names if name is not None}
         self.option = self.compiled = self.ways.as_compiled()
@@ -112,11 +112,11 @@ class _Planning(TapePlanning):
         return self._ways(parts, held, [frozenset()] * len(parts)).as_compiled().scheduler.keep_all()
 
     def warn(self, kind: str, text: str) -> None:
-        """Nobody follows this plan yet."""
+        """Keep the text: no step follows this plan yet."""
         self.said.append(text)
 
     def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
-        """As ever, but for what stays."""
+        """As in training, with the candidates that stay fixed."""
         return partial(self.scheduling(rates, host_bytes), fixed=self._stays)
 
 
@@ -135,7 +135,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
         log.info("%s", text)
     _check_budget(planning, found, is_least=together)
     if not together or any(g.planned is not None for g in calls):
-        # As compiled, graphs with plans of their own compute again what those say.
+        # As compiled, graphs with plans of their own recompute what those plans say.
         planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.held_plain())
         aim = aim_of(planning.goal) if together else _each_by_itself(calls)
         planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
@@ -191,7 +191,7 @@ def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) ->
 
 
 def _as_each_plans(calls: Sequence[FakeGraph], planning: TapePlanning) -> Schedule:
-    """What the calls do without a plan for the step."""
+    """The schedule of the calls without a plan for the step."""
     chain = planning.chain
     moves: dict[str, bool] = {}
     in_flight, ahead = [0] * (len(chain.step.forward) + 1), [0] * (len(chain.step.backward) + 1)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 
 def structural_key(gm: fx.GraphModule, donated: Sequence[int]) -> tuple[Any, ...]:
-    """A hashable description of a segment: ops, constants, what is connected to what, and the inputs' layouts.
+    """A hashable description of a segment: ops, constants, edges, and the inputs' layouts.
 
     Names do not enter, nor do values that the segment takes as inputs. Subgraphs (``get_attr`` of a GraphModule) enter
     by content. Symbolic sizes enter as text, which identifies them within one ``ShapeEnv`` only: a cache of compiled

@@ -1,9 +1,9 @@
 """Tangents: the gradients of a graph's outputs, which its backward is given.
 
-[Note: Gradients that nothing comes from] Stock models return logits and caches beside the loss, and most loops use the
-loss alone. Autograd then makes zeros for the others (2.3 GiB for 8,192 tokens and 151,936 words) and holds them until
-the backward has ended. Our graphs have autograd pass None instead (``fxoffload.backend``), make the zeros themselves,
-and free them with their last reader.
+[Note: Gradients that nothing comes from] Stock models return logits and caches together with the loss, and most loops
+use the loss alone. Autograd then makes zeros for the others and holds them until the backward has ended: 2.3 GiB for
+8,192 tokens and 151,936 words. Our graphs have autograd pass None instead (``fxoffload.backend``), make the zeros
+themselves, and free them with their last reader.
 """
 
 from __future__ import annotations

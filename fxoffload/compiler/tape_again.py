@@ -1,10 +1,10 @@
-"""What the calls of a chain compute again, chosen once more when its first steps have been measured.
+"""Re-selects each call's recompute variant from measured times.
 
-Before anything ran, times were estimates, and copies as fast as the profile says. A link that turns out slower leaves
-copies exposed that a call which computes more again would not make; graphs that turn out slower hide more of them, so
-that fewer calls need to.
-A working set that turns out larger takes more copies, or leaves no choice of what moves within the budget.
-Only variants that are compiled already are chosen from, so that no step waits for a compiler.
+Before a chain runs, its times are estimates, and copies are as fast as the profile says. A slower link leaves copies
+exposed that a call which recomputes more would not make. Slower graphs hide more of them, so that fewer calls need to
+recompute. A larger working set takes more copies, or leaves no choice of what moves within the budget.
+
+Only compiled variants are candidates, so that no step waits for a compiler.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from fxoffload.runtime.clocks.segment_readings import Phase
 if TYPE_CHECKING:
     from fxoffload.compiler.tape_plan import TapePlanning
 
-# So many of the chains that were found are laid out with what runs at the turn.
+# Most of the chains found that are laid out together with the segment at the turn.
 _FINISHED = 3
 
 
 @dataclass(frozen=True)
 class Again:
-    """What was found.
+    """The result of choosing variants from measured times.
 
     Attributes:
-        variants: per call, what it runs; None: the graph as compiled.
+        variants: per call, its variant; None: the graph as compiled.
         schedule: what moves when; of the chain with a segment for the turn.
-        now_ms: what a step takes with the variants that ran, by the same times; infinite where the aim is missed so.
+        now_ms: a step's time with the variants that ran, by the same measurements; infinite where that misses the aim.
     """
 
     variants: Variants
@@ -55,19 +55,18 @@ class Again:
 
     @property
     def ms(self) -> float:
-        """What a step takes."""
+        """Time of a step."""
         return self.schedule.simulation.step_ms
 
 
 def choose_again(
     planning: TapePlanning, found: MeasuredChain, rates: ProfileRates, aim: TapeAim, host_bytes: int | None
 ) -> Again | None:
-    """The best chain of compiled variants for ``aim``, by what was measured; None where there is none, or nothing to
-    choose from.
+    """The best chain of compiled variants for ``aim``, from measurements. None: there is none, or no choice.
 
     Args:
-        planning: of the chain, with what it ran.
-        found: what was measured of that.
+        planning: of the chain, with the variants that it ran.
+        found: measurements of that chain.
         rates: of the machine, with the link as it was found.
         aim: of the plan, in measured time.
         host_bytes: most bytes on the host.
@@ -89,7 +88,7 @@ def choose_again(
 
 class MeasuredRecompute(TapeRecompute):
     """The options of a chain that has run: of the graphs as compiled and the variants that are compiled, in measured
-    time. What no call has run is as much slower than its estimate as what ran."""
+    time. The estimate of one that no call has run is scaled as measurements of the others scale theirs."""
 
     def __init__(
         self, planning: TapePlanning, found: MeasuredChain, rates: ProfileRates, host_bytes: int | None
@@ -111,7 +110,7 @@ class MeasuredRecompute(TapeRecompute):
         self.beside = found.beside
 
     def scheduler_with_turn(self, option: TapeOption) -> Scheduler:
-        """Of the step with what runs between the last forward and the first backward."""
+        """Of the step with the code between the last forward and the first backward."""
         chain = option.chain.with_beside(BESIDE_NOTHING)
         chain = chain.with_step(measured_step(with_turn(chain.step), self._gaps)).with_beside(self.beside)
         return self._scheduler(chain.step)
@@ -133,5 +132,5 @@ class MeasuredRecompute(TapeRecompute):
 
 
 def _between(ms: Times) -> Mapping[Phase, Mapping[str, float]]:
-    """Of what lies between calls alone."""
+    """Of the code between calls alone."""
     return {phase: {name: t for name, t in times.items() if lies_between(name)} for phase, times in ms.items()}

@@ -1,4 +1,4 @@
-"""What the plan of a chain of calls knows of each of its graphs."""
+"""The data that the plan of a chain of calls has about each of its graphs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from fxoffload.runtime.steps.held import Edges
 
 @dataclass(frozen=True)
 class TapeGoal:
-    """What the graphs of one chain have to agree on.
+    """The settings that the graphs of one chain have to share.
 
     Attributes:
         goal: of the plan.
         budgets: of the options.
         profile: name of the profile, None for the device's.
         device: of the graphs.
-        calibrates: whether the plan is made again with measured times.
+        calibrates: whether the plan is remade with measured times.
         paces: whether forwards may be paced (``fxoffload.planner.pacing``).
         records: whether the allocator may be asked to record its events.
     """
@@ -75,7 +75,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class Part:
-    """What the plan of a chain knows of one of its graphs.
+    """The data that the plan of a chain has about one of its graphs.
 
     Attributes:
         graph: as compiled.
@@ -83,13 +83,13 @@ class Part:
         rates: that its times were estimated with.
         goal: of the chain.
         edges: of the graph, in the names of ``step``.
-        recipe: makes variants of the graph that compute more again; None: there are none.
+        recipe: makes variants of the graph that recompute more; None: there are none.
         sized: the graph, where its sizes vary; None: they do not.
         sizes: that ``step`` is of; empty: those that the graph was compiled for.
-        warned: what plans that begin here have warned of.
+        warned: kinds of warnings that plans which begin here have given.
         checkpointed: of a graph with a plan of its own, which replaces activation checkpointing: one forward and
             backward under that, and its edges.
-        basis: what its times rest on (``Plan.basis``).
+        basis: the source of its times (``Plan.basis``).
         estimate: the step before its segments ran on made-up inputs; None: they did not.
     """
 
@@ -152,7 +152,7 @@ def describe_part(
     rates: ProfileRates,
     recipe: Recipe | None = None,
 ) -> tuple[Part, Edges] | None:
-    """What a plan has to know of two compiled graphs; None where nothing that is saved may move.
+    """Two compiled graphs as data for a plan; None where nothing that is saved may move.
 
     ``rates``: of the device. ``recipe``: of variants of them; the edges then name the inputs that only a variant may
     save too.

@@ -1,12 +1,11 @@
 """Plans all compiled graphs of a step together, where none of them has a plan of its own.
 
 A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
-FSDP2). When the same chain of calls was seen twice (``fxoffload.runtime.steps.calls``), it is planned like one graph:
-what each call keeps, offloads and computes again. Keep and offload need nothing but the plan. To compute more again, a
+FSDP2). After the same chain of calls was seen twice (``fxoffload.runtime.steps.calls``), it is planned like one graph:
+each call's values are kept, offloaded or recomputed. Keep and offload need nothing but the plan. To recompute more, a
 graph gets a variant (``fxoffload.compiler.recipe``), which is compiled when the plan is followed for the first time.
-Graphs that obey activation checkpointing as compiled get variants that recompute less; unless something is asked for,
-the plan then takes no more than checkpointing's own peak.
-Nothing is exchanged between ranks.
+Graphs that obey activation checkpointing as compiled get variants that recompute less. Unless the user asks for
+something, the plan then takes no more than checkpointing's own peak. Nothing is exchanged between ranks.
 
 Where sizes vary from call to call, a chain is planned for some sizes: graphs, and their variants, are described as they
 are with those. A variant is compiled when the first size wants it, and serves all.
@@ -55,28 +54,29 @@ log = logging.getLogger(__name__)
 _GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
 # A plan that saves less than this part of the peak is not worth its copies.
 _WORTH = 0.05
-# Likewise variants that save less of it, or less than this part of the step's time within a budget.
+# The same for variants; within a budget, they have to save this part of the step's time.
 _WORTH_MS = 0.005
 # The graphs as compiled may still be the best ones if they are slower by no more than this part of the step's time
 # before either schedule was searched for longer.
 _CLOSE_MS = 0.05
-# What eager code between the graphs has at the peak, on a GPU: a tangent that adds up, workspaces of libraries. 24
-# layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
+# Memory of eager code between the graphs at the peak, on a GPU: a tangent that adds up, workspaces of libraries.
+# Measured: 24 layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
 AROUND_BYTES = 64 << 20
-# Of the budget, sizes below the largest leave this part, where they have to move something. Each of them fills its
-# budget in an order of its own, and where the allocator does not find room for one among what others left, the device's
-# reserved memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The largest
-# has that room. In proportion to its activations the next size of the grid has as much of the budget as the largest.
+# Sizes below the largest leave this part of the budget, where they have to move something. Each of them fills its
+# budget in an order of its own, and the allocator may find no room for one among blocks that others left. Then the
+# device's reserved memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The
+# largest uses this room itself. In proportion to its activations, the next size of the grid still has as much of the
+# budget as the largest.
 _SPARE = 1 / 16
 
 
 def around_bytes(device: torch.device) -> int:
-    """What of a step's budget its graphs leave to others."""
+    """The part of a step's budget that its graphs leave to others."""
     return AROUND_BYTES if device.type == "cuda" else 0
 
 
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
-    """What of a step's budget its graphs may take."""
+    """The part of a step's budget that its graphs may take."""
     return max(budget_bytes - around_bytes(device), 1)
 
 
@@ -88,10 +88,10 @@ def plan_tape(
 
     Args:
         sites: of the calls, in the order of their forwards.
-        seen: what was seen of their memory.
+        seen: observations of their memory.
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
-        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: nobody
-            would follow it.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
+            call would follow it.
     """
     parts = [s.part for s in sites if isinstance(s.part, Part)]
     if len(parts) != len(sites) or len(parts) < 2 or any(p.goal != parts[0].goal for p in parts):
@@ -122,14 +122,14 @@ class TapePlanning:
         sizes: per call, those that are planned for; empty where none vary.
 
     Attributes:
-        option: what is taken: at first, every graph as it was compiled.
+        option: the choice of variants that the plan takes: at first, every graph as it was compiled.
         plain: the graphs as compiled; where those obey activation checkpointing, as plain Inductor has them.
         baseline: its step.
         checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
             none.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes, margin_bytes: as of ``Seen``.
-        beside: what is known to be on the device beside the graphs, with the margin: from the steps before the plan,
+        beside: memory known to be on the device outside the graphs, with the margin: from the steps before the plan,
             then from those that were measured.
         forward_ms: of each call: an estimate, until steps were measured.
         paced: per call, whether its forward is, by the latest ``choices``.
@@ -179,13 +179,13 @@ class TapePlanning:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What of the budget the graphs may take; None: there is none."""
+        """The graphs' part of the budget; None: there is none."""
         budget = self.goal.budget_bytes
         return None if budget is None else bytes_for_graphs(budget, self.device)
 
     @property
     def calibrates(self) -> bool:
-        """Whether it is planned again with measured times: where sizes vary, they are not those of one step."""
+        """Whether it is replanned with measured times: where sizes vary, they are not those of one step."""
         return self.parts[0].goal.calibrates and not self.sizes
 
     @property
@@ -200,7 +200,7 @@ class TapePlanning:
         return f", sizes {', '.join(map(str, first))}" if first else ""
 
     def _warn_of_the_budget(self, kind: str, text: str) -> None:
-        """Unless it is activation checkpointing's peak, which nobody was promised: the plan's summary says it."""
+        """Warn, unless the budget is activation checkpointing's peak: that is no promise, and the summary says it."""
         if not self.goal.is_checkpointing:
             self.warn(kind, text)
 
@@ -213,7 +213,7 @@ class TapePlanning:
 
     @property
     def chain(self) -> Chain:
-        """What is scheduled."""
+        """The chain that is scheduled."""
         return self.option.chain
 
     def _ways(self, parts: Sequence[Part], held: Sequence[Held], written: Sequence[frozenset[str]]) -> TapeRecompute:
@@ -242,9 +242,11 @@ class TapePlanning:
         )
 
     def _beside(self, seen: Seen, written: Sequence[frozenset[str]]) -> Beside:
-        """What is on the device beside the graphs. Where sizes vary, steps of this size, or nearly, tell: they may have
-        been shorter than what is planned for, by less than a step of the grid. Where none could be measured, those of
-        another size do."""
+        """Memory on the device outside the graphs.
+
+        Where sizes vary, it comes from steps of this size, or nearly: they may have been shorter than the planned ones
+        by less than a step of the grid. Where none could be measured, it comes from those of another size.
+        """
 
         def at(step: Seen) -> tuple[int, Beside]:
             ran = self.compiled
@@ -258,7 +260,7 @@ class TapePlanning:
         return beside_of_larger(size, found, None if seen.other is None else at(seen.other))
 
     def with_margin(self, beside: Beside) -> Beside:
-        """``beside``, and what steps took beyond what earlier plans of this chain said: nobody knows where."""
+        """``beside`` plus the excess of steps over earlier plans of this chain; its place in the step is unknown."""
         return raised(beside, self.margin_bytes, len(self.parts))
 
     def without_margin(self, beside: Beside) -> Beside:
@@ -272,7 +274,7 @@ class TapePlanning:
         return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
 
     def _seen_beside(self, compiled: TapeOption, seen: Seen) -> Beside:
-        """What was there in the first steps under a budget (``Site.at_first``)."""
+        """Memory outside the graphs in the first steps under a budget (``Site.at_first``)."""
         chain = compiled.chain
         goes: dict[str, bool] = {}
         for k, part in enumerate(self.parts):
@@ -286,13 +288,15 @@ class TapePlanning:
         return beside_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
     def quick(self) -> Schedule | None:
-        """What to do with the graphs as they are compiled, not searched for long. None: they do not fit into the
-        budget, or there is none; then the first steps, which offload everything, wait for no copy until the plan is
-        there, and are as good."""
+        """The schedule of the graphs as they are compiled, not searched for long.
+
+        None: they do not fit into the budget, or there is none. Without a budget the first steps, which offload
+        everything, wait for no copy until the plan is there, and are as good.
+        """
         return None if self.limit_bytes is None else self.compiled.scheduler.least_time(self.limit_bytes)
 
     def run(self) -> Schedule:
-        """What to do."""
+        """The schedule that meets the goal best."""
         if self.goal.budget_bytes is not None:
             return self._within(self.goal.budget_bytes)
         slowdown = self.goal.max_slowdown or 0.0
@@ -338,7 +342,7 @@ class TapePlanning:
     def _take(self, aim: TapeAim) -> Schedule | None:
         """Set ``option`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
         taken where others are hardly better: variants have to be compiled."""
-        # To search longer takes most of a plan's time, and where sizes vary there are many, made beside running steps.
+        # A longer search takes most of a plan's time. Where sizes vary there are many plans, made while steps run.
         first = replace(aim, refines=not self.sizes)
         self.compiled = self.ways.as_compiled(first)
         mine = self.compiled.schedule
@@ -432,7 +436,7 @@ class TapePlanning:
         *,
         follower: Follower | None = None,
     ) -> Following:
-        """With what holds it to its budget, where one was promised."""
+        """With its budget control, where a budget was promised."""
         budget, limit = (None, None) if self.goal.is_checkpointing else (self.goal.budget_bytes, self.limit_bytes)
         least = () if budget is None else self.choices(self._smallest(self.option))
         return Following(
@@ -449,7 +453,7 @@ class TapePlanning:
         )
 
     def spare_of(self, schedule: Schedule) -> int:
-        """What a schedule leaves of the budget."""
+        """The rest of the budget under a schedule."""
         return 0 if self.limit_bytes is None else max(self.limit_bytes - schedule.simulation.peak_bytes, 0)
 
     def _smallest(self, option: TapeOption) -> Schedule:
@@ -466,12 +470,12 @@ class TapePlanning:
         self.summary = summary
 
     def summary_of(self, variants: Variants, schedule: Schedule, baseline: Prediction) -> str:
-        """What the plan would say of these, in measured time, as ``baseline`` is."""
+        """The plan's summary for these, in measured time, as ``baseline`` is."""
         return f"{aim_of(self.goal)}, by what was measured: {self.gain(schedule, baseline, variants)}"
 
     @property
     def shown_summary(self) -> str:
-        """What the plan says of itself."""
+        """The plan's summary."""
         found = self.checkpointing
         if found is None:
             return f"{self._over}, {self.summary}"
@@ -483,14 +487,14 @@ class TapePlanning:
         return f"{self._over}, {self.summary}; {instead} activation checkpointing ({costs})"
 
     def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
-        """What each call does under a schedule for what is taken."""
+        """Each call's choice under a schedule of the chosen variants."""
         if self._paces:
             self.paced = paced_calls(self.forward_ms, schedule, self.rates)
         each = enumerate(zip(self.numbers, self.paced, strict=True))
         return tuple(replace(self._choice(k, self.option, schedule, n), paced=pace) for k, (n, pace) in each)
 
     def _choice(self, call: int, option: TapeOption, schedule: Schedule, number: int) -> Choice:
-        """What one call does, in the order of the candidates of what it runs."""
+        """The choice of one call, in the order of the candidates of the variant that it runs."""
         go = _by_name(option, call, schedule)
         offload = tuple(go[c.name] for c in self._saved(option, call).candidates)
         windows = option.chain.windows_of(call, schedule.windows)
@@ -509,7 +513,7 @@ class TapePlanning:
 
     def describe(self, schedule: Schedule) -> Plan:
         """The plan to show."""
-        # The first of the others computes all again that may be.
+        # The first of the others recomputes everything that it may.
         tried = (self.compiled, self.option, *self.others[:1])
         smallest = {id(o): self._smallest(o).simulation.peak_bytes for o in tried}
         return Plan(

@@ -1,8 +1,8 @@
-"""Looks for a better plan of a chain of calls by what its graphs compute again.
+"""Looks for a better plan of a chain of calls by choosing recompute variants of its graphs.
 
-Each graph has a frontier of recompute choices (``Recipe.points``). Some of them are drafted; the solver chooses one for
-each call, together with what moves; at most two per graph are taken on, beside what was compiled first. A chain of them
-is laid out from their drafts and scheduled like any other, so what is compared is always simulated.
+Each graph has a frontier of recompute choices (``Recipe.points``). Some of them are drafted. The solver chooses one for
+each call, together with the values that move. At most two per graph are taken on, in addition to the graph as compiled.
+A chain of them is laid out from their drafts and scheduled like any other, so that all comparisons are of simulations.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from fxoffload.runtime.steps.held import Edges, Held
 
 log = logging.getLogger(__name__)
 
-# Per call, what it runs; None: the graph as compiled.
+# Per call, its variant; None: the graph as compiled.
 Variants = tuple[VariantDraft | None, ...]
 
-# So many points of a graph's frontier are drafted.
+# Most points of a graph's frontier that are drafted.
 _MOST_DRAFTS = 6
-# How often a choice is made again because its chain misses what was promised, and when it does not.
+# Rounds in which the solver chooses once more because a chain missed its promise; then margins (of time, of bytes)
+# within which a promise is kept.
 _MAX_ROUNDS = 4
 _ENOUGH = 0.005
 _CLOSE = 0.01
@@ -82,8 +83,8 @@ class TapeOption:
     """A way to run a chain.
 
     Attributes:
-        variants: per call, what it runs; None: the graph as compiled.
-        steps: per call, of that.
+        variants: per call, its variant; None: the graph as compiled.
+        steps: per call, the variant's step.
         chain: so laid out.
         scheduler: of ``chain``.
         schedule: what moves when; None: the goal is not reached so.
@@ -102,12 +103,12 @@ class TapeOption:
 
 @dataclass(frozen=True)
 class TapeAim:
-    """What is sought: one of the first two is None.
+    """The aim of a search: one of the first two is None.
 
     Attributes:
-        limit_bytes: the least time within so many bytes.
-        max_ms: the least peak within so much time.
-        refines: whether schedules within so many bytes are searched for longer; it takes most of the time of a plan.
+        limit_bytes: find the least time within this budget.
+        max_ms: find the least peak within this time.
+        refines: whether schedules within the budget are searched for longer; that takes most of the time of a plan.
     """
 
     limit_bytes: int | None = None
@@ -128,13 +129,13 @@ class TapeAim:
         return replace(option, schedule=option.scheduler.refine(option.schedule, self.limit_bytes, _FEW_TRIES))
 
     def key(self, option: TapeOption) -> tuple[float, float]:
-        """What makes one option better than another."""
+        """The order of options: the smaller, the better."""
         if option.schedule is None:
             return (float("inf"), option.scheduler.smallest().simulation.peak_bytes)
         return self.key_of(option.schedule)
 
     def key_of(self, schedule: Schedule) -> tuple[float, float]:
-        """What makes one schedule better than another."""
+        """The order of schedules: the smaller, the better."""
         if self.limit_bytes is not None:
             return schedule.key
         return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
@@ -145,14 +146,14 @@ class TapeRecompute:
 
     Args:
         calls: in the order of their forwards.
-        held: what was seen at their edges, in the names of the graphs as compiled.
+        held: observed at their edges, in the names of the graphs as compiled.
         scheduler: of a step.
         rates: of the machine.
         host_bytes: most bytes on the host.
 
     Attributes:
         calls, held: those.
-        beside: what runs beside the graphs of every option.
+        beside: time and memory outside the graphs, in every option.
         gap_ms: time between the calls, by the empty segment that stands there; empty where it is not known.
     """
 
@@ -192,7 +193,7 @@ class TapeRecompute:
         return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
 
     def with_variants(self, variants: Variants, aim: TapeAim | None = None) -> TapeOption:
-        """Every call with its variant; likewise."""
+        """The option in which every call runs its variant."""
         chain = self._layout(variants)
         scheduler = self._scheduler(chain.step)
         steps = tuple(self._steps(variants))
@@ -237,12 +238,12 @@ class TapeRecompute:
                 assert max_ms is not None and aim.max_ms is not None
                 if outcome is not None and outcome.peak_bytes <= solution.peak_bytes * (1 + _CLOSE):
                     break
-                # What the chain computes beyond what was promised, it will compute the next time too.
+                # The chain computes longer than promised; it will do so the next time too.
                 beyond = option.chain.step.compute_ms - (solution.ms - solution.exposed_ms)
                 max_ms = min(max_ms, aim.max_ms - max(beyond, 0.0)) - _CLOSE / 10 * aim.max_ms
         return found
 
-    # -- what there is to choose from ----------------------------------------------------------------------------------
+    # -- the choices ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def _drafts(self) -> dict[int, list[VariantDraft]]:
@@ -322,7 +323,7 @@ class TapeRecompute:
         return self._of_variants[key]
 
     def _estimate(self, call: CallPart, variant: VariantDraft) -> TrainingStep:
-        """Likewise, as its draft has it."""
+        """The variant's step as its draft has it."""
         key = (id(call.step), variant)  # drafts that are not chosen live no longer than this
         if key not in self._estimates_of:
             self._estimates_of[key] = call.step_of(variant)
@@ -334,7 +335,7 @@ class TapeRecompute:
         return self._chain([None if v is None else (self._of_variant(c, v), v.edges) for c, v in pairs])
 
     def _chain(self, others: Sequence[tuple[TrainingStep, Edges] | None]) -> Chain:
-        """The chain whose calls do these; None: what the graph does as compiled."""
+        """The chain whose calls have these steps; None: the graph's own as compiled."""
         steps = [call.step if other is None else other[0] for call, other in zip(self.calls, others, strict=True)]
         known = [{s.name for s in step.storages} for step in steps]
         names: dict[int, dict[str, str]] = {}
@@ -354,9 +355,11 @@ class TapeRecompute:
 
 
 def no_faster_forward(variant: TrainingStep, compiled: TrainingStep) -> TrainingStep:
-    """``variant`` with a forward that takes as long as that of the graph as compiled, if it is thought to take less.
-    What it does not write is hidden behind what else its kernels read: 24 layers of a MoE, thought to save 5.5 ms of
-    77, saved 1 to 2.5 of 87 (H200, 2026-11-22), and a plan that counted on it was slower than it may be."""
+    """``variant`` with a forward that takes at least as long as that of the graph as compiled.
+
+    Its kernels write less, but the time to read their inputs hides that. 24 layers of a MoE, predicted to save 5.5 ms
+    of 77, saved 1 to 2.5 of 87 (H200, 2026-11-22). A plan that counted on it was slower than allowed.
+    """
     mine, other = (sum(s.ms for s in step.forward) for step in (variant, compiled))
     if not 0 < mine < other:
         return variant
@@ -399,19 +402,19 @@ def _drafted(recipe: Recipe, points: Sequence[Points]) -> list[VariantDraft | No
 
 
 def _saves(draft: VariantDraft, call: CallPart) -> bool:
-    """Whether it saves what the program modifies."""
+    """Whether it saves a value that the program modifies."""
     inputs = {c.name for c in draft.step.candidates if c.is_input}
     pairs = zip(call.edges.inputs, draft.edges.inputs, strict=True)
     return any(mine in call.written and name in inputs for mine, name in pairs)
 
 
 def saved_bytes(step: TrainingStep) -> int:
-    """What a forward leaves for its backward, as far as it can move."""
+    """The bytes that a forward leaves for its backward, as far as they can move."""
     return sum(c.nbytes for c in step.candidates)
 
 
 def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
-    """What storages at the edges of a graph are called under a variant."""
+    """Names of the storages at the edges of a graph under a variant."""
     found: dict[str, str] = {}
     for mine, others in (
         (compiled.inputs, variant.inputs),

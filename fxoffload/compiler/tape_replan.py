@@ -38,19 +38,19 @@ log = logging.getLogger(__name__)
 
 Sites = tuple[weakref.ref[Site], ...]
 
-# Other variants have to be better by this part of the step than what runs. What turns out worse than what was
-# measured before is taken back, so little is at stake. With 0.01, a simulation of the steps of two H200s (2026-11-24)
-# went on waiting for 13 ms of copies of a step of 832.
+# Other variants have to be better by this part of the step than those that run. A choice that measures worse than the
+# one before is taken back, so little is at stake. With 0.01, a simulation of the steps of two H200s (2026-11-24) went
+# on waiting for 13 ms of copies of a step of 832.
 _WORTH_MS = 0.003
 
 
 class TapeReplan(Replan[ChainClock]):
     """Follows a plan over several graphs through its first steps.
 
-    What it was planned from is held until the calibration has ended, or one of the graphs is gone.
+    The drafts that it was planned from are held until the calibration has ended, or one of the graphs is gone.
 
     Args:
-        calibration: what plans again.
+        calibration: makes the new plan.
         box: where the plan is shown.
         sites: of the chain.
         make_clock: makes the clock of the next measurement.
@@ -95,13 +95,13 @@ class TapeReplan(Replan[ChainClock]):
 
 @dataclass(frozen=True)
 class Before:
-    """What a chain ran before other variants were chosen.
+    """The run of a chain before other variants were chosen.
 
     Attributes:
         variants: that its calls ran.
         schedule: what moves.
-        summary: what the plan said of it.
-        took_ms: what a step took when it was measured; where that exceeded the budget, what it takes to meet it.
+        summary: the plan's summary for it.
+        took_ms: a step's measured time; where that step exceeded the budget, the time that it takes to meet it.
         forward_ms: of each call.
     """
 
@@ -113,9 +113,11 @@ class Before:
 
 
 class TapeCalibration(PlanAgain):
-    """Plans one chain again with what was measured of it: what moves, and, where there is a budget and variants are
-    compiled, also what each call computes again. Then steps are something else, and are measured and planned once more:
-    what moves; or they do again what they did before, if that took less.
+    """Makes one chain's plan once more, with measurements of its steps.
+
+    It chooses what moves. Where there is a budget and variants are compiled, it also chooses each call's variant. Steps
+    with other variants are measured and planned once more: the calibration chooses what moves, or returns to the
+    variants before, if those took less.
 
     Args:
         planning: of the chain, which has settled what each call runs.
@@ -123,7 +125,7 @@ class TapeCalibration(PlanAgain):
         first: the place where the chain begins.
         box: where the plan is shown.
         rates: of the machine, with the link as it was found before; None: as it was planned with.
-        before: what ran before this was chosen.
+        before: the run before this choice.
 
     Attributes:
         follower: of the plan; set by it.
@@ -156,7 +158,7 @@ class TapeCalibration(PlanAgain):
         """See ``PlanAgain``."""
         ms = readings.segment_ms()
         self._took_ms = sum(readings.step_ms().values())
-        # What is beside the graphs is taken from what was measured too.
+        # Memory outside the graphs comes from the measurements too.
         ran, compiled = (o.chain.with_beside(BESIDE_NOTHING) for o in (self._planning.option, self._planning.compiled))
         sizes = shared(readings.temp_bytes(), self._alike())
         varied = [v is not None for v in self._planning.option.variants]
@@ -206,7 +208,7 @@ class TapeCalibration(PlanAgain):
             first.calls.follow_instead(first, follower, planning.choices(found), planning.spare_of(found))
 
     def warn(self, message: str) -> None:
-        """See ``PlanAgain``. Once, with what the chain's other plans have warned of."""
+        """See ``PlanAgain``. Once, counting the warnings of the chain's other plans."""
         self._planning.warn("least", message)
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
@@ -251,7 +253,7 @@ class TapeCalibration(PlanAgain):
         return schedule
 
     def _chosen_again(self, now: Schedule) -> Again | None:
-        """Other variants, where a budget takes longer than it need by what was measured, or is exceeded."""
+        """Other variants, where a budget measurably costs more time than it must, or is exceeded."""
         found, rates, planning, limit = self._found, self._rates, self._planning, self._limit
         if limit is None or found is None or rates is None or not any(planning.numbers):
             return None
@@ -260,13 +262,14 @@ class TapeCalibration(PlanAgain):
             return None
         if now.simulation.peak_bytes > limit:
             return again
-        # Both by what is known of a graph and of a call: they differ where calls of one graph take different times.
+        # Compare with the running chain both by times per call and by times per graph: they differ where calls of one
+        # graph take different times.
         least = min(now.simulation.step_ms, again.now_ms) * (1 - _WORTH_MS)
         more = again.schedule.simulation.bytes_offloaded > now.simulation.bytes_offloaded
         return again if again.ms < least and (not more or self.pin(again.schedule, now)) else None
 
     def _is_worse(self, now: Schedule, before: Before) -> bool:
-        """Whether what was chosen is no better than what ran before, by what both took."""
+        """Whether the new choice is no better than the one before, by both measurements."""
         limit, peak, other = self._limit, now.simulation.peak_bytes, before.schedule.simulation.peak_bytes
         if limit is not None and (peak > limit) != (other > limit):
             return peak > limit
@@ -278,7 +281,7 @@ class TapeCalibration(PlanAgain):
         return self._once_more
 
     def _alike(self) -> dict[Phase, dict[str, object]]:
-        """What code segments have: calls of one graph that run the same variant have the same."""
+        """The code of each segment: calls of one graph that run the same variant have the same."""
         planning = self._planning
         found: dict[Phase, dict[str, object]] = {phase: {} for phase in PHASES}
         ran = zip(planning.parts, planning.numbers, planning.option.steps, strict=True)

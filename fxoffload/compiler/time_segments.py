@@ -97,7 +97,7 @@ def _work(distinct: DistinctSegment, shared: Shared) -> Callable[[], None]:
 
 
 def _of_all(distinct: DistinctSegment, timed: dict[CallName, float]) -> dict[CallName, float]:
-    """Each call takes what the nearest one in the step took of those that were timed."""
+    """Each call gets the time of the nearest call in the step that was timed."""
     places = distinct.places
     known = [name for name in places if name in timed]
     return {name: timed[min(known, key=lambda k: abs(places[k] - place))] for name, place in places.items()}

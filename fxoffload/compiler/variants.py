@@ -53,7 +53,7 @@ class Variants:
             return max((e for e in self._ends[key] if e < size), default=None)
 
     def may_end(self, key: Hashable) -> bool:
-        """Whether one more variant may follow behind the one that is being compiled."""
+        """Whether one more variant may follow the one that is being compiled."""
         with self._lock:
             return len(self._ends[key]) < MAX_VARIANTS - 1
 
@@ -134,11 +134,11 @@ class Range:
 
 @dataclass(frozen=True)
 class PlanForSizes:
-    """A plan, and what it is for calls of other sizes.
+    """A plan, and its form for calls of other sizes.
 
     Attributes:
         planned: for the sizes that are compiled for.
-        sized: what schedules calls of other sizes; None where sizes do not vary, and where nothing is done.
+        sized: schedules calls of other sizes; None where sizes do not vary, and where nothing is done.
         range: the sizes that it serves; None: all.
     """
 
@@ -195,14 +195,14 @@ def _with_range(planning: Planning, sized: SizedPlan) -> tuple[SizedPlan, Range 
 
 
 def _fingerprint(joint: fx.GraphModule) -> Hashable:
-    """What tells models of one class apart, and is the same for all sizes: the code object is the same for all."""
+    """A key that differs between models of one class, and is the same for all sizes. The code object is no such key."""
     fixed = [t for n in joint.graph.find_nodes(op="placeholder") for t in tensors_of(n) if not symbols_of(t)]
     shapes = tuple((tuple(t.shape), str(t.dtype)) for t in fixed)
     return sum(n.op == "call_function" for n in joint.graph.nodes), hash(shapes)
 
 
 def _last(planning: Planning, sized: SizedPlan) -> SizedPlan:
-    """The plan of the last variant, behind which none follows: for about the largest calls that fit at all."""
+    """The plan of the last variant, which no other follows: for about the largest calls that fit at all."""
     if planning.limit_bytes is None or planning.goal.is_checkpointing or sized.planned.schedule is None:
         return sized
     index = max(range(len(sized.sizes.hints)), key=lambda i: sized.sizes.hints[i])

@@ -24,7 +24,7 @@ CACHE_VARIABLE = "FXOFFLOAD_CACHE_DIR"
 # How often a process that is not to wait for ever asks for a lock.
 _ASK_AGAIN_S = 0.05
 
-# What could not be written, so that this process at least does not measure twice.
+# Profiles that could not be written, so that this process at least does not measure twice.
 _unstored: dict[Identity, MachineProfile] = {}
 
 
@@ -50,7 +50,7 @@ def path_of(identity: Identity) -> Path:
 
 
 def load(identity: Identity) -> MachineProfile | None:
-    """The profile kept for a device; None where there is none, or what is there is damaged or another device's."""
+    """The profile kept for a device; None where there is none, or where it is damaged or another device's."""
     try:
         path = path_of(identity)
         found = MachineProfile.from_json(path.read_text(encoding="utf-8"), str(path))

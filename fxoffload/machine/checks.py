@@ -1,4 +1,4 @@
-"""Checks of single values; every message says what was expected, what was found, and for which field."""
+"""Checks of single values; every message names the field, the accepted values and the value found."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ round is therefore queued behind matmuls that keep the device busy for longer th
 finds all of the round's work waiting. ``torch.cuda._sleep`` would do the same, but is private to torch.
 
 [Note: Sustained rates]
-A GPU at its power limit lowers its clocks within a tenth of a second of hard work. On an H200, matrix products in
-bfloat16 run at 785 TFLOP/s in the first 100 ms and at 675 from then on, attention at 645 and 561 forward, 550 and 510
-backward; a training step is long, and gets the lower ones (2026-11-21: the segments of a step of 0.7 s become 9 %
-slower in its first 150 ms). So such work is repeated for ``SUSTAIN_MS`` before it is timed.
+A GPU at its power limit lowers its clocks within a tenth of a second of hard work. A training step is long, and gets
+the lower ones, so such work is repeated for ``SUSTAIN_MS`` before it is timed. On an H200, matrix products in bfloat16
+run at 785 TFLOP/s in the first 100 ms and at 675 from then on. Attention runs at 645 and 561 forward, 550 and 510
+backward. The segments of a step of 0.7 s become 9 % slower in its first 150 ms (2026-11-21).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Wall time, of the fastest of a few rounds: what else runs on the processor only adds time.
+    """Wall time, of the fastest of a few rounds: other work on the processor only adds time.
 
     ``round_ms``: how long a round should last.
     """

@@ -18,7 +18,7 @@ from fxoffload.runtime.host_memory.arena import CudaPinner, HostArena
 
 CUDA_SIZES = tuple(1 << power for power in range(18, 29))  # 256 KiB to 256 MiB
 CPU_SIZES = tuple(1 << power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
-_LATENCY_BYTES = 4096  # moved in next to no time, so what it takes is the copy's own cost
+_LATENCY_BYTES = 4096  # moved in next to no time, so its time is the copy's own cost
 _ROUND_BYTES = 32 << 20
 _MAX_QUEUED = 32
 
@@ -128,7 +128,7 @@ def _copy_ms(clock: CudaClock, way: _Way, other: _Way | None, nbytes: int) -> fl
 
 
 def _round_ms(clock: CudaClock, way: _Way, other: _Way | None, nbytes: int, copies: int) -> float:
-    """Milliseconds of ``copies`` copies one way, beside twice as many the other way, which so end later."""
+    """Milliseconds of ``copies`` copies one way, during twice as many the other way, which so end later."""
     torch.cuda.synchronize()
     gate = torch.cuda.Event()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

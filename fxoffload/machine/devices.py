@@ -1,4 +1,4 @@
-"""Which device is meant, and what tells one machine's device from another's."""
+"""The device that a caller means, and a key that differs between machines' devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/ve
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a measured profile is good for; the fields are those of MachineProfile."""
+    """The device and software that a measured profile is valid for; the fields are those of MachineProfile."""
 
     device_name: str
     device_type: str
@@ -59,7 +59,7 @@ def identify(device: torch.device) -> Identity:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of a device; of a CPU what this process may use of it."""
+    """All memory of a device; of a CPU the part that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total, limit = psutil.virtual_memory().total, cgroup_limit_bytes()

@@ -27,7 +27,7 @@ class EstimateError:
 
 
 def in_words(error: EstimateError | None) -> str:
-    """A clause. None: nobody has measured it."""
+    """A clause. None: it has not been measured."""
     if error is None:
         return "how far such estimates are off on stock models is not known yet"
     return (

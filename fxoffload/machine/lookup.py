@@ -32,14 +32,14 @@ PROFILE_VARIABLE = "FXOFFLOAD_PROFILE"
 
 
 def profile(device: torch.device | str | None = None, *, refresh: bool = False) -> MachineProfile:
-    """What this machine and ``device`` can do; measured by the first call (seconds), then kept on disk.
+    """The rates of this machine and ``device``; measured by the first call (seconds), then kept on disk.
 
     Kept per device name, driver and torch version, in FXOFFLOAD_CACHE_DIR or the user's cache folder. The environment
     variable FXOFFLOAD_PROFILE names a file (or a shipped profile, such as ``h200``) to use instead.
 
     Args:
         device: default: the current CUDA device, else the CPU.
-        refresh: measure again, whatever is kept; measured times of operators are dropped too.
+        refresh: measure in any case; measured times of operators are dropped too.
 
     Raises:
         ProfileError: a RuntimeError; there is no such device, or this is the middle of a step.

@@ -127,7 +127,7 @@ class HostMeter:
 
 
 class _Bytes(NamedTuple):
-    """What the caching allocator says, now and at the most."""
+    """The caching allocator's counters, now and at the most."""
 
     allocated: int
     most_allocated: int
@@ -220,7 +220,7 @@ class CudaMeter:
 
 
 def meter_for(device: torch.device) -> Meter:
-    """What measures on ``device``: a GPU or the CPU."""
+    """The meter for ``device``: a GPU or the CPU."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
 
 

@@ -1,9 +1,9 @@
-"""Measured times of operators on disk, beside the machine profile of the same device: ``ops-*.json``.
+"""Measured times of operators on disk, next to the machine profile of the same device: ``ops-*.json``.
 
-[Note: Ranks decide alike] What a graph computes again follows from these times, and with collectives in it that has to
-be the same on every rank. A time that each rank measured for itself would differ by some percent. So the ranks of a
-machine share the file: one measures under a lock what is missing, and the others find it. Where there are several
-processes, what could not be measured is kept too, for an hour, or the next rank would try again and might know more.
+[Note: Ranks decide alike] These times decide which ops a graph recomputes. With collectives in the graph, that has to
+be the same on every rank, and times that each rank measured for itself would differ by some percent. So the ranks of a
+machine share the file: one measures missing times under a lock, and the others find them. Where there are several
+processes, failures to measure are kept too, for an hour, or the next rank would try once more and might know more.
 Ranks on several machines share no file, so they use estimates. So does a rank that has to wait for too long.
 """
 
@@ -41,7 +41,7 @@ Outcomes = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class OpTimes:
-    """What is known of some operators.
+    """The known times of some operators.
 
     Attributes:
         ms: key (``fxoffload.passes.op_key``) -> milliseconds of one call.
@@ -52,7 +52,7 @@ class OpTimes:
     reasons: Mapping[str, int] = field(default_factory=dict)
 
 
-# What this process has asked for: it gets the same answer again.
+# Answers that this process has got: a later question gets the same.
 _known: dict[Identity, dict[str, float | str]] = {}
 
 
@@ -79,7 +79,7 @@ def times_of(identity: Identity, keys: Iterable[str], measure: Callable[[list[st
 
 
 def forget(identity: Identity) -> None:
-    """Measure everything again, when it is asked for."""
+    """Drop all times: the next question measures them."""
     _known.pop(identity, None)
     try:
         path_of(identity).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def num_processes() -> int:
 
 
 def _outcome(entry: Any) -> float | str | None:
-    """What an entry says; None for one that is not there, damaged, or a failure of long ago."""
+    """The value of an entry; None for one that is not there, damaged, or a failure of long ago."""
     if isinstance(entry, (int, float)) and not isinstance(entry, bool) and 0 < entry < float("inf"):
         return float(entry)
     if not isinstance(entry, dict):

@@ -1,4 +1,4 @@
-"""What one machine can do, in the numbers that a plan is made of."""
+"""The rates of one machine, in the numbers that a plan is made of."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class MachineProfile:
     device_memory_bytes: all memory of the device, in bytes.
     d2h, h2d: copies between device and pinned host memory while the other direction is idle.
     duplex_d2h, duplex_h2d: the same, while the other direction copies as well.
-    matmul_tflop_per_s: 10^12 FLOPs per second of large matmuls, by dtype; ``"float32"`` without and ``"tf32"`` with
+    matmul_tflop_per_s: 10^12 FLOPs per second of large matmuls, by dtype. ``"float32"`` without and ``"tf32"`` with
         TensorFloat-32, ``"float8"`` for every 8-bit float.
     attention_forward_tflop_per_s, attention_backward_tflop_per_s: the same for causal
-        ``scaled_dot_product_attention``; the FLOPs are of the half of the scores that causal attention needs.
+        ``scaled_dot_product_attention``. The FLOPs are of the half of the scores that causal attention needs.
     memory_gb_per_s: 10^9 bytes per second that a kernel reads and writes in device memory, together.
     launch_overhead_us: microseconds of host time to launch one small kernel from Python.
     kernel_floor_us: microseconds of device time of the smallest kernel in a queue of kernels.

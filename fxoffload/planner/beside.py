@@ -1,9 +1,8 @@
-"""Memory of a step that no graph knows of: what eager code and FSDP have on the device while the graphs run.
+"""Memory used by the step outside compiled graphs: by eager code and by FSDP while the graphs run.
 
 FSDP gathers the parameters of the next layer while one computes, and reduces the gradients of the last one. A budget
-that leaves no room for them is not met. What was seen on the device when calls began, less what the graphs take there,
-counts as working set of all segments of these calls; what was seen between two calls, as that of the empty segment that
-stands there.
+that leaves no room for them is not met. The excess over the graphs' own memory when a call begins counts as working set
+of all segments of that call. The excess between two calls counts as working set of the empty segment between them.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ def beside_when_calls_begin(
     live_bytes: Mapping[CallAt, int],
     gap_bytes: Mapping[CallAt, int] = MappingProxyType({}),
 ) -> Beside:
-    """By what was on the device when each call began, and at most between the one before and it.
+    """From the memory on the device when each call began, and the most between each call and the one before.
 
     Args:
-        chain: that ran, with nothing beside it.
-        graphs: what it takes as it ran, with a segment for the turn (``with_turn``).
+        chain: that ran, without memory outside its graphs.
+        graphs: its simulation as it ran, with a segment for the turn (``with_turn``).
         live_bytes: as of ``fxoffload.runtime.steps.calls``; nothing is known where it is empty.
-        gap_bytes: likewise.
+        gap_bytes: as of ``fxoffload.runtime.steps.calls``.
     """
     if not live_bytes:
         return BESIDE_NOTHING
     known: dict[CallAt, int] = {}
     turn, last = len(chain.step.forward), len(chain.sizes) - 1
     for call, (down, up) in enumerate(zip(chain.forward, chain.backward, strict=True)):
-        # Behind the entry, or the turn: what the caller made for the call is there, no reload is, and what was on its
-        # way to the host is no longer there.
+        # Compare with the memory after the entry, or after the turn. There the caller's inputs for the call exist, no
+        # reload has begun, and copies to the host have ended and freed their sources.
         known["forward", call] = graphs.boundaries[down].after_bytes
         known["backward", call] = graphs.boundaries[turn + up].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
@@ -49,7 +48,7 @@ def beside_when_calls_begin(
         if (phase, call) == ("backward", last):
             gaps.append((TURN, more))
         else:
-            # What is made there for the call is not there yet when the segment of the entry begins.
+            # The inputs made for the call in this gap do not exist yet when the segment of the entry begins.
             entry = graphs.boundaries[chain.forward[call] if phase == "forward" else turn + chain.backward[call]]
             gaps.append((entry.segment, more + max(entry.after_bytes - entry.live_bytes, 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
@@ -57,7 +56,7 @@ def beside_when_calls_begin(
 
 
 def raised(beside: Beside, nbytes: int, num_calls: int) -> Beside:
-    """``beside`` with so many bytes more, wherever they may be."""
+    """``beside`` with that many bytes more at every place."""
     if not nbytes:
         return beside
     calls = beside.calls or ((0,) * num_calls,) * len(PHASES)
@@ -67,15 +66,15 @@ def raised(beside: Beside, nbytes: int, num_calls: int) -> Beside:
 
 
 def beside_of_larger(size: int, seen: tuple[int, Beside], other: tuple[int, Beside] | None) -> Beside:
-    """What runs beside calls that are larger than those that were seen.
+    """Memory outside the graphs for calls larger than the observed ones.
 
-    Eager code takes more there, parameters that are gathered take the same. Where another size was seen too, that tells
-    how much of it grows; else all of it is taken to.
+    Eager code takes more there; gathered parameters take the same. Where another size was observed too, the two tell
+    how much of it grows. Otherwise all of it counts as growing.
 
     Args:
-        size: of the calls that are asked about, in any unit that what eager code takes is in proportion to.
-        seen: size of those that were seen, and what ran beside them.
-        other: likewise, of another size.
+        size: of the calls that are asked about, in any unit that eager code's memory is in proportion to.
+        seen: size of the observed calls, and memory outside their graphs.
+        other: the same of another size.
     """
     mine, found = seen
     if size <= mine or mine <= 0:
@@ -92,7 +91,7 @@ def beside_of_larger(size: int, seen: tuple[int, Beside], other: tuple[int, Besi
 
 
 def _each(found: Beside, change: Callable[[int, int | None], int], before: Beside) -> Beside:
-    """``found`` with other bytes. ``change``: is given each of its numbers, and what stands there in ``before``."""
+    """``found`` with other bytes. ``change``: gets each of its numbers, and the number there in ``before``."""
     calls = []
     for phase, row in enumerate(found.calls):
         then = before.calls[phase] if phase < len(before.calls) else ()
@@ -102,13 +101,13 @@ def _each(found: Beside, change: Callable[[int, int | None], int], before: Besid
 
 
 def beside_segments(chain: Chain, graphs: Simulation, readings: Readings, before: Beside = BESIDE_NOTHING) -> Beside:
-    """By what was measured before each segment and between the calls, and by the peak of the step.
+    """From the memory measured before each segment and between the calls, and from the peak of the step.
 
     Args:
-        chain: that ran, with nothing beside it.
-        graphs: what it takes as it ran, by what was measured of its segments.
+        chain: that ran, without memory outside its graphs.
+        graphs: its simulation as it ran, with measured segments.
         readings: of the steps.
-        before: what was known before of what is between calls: it counts where it was not measured now.
+        before: known memory between calls: it counts where there is no measurement now.
     """
     boundaries = {(b.phase, b.segment): b for b in graphs.boundaries}
     seen, known = readings.live_before(), 0
@@ -120,8 +119,8 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings, before
             found[phase].append(max(most, 0))
             known = max(known, *(b.peak_bytes + found[phase][-1] for b in own))
     gaps = _gaps(graphs.boundaries, readings, dict(before.gaps))
-    # Gaps that were measured explain the peak; those that are taken to be like them do not. Where it is somewhere else,
-    # nobody knows where.
+    # Gaps that were measured explain the peak; those that are assumed to be like them do not. An unexplained rest
+    # has no known place.
     known = max([known, *readings.gap_peaks().values()])
     rest = max((readings.peak_bytes() or 0) - known, 0)
     calls = tuple(tuple(n + rest for n in found[phase]) for phase in PHASES)
@@ -129,10 +128,10 @@ def beside_segments(chain: Chain, graphs: Simulation, readings: Readings, before
 
 
 def _gaps(boundaries: Sequence[Boundary], readings: Readings, before: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """What is allocated between calls above what the chain has there, by what was measured, now or ``before``.
+    """Memory allocated between calls above the chain's own, measured now or ``before``.
 
-    Calls are mostly alike: where the peak of the process hid what is between two of them, it is as much as between
-    others of the phase, if that is not above what the whole step may have had.
+    Calls are mostly alike. Where the peak of the process hid the memory between two of them, it counts as much as
+    between others of the phase, unless that is above the bound for the whole step.
     """
     peaks, bounds = readings.gap_peaks(), readings.peak_bounds_bytes()
     found: dict[tuple[str, str], int] = {}

@@ -1,11 +1,11 @@
 """Several calls of compiled graphs as one step: the forwards in order, then the backwards in reverse.
 
-The storages of a call that nobody else sees are taken as they are. What passes between calls (a layer's output is the
-next layer's saved input; the gradient of one is the tangent of the other) is one storage in the chain, and lives as
-long as it was seen to (``fxoffload.runtime.steps.held.Held``).
+A storage inside one call is taken as it is. A value that passes between calls is one storage in the chain: a layer's
+output is the next layer's saved input, and the gradient of one is the tangent of the other. It lives as long as it was
+seen to (``fxoffload.runtime.steps.held.Held``).
 
-An empty segment stands for the entry of each forward call: what only its caller makes is allocated there. Likewise for
-each backward call but the first.
+An empty segment stands for the entry of each forward call: values that only its caller makes are allocated there. One
+more stands for the entry of each backward call but the first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fxoffload.runtime.windows import Windows
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes beside the graphs.
+    """Bytes on the device outside the graphs.
 
     Attributes:
         calls: per phase, per call: while it runs. Empty: nothing.
-        gaps: between two calls, by the empty segment that stands there: what is allocated, and freed again or not,
-            above what the chain has there. Where no segment stands at the turn, the first one behind it has as much.
+        gaps: between two calls, by the empty segment that stands there: bytes allocated above the chain's own, freed
+            afterwards or not. Where no segment stands at the turn, the first one after it has as many.
     """
 
     calls: tuple[tuple[int, ...], ...] = ()
@@ -47,10 +47,10 @@ class Chain:
         step: of all of them.
         forward: per call, the position of its entry among the forward segments of ``step``.
         backward: per call, the position of its first segment among the backward segments.
-        candidates: per call, its candidates' names in ``step``; None for what stays whatever is decided.
+        candidates: per call, its candidates' names in ``step``; None for a value that stays under every decision.
         sizes: per call, its segments forward and backward.
-        beside: what the working sets of ``step`` hold of others (``fxoffload.planner.beside``).
-        turn_bytes: likewise that of the first backward segment, for the turn alone.
+        beside: the part of the working sets of ``step`` outside the graphs (``fxoffload.planner.beside``).
+        turn_bytes: the part of the first backward segment's working set that is for the turn alone.
     """
 
     step: TrainingStep
@@ -86,7 +86,7 @@ class Chain:
         return replace(self, step=step)
 
     def with_beside(self, beside: Beside) -> Chain:
-        """The same with other bytes beside its graphs."""
+        """The same with other bytes outside its graphs."""
         if beside == self.beside:
             return self
         more, less = self._by_segment(beside), self._by_segment(self.beside)
@@ -125,8 +125,10 @@ class Chain:
 
 
 def with_turn(step: TrainingStep) -> TrainingStep:
-    """A chain's step with a segment for what runs between the last forward and the first backward. Copies go on
-    meanwhile; nothing is released, and all positions stay. As it is where it has one."""
+    """A chain's step with a segment for the code between the last forward and the first backward.
+
+    Copies go on meanwhile; nothing is released, and all positions stay. A step that has such a segment stays as it is.
+    """
     if _has_turn(step):
         return step
     return replace(step, forward=(*step.forward, SegmentStep(TURN, is_outside=True)))
@@ -141,8 +143,8 @@ def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Cha
 
     Args:
         calls: in the order of their forwards. Each has segments both ways.
-        held: what was seen at the edges of the calls. Storages that it does not name live as their own step says, from
-            the beginning of their call; what a call returns then stays until the end.
+        held: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step says,
+            from the beginning of their call. The outputs of such a call then stay until the end.
 
     Raises:
         ValueError: a call has no segments, or ``held`` names what no call has.
@@ -195,7 +197,7 @@ class _Builder:
             self.up_reads[self._last_backward(until.call)].append(name)
 
     def _enters_backward(self, name: str, call: int) -> None:
-        """It is there when a backward call begins, made by nobody in the chain."""
+        """It is there when a backward call begins, made outside the chain."""
         if self.backward[call]:
             self.up_writes[self.backward[call] - 1].append(name)
         else:
@@ -283,12 +285,12 @@ class _Builder:
             copied_after=copied_after,
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             lent_until=lent_until,
-            # What somebody keeps to the step's end is mostly a leaf, as a batch is, and so waited for.
+            # A value that is held to the step's end is mostly a leaf, as a batch is, and so waited for.
             watched=lent_until is not None and until is not None,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:
-        """What is no candidate in the chain lives until the last of those that would have taken it has read it."""
+        """A storage that is no candidate in the chain lives until the last reader of any of its takes has run."""
         for take in self._takes(call):
             if take.storage == own:
                 last = min(take.last_reader, len(self.calls[call].backward) - 1)
@@ -362,5 +364,5 @@ def _with(
 ) -> Iterable[SegmentStep]:
     for i, segment in enumerate(segments):
         made = dict.fromkeys((*segment.writes, *writes[i]))
-        held = (n for n in reads[i] if n not in made)  # what it makes is there behind it anyway
+        held = (n for n in reads[i] if n not in made)  # its own results exist after it anyway
         yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *held))), writes=tuple(made))

@@ -2,9 +2,9 @@
 variant.
 
 Segments of variants differ, and so do the storages that pass between calls. So the chain is laid out once for each
-variant, with all calls running it; what a call saves under a variant is read off there, and its places are counted in
-the segments of the first layout. A chain that mixes variants is close to that, not equal: what the solver proposes has
-to be laid out and simulated.
+variant, with all calls running it. The values that a call saves under a variant are read off there; their places are
+counted in the segments of the first layout. A chain that mixes variants is close to that, not equal: a chain that the
+solver proposes has to be laid out and simulated.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def chain_problem(
     """The problem of one chain whose calls may run variants.
 
     Args:
-        layouts: number j has each call run its variant j, or its last one. The first is what graphs do as compiled.
+        layouts: number j has each call run its variant j, or its last one. The first has the graphs as compiled.
         counts: per call, how many variants there are to choose from, at least 1.
-        kinds: per call, what its graph is: calls of one kind have the same variants.
+        kinds: per call, a key of its graph: calls of one kind have the same variants.
         rates: of the machine.
         host_bytes: most bytes on the host.
 
@@ -64,7 +64,7 @@ class _Layout:
         self._onto_bytes = other_bytes(onto.step)[1]
 
     def alternative(self, call: int, number: int) -> Alternative:
-        """What a call does under this variant."""
+        """The alternative of a call under this variant."""
         first, count = self._onto.backward[call], self._onto.sizes[call][1]
         extra_ms = self._ms(self._chain, call) - self._ms(self._onto, call)
         # No segment takes less than nothing.
@@ -129,7 +129,7 @@ class _Layout:
         return self._onto.backward[call] + (size if offset >= count else _up((offset + 1) * size, count) - 1)
 
     def _backward(self, at: int) -> tuple[int, int, int]:
-        """Call, offset in it, and how many segments it has; behind them stands the entry of the next. Call -1: the
+        """Call, offset in it, and how many segments it has; the entry of the next call follows them. Call -1: the
         step's end."""
         if at >= len(self._chain.step.backward):
             return -1, 0, 1

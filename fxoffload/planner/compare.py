@@ -1,6 +1,9 @@
-"""Do the plans of several ranks fit together? What is computed again has to be the same everywhere: it makes the
-graphs, and the collectives in them. What stays and what moves may differ. A plan for a step over several graphs may
-differ in what is computed again, too: only graphs without collectives have variants."""
+"""Do the plans of several ranks fit together?
+
+Recompute choices have to be the same everywhere: they make the graphs, and the collectives in them. Keep and offload
+may differ. Plans for a step over several graphs may differ in recompute choices, too: only graphs without collectives
+have variants.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,9 @@ class Comparison:
     Attributes:
         num_ranks: how many ranks were compared.
         num_plans: how many plans each rank has.
-        conflicts: what has to be the same and is not: recomputed on some ranks only, or no candidate on some.
-        residencies: what may differ: kept on some ranks and offloaded on others; in a step over several graphs also
-            computed again.
+        conflicts: differences where there must be none: recomputed on some ranks only, or no candidate on some.
+        residencies: allowed differences: kept on some ranks and offloaded on others; in a step over several graphs also
+            recomputed.
     """
 
     num_ranks: int
@@ -83,7 +86,7 @@ class Comparison:
 
 
 def compare_plans(plans: Iterable[OfRank]) -> Comparison:
-    """Compare what several ranks do with the same candidates.
+    """Compare the actions of several ranks on the same candidates.
 
     Args:
         plans: for each rank its plan, as a ``Plan`` or as JSON text, or all its plans in order of compilation.

@@ -1,7 +1,7 @@
 """How fast the link was in steps that were measured: the rate at which a simulated step waits as long as they did.
 
 A profile knows what one GPU's copies reach. In a step they share the host's memory with other GPUs' copies, and the bus
-with collectives. What a step waits for is what matters, and it is measured anyway: no copy has to be timed.
+with collectives. The waits of a step are what matters, and they are measured anyway: no copy has to be timed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fxoffload.runtime.clocks.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Windows
 
 # Waits that differ by less than this part of their phase are the same: events, and a host that is late now and then,
-# make up as much. Taken at their word, 4 ms of 563 said that a link that reached 0.92 reaches 0.64, and what was
-# planned from that was slower (two H200s, 2026-11-22).
+# make up as much. Without this, waits of 4 ms of 563 gave 0.64 for a link that reached 0.92, and the plan made from
+# that was slower (two H200s, 2026-11-22).
 _SAME = 0.01
-# Copies are not thought to be slower than this part of what they were planned with.
+# Copies are never assumed to be slower than this part of the planned rates.
 _LEAST = 0.7
 _HALVINGS = 8
 
@@ -42,7 +42,7 @@ def fit_link(
     Args:
         step: with measured times.
         offload: as it ran.
-        windows: likewise.
+        windows: as they ran.
         rates: it was planned with; copies are never found faster.
         waits_ms: as of ``waits_of``.
     """

@@ -42,7 +42,7 @@ def items_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> lis
 
 
 def other_bytes(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per forward and per backward segment, the most bytes of what is no candidate while it runs."""
+    """Per forward and per backward segment, the most bytes of storages that are no candidates while it runs."""
     program = program_of(step)
     num = len(step.forward)
     forward = [

@@ -1,14 +1,14 @@
-"""What a plan is asked for."""
+"""The goal of a plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 DEFAULT_MAX_SLOWDOWN = 0.02
-# ``PlanGoal.source`` where nobody asked for anything, and where activation checkpointing is on besides.
+# ``PlanGoal.source`` where the options name no goal: in general, and where activation checkpointing is on.
 DEFAULT, CHECKPOINTING = "default", "checkpointing"
-# What copies cost a step beyond what is simulated where several GPUs of one host train together, which is left free of
-# the slowdown that may be: each waits for the slowest. 0.6 % on two H200s (2026-11-22), and nothing to be seen on one.
+# Copies cost more than simulated where several GPUs of one host train together: each waits for the slowest. This part
+# of a step is left free of the allowed slowdown. 0.6 % on two H200s (2026-11-22), and nothing to be seen on one.
 SHARED_RESERVE = 0.006
 
 
@@ -17,7 +17,7 @@ class PlanGoal:
     """The least time within a budget, or the least peak within a slowdown.
 
     Attributes:
-        budget_bytes: most bytes above what was allocated when the step began; None: the slowdown decides.
+        budget_bytes: most bytes above those allocated when the step began; None: the slowdown decides.
         max_slowdown: over plain Inductor, 0.02 is 2 %; with a budget, beyond it there is a warning.
         source: who asked: "options", ``DEFAULT`` or ``CHECKPOINTING``.
         reserve: part of a step that is left free of the slowdown.
@@ -43,7 +43,7 @@ class PlanGoal:
 
     @property
     def is_checkpointing(self) -> bool:
-        """Whether the budget is the predicted peak of activation checkpointing, which nobody was promised."""
+        """Whether the budget is the predicted peak of activation checkpointing, which is no promise."""
         return self.source == CHECKPOINTING
 
     def at_checkpointing(self, peak_bytes: int) -> PlanGoal:

@@ -39,8 +39,8 @@ class Link:
     """When each copy of one step begins and ends.
 
     All copies down are asked for before the first one up (a forward, then its backward), and both in order of time:
-    ``ready_ms`` never decreases. When a copy up is asked for, everything that can slow it down is then known; and what
-    is asked for later cannot begin before the end of a copy that somebody waits for now.
+    ``ready_ms`` never decreases. So everything that can slow down a copy up is known when it is asked for. A later copy
+    cannot begin before the end of one that compute waits for now.
 
     The copies down that are still under way when the first one up begins run back to back. Their ends are kept as if
     they ran alone, and ``_lag`` says by how much copies up have held back those that are still open.
@@ -74,7 +74,7 @@ class Link:
         return len(self._down_end) - 1
 
     def down_end(self, number: int) -> float:
-        """When a copy to the host ends, which somebody waits for now."""
+        """When a copy to the host ends; asked when compute waits for it."""
         return self._down_end[number] + (self._lag if number >= self._open else 0.0)
 
     def up(self, nbytes: int, ready_ms: float) -> float:

@@ -1,7 +1,7 @@
 """Turns single decisions while the peak of a step falls, however long it takes.
 
-The solver does not know everything that the simulator does (who holds an input, what a reload has beside it), and where
-the host has not room for everything, what is moved has to be chosen.
+The solver lacks two things that the simulator knows: who holds an input, and which bytes are allocated while a reload
+comes in. And where the host has no room for everything, the candidates that move have to be chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fxoffload.planner.program import program_of
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import least_peak_bytes
 
-# So many simulated segments, and so many choices: counted, not timed, so that all ranks find the same.
+# Most simulated segments, and most choices: counted, not timed, so that all ranks find the same.
 _MAX_SEGMENTS = 40_000
 _MAX_TRIES = 600
 
@@ -26,7 +26,7 @@ def lower_peak(
     """The least peak found, in bytes, with nothing under way, and its decisions; at most that of ``offload``.
 
     Args:
-        step: what is scheduled.
+        step: that is scheduled.
         offload: to begin with; one per ``step.candidates``.
         within_host: whether what these decisions move fits on the host.
         fixed: candidates that are not to be decided.

@@ -1,4 +1,4 @@
-"""How fast copies are beside FSDP2's collectives, and which forward calls are paced for it.
+"""The rate of copies during FSDP2's collectives, and which forward calls are paced for it.
 
 See [Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``.
 """
@@ -14,11 +14,11 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 
-# Part of the link that copies to the host reach where forwards are paced: 0.97 to 0.99 beside one GPU's collectives
+# Part of the link that copies to the host reach where forwards are paced: 0.97 to 0.99 during one GPU's collectives
 # (H200, 2026-11-23 and 24).
 PACED = 0.96
-# The same with other GPUs of the machine that copy and gather at once: 0.94 in a step that waited for 2 ms of copies,
-# 0.89 in one that waited for 24 (two H200s, 2026-11-24). Where no stream waited they had reached 0.95 to 0.98.
+# The same while other GPUs of the machine copy and gather. Two H200s (2026-11-24) reached 0.94 in a step that waited
+# for 2 ms of copies, 0.89 in one that waited for 24. Where no stream waited they had reached 0.95 to 0.98.
 PACED_TOGETHER = 0.93
 # Where copies take less than this part of the forwards, they do not need all of the link.
 _BUSY = 0.5
@@ -29,7 +29,7 @@ _MOST_OF_ALL = 0.9
 
 
 def rates_with_pace(rates: ProfileRates, forward_ms: Sequence[float]) -> ProfileRates:
-    """What copies reach where forwards are paced, from what they reach where the host runs ahead.
+    """The rates that copies reach where forwards are paced, from those they reach where the host runs ahead.
 
     ``forward_ms``: of each call.
     """

@@ -1,4 +1,4 @@
-"""What ``fxoffload.plans()`` lists: what happens to every saved value, why, and what that is predicted to take."""
+"""The plans that ``fxoffload.plans()`` lists: an action for every saved value, a reason, and predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxoffload.planner.timeline import to_chrome_trace
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
-# What was measured on the device before the first step, from least to most; see ``Plan.basis``.
+# Measurements on the device before the first step, from least to most; see ``Plan.basis``.
 Basis = Literal["estimated", "operators", "segments"]
 BASES: tuple[Basis, ...] = get_args(Basis)
 
@@ -36,7 +36,7 @@ class Decision:
         name: the first saved value's name, in the first of the layers.
         producer: the op that computes it, for example "aten.mm.default".
         nbytes: bytes of one layer's storage.
-        action: "stay" is what may not move: a parameter, what the caller sees, what is too small. "mask" decides
+        action: "stay": the value may not move, being a parameter, seen by the caller, or too small. "mask" decides
             nothing: it names a mask of S x S that attention is called with. A mask that is saved has another decision
             of its own.
         reason: why, in words.
@@ -59,7 +59,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """What a plan for a budget would take, as that plan would say.
+    """Peak and time of a plan for a budget, as that plan would predict them.
 
     Attributes:
         budget_bytes: the ``activation_budget`` to ask for.
@@ -74,11 +74,11 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes, on paper. Bytes are those above what was allocated when the step began.
+    """The predicted time and memory of a step. Bytes are those above the bytes allocated when the step began.
 
     Attributes:
         peak_bytes: most bytes on the device.
-        peak_without_gradients_bytes: the same, less what the backward has made so far to return.
+        peak_without_gradients_bytes: the same, less the gradients that the backward has made so far to return.
         step_ms: forward and backward.
         forward_ms: from the beginning to the forward's end on the compute stream.
         backward_ms: from there to the backward's.
@@ -86,7 +86,7 @@ class Prediction:
         bytes_offloaded: copied to the host.
         peak_phase: "forward" or "backward".
         peak_segment: name of the segment in which the peak is.
-        outside_bytes: most bytes that eager code and FSDP have at a time beside the compiled graphs, as far as is
+        outside_bytes: most bytes that eager code and FSDP have at a time outside the compiled graphs, as far as is
             known: a head and a loss in eager, gathered parameters. Part of the peak where they are at it.
         outside_ms: time between the calls of compiled graphs. Part of the step's.
     """
@@ -105,7 +105,7 @@ class Prediction:
 
     @staticmethod
     def of(simulation: Simulation) -> Prediction:
-        """What a simulation says."""
+        """The prediction of a simulation."""
         return Prediction(
             peak_bytes=simulation.peak_bytes,
             peak_without_gradients_bytes=simulation.peak_without_gradients_bytes,
@@ -125,19 +125,19 @@ class Prediction:
 class Plan:
     """The plan of one compiled graph, or of a step over several. ``print`` shows it as a table.
 
-    A plan does not change; what is learnt later (calibration, measurements) makes another one, with
-    ``dataclasses.replace``. Bytes are those above what was allocated when the step began.
+    A plan does not change. Later knowledge (calibration, measurements) makes another one, with
+    ``dataclasses.replace``. Bytes are those above the bytes allocated when the step began.
 
     Attributes:
         graph: place among the plans of this process; -1 (``NO_GRAPH``) in a plan made ahead.
-        label: what was planned, in words, or "".
+        label: a short name for the planned model or step, or "".
         device: name of the device that was planned for, from its profile.
-        shape: what the step was planned for, for example "1 x 16384 tokens", or "".
+        shape: of the planned input, for example "1 x 16384 tokens", or "".
         activation_budget: most bytes that were asked for, or None.
         max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
         source: where the budget or the slowdown comes from: "options", "default", or "checkpointing", where the budget
             is the predicted peak of the model's own activation checkpointing.
-        basis: what the predictions rest on: "estimated", the profile's rates alone; "operators", times of heavy
+        basis: source of the predictions: "estimated", the profile's rates alone; "operators", times of heavy
             operators on the device; "segments", times and peaks of the compiled segments on the device.
         estimate_error: how far estimates from this profile were off on stock models; None: not measured yet.
         predicted: the plan's step, before a step ran.
@@ -147,11 +147,11 @@ class Plan:
         checkpointing: the step with the model's own activation checkpointing, which the plan replaces, before anything
             ran; None where there is none, or the plan obeys it.
         smallest_budget_bytes: the smallest ``activation_budget`` that was planned for and met. Where nothing is done:
-            what plain Inductor takes.
-        decisions: what happens to what the forward saves.
-        floors: what sets the peak whatever is planned, with its bytes and what would help.
+            plain Inductor's peak.
+        decisions: the actions on the values that the forward saves.
+        floors: memory at the peak under every plan, with its bytes and advice.
         summary: why this plan.
-        frontier: budgets that can be asked for, ascending, with what their plans would take: this plan's and plain
+        frontier: budgets that can be asked for, ascending, with their plans' peaks and times: this plan's and plain
             Inductor's peak, the smallest budget and, from ``fxoffload.plan()``, some between. Empty: none was planned.
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.

@@ -22,7 +22,7 @@ from fxoffload.files import replace_file as replace_file
 T = TypeVar("T")
 
 # Of the JSON form of a plan. Every change of a field is another version. Text of a version that is not here is refused.
-# That of earlier ones lacks fields, whose defaults say what it means, and has other frontiers: bounds that no plan met.
+# Earlier text lacks fields, whose defaults then hold, and has other frontiers: bounds that no plan met.
 SCHEMA = 2
 _EARLIER = (1,)
 
@@ -35,7 +35,7 @@ def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
         TypeError: something has no JSON form.
     """
     kind = type(value)
-    # Through what would be read back, so that nothing else is written.
+    # Through the decoder, so that nothing is written that could not be read back.
     value = _decode_fields(kind, _plain_fields(value, skip), kind.__name__, skip)
     plain = _plain_fields(value, skip)
     lines = [f"{json.dumps(name)}: {_lines(field)}" for name, field in {"schema": SCHEMA, **plain}.items()]
@@ -112,7 +112,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _decode_fields(kind: type[T], value: Any, where: str, skip: Collection[str] = (), *, may_lack: bool = False) -> T:
-    """``may_lack``: fields that have defaults, here and in what is inside."""
+    """``may_lack``: fields that have defaults, in this class and in the classes of its fields."""
     if not isinstance(value, dict):
         raise ValueError(f"expected {where} to be a JSON object, found {_short(value)}")
     hints = {name: hint for name, hint in _hints(kind).items() if name not in skip}

@@ -1,4 +1,4 @@
-"""A plan as text: what was asked, what it takes, what it does with every saved value, and what it cannot change."""
+"""A plan as text: its goal, its prediction, the action on every saved value, and memory that no plan can change."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Unit(NamedTuple):
         return "<0.01" if 0 < amount < 0.005 else f"{amount:.2f}"
 
     def with_name(self, nbytes: int) -> str:
-        """The same with the unit behind it."""
+        """The same, followed by the unit."""
         return f"{self.show(nbytes)} {self.name}"
 
 
@@ -140,7 +140,7 @@ def _knobs(plan: Plan) -> list[str]:
 
 
 def _basis(plan: Plan) -> str:
-    """What the predictions rest on."""
+    """The source of the predictions."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
     known = in_words(plan.estimate_error)

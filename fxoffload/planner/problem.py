@@ -1,4 +1,4 @@
-"""What a solver decides about a step: per layer one way to recompute, per storage that it saves, keep or offload.
+"""A solver's decisions about a step: per layer one way to recompute, per storage that it saves, keep or offload.
 
 Segments are numbers: positions in the forward, and positions in the backward in the order in which it runs. Bytes are
 on the device, times in milliseconds, rates in bytes per millisecond.
@@ -18,9 +18,9 @@ class Item:
     Attributes:
         name: no two layers share one. In two alternatives of a layer it means the same storage.
         held_bytes: taken while it is kept; 0 for the caller's memory.
-        moved_bytes: what a copy moves, and what is taken once it is back; 0: it cannot move.
-        made_at: forward segment that allocates it, -1 for what is there before.
-        copy_after: forward segment behind which its copy to the host may begin, -1 for the entry.
+        moved_bytes: bytes that a copy moves, and that it takes once it is back; 0: it cannot move.
+        made_at: forward segment that allocates it, -1 if it exists before.
+        copy_after: forward segment after which its copy to the host may begin, -1 for the entry.
         freed_after: last forward segment that reads it; its source stays until then.
         needed_at: first backward segment that reads it; len(backward): none, it is returned.
         dies_at: last backward segment that reads it; len(backward): it lives to the end.
@@ -44,8 +44,10 @@ class Item:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that its copy to the host is charged for, as it frees as many. (Only ranges of a storage are copied
-        where the rest of it is not saved: it then takes less time than is charged.)"""
+        """Bytes that its copy to the host is charged for: as many as it frees.
+
+        Where only ranges of a storage are saved, only these are copied, and that takes less time than is charged.
+        """
         return max(self.held_bytes, self.moved_bytes)
 
     @property
@@ -60,7 +62,7 @@ class Alternative:
 
     Attributes:
         name: for messages.
-        items: what its forward saves.
+        items: storages that its forward saves.
         extra_ms: backward segment -> time to recompute.
         extra_bytes: backward segment -> working set beyond ``Problem.backward_bytes``.
     """
@@ -88,7 +90,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Problem:
-    """What there is to decide, and what it does to the step.
+    """The decisions about a step, and their effects on it.
 
     Attributes:
         layers: in any order.
@@ -155,7 +157,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What to do, and what it is predicted to take.
+    """A choice, and its predicted time and memory.
 
     Attributes:
         alternatives: per layer, the number of the chosen one.
@@ -163,9 +165,9 @@ class Solution:
         ms: the step.
         exposed_ms: the part of it in which compute waits for copies.
         peak_bytes: the least memory in which it takes that long.
-        bytes_offloaded: what the host has to hold.
+        bytes_offloaded: bytes that the host has to hold.
         gap: no other choice is better by more than this part of the objective (of ``ms``, or of ``peak_bytes``).
-        is_optimal: whether ``gap`` is within what was asked of the solver.
+        is_optimal: whether ``gap`` is within the gap that the solver was asked for.
     """
 
     alternatives: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What a simulation needs of a step, worked out once: a solver simulates the same step under many decisions.
+"""A step prepared for simulation, computed once: a solver simulates the same step under many decisions.
 
-Numbers stand for names here. What no decision changes (what segments hand to each other, gradients, the caller's
-outputs) is summed up in advance; of the candidates only their sizes, first and last readers are kept.
+Numbers stand for names here. Bytes that no decision changes (values between segments, gradients, the caller's outputs)
+are summed up in advance. Of the candidates only their sizes, first and last readers are kept.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Program:
     """A step, ready to simulate. Lists have one entry per segment unless they say otherwise.
 
     Attributes:
-        candidates: what the decisions are about.
-        fixed_before, fixed_after: bytes that no decision changes, right before and right behind each segment, first of
+        candidates: that the decisions are about.
+        fixed_before, fixed_after: bytes that no decision changes, right before and right after each segment, first of
             the forward, then of the backward.
         gradients_before, gradients_after: the part of these that the backward returns.
         made: bytes of candidates that each forward segment allocates.
         offloads: per forward segment, and at [0] for the entry, its offload ops as candidates.
-        releases: likewise, whether a release stands there.
-        takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads what it gets).
+        releases: whether a release stands there, with the same positions.
+        takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads the result).
         in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
-        awaited: likewise as ``offloads``: lent candidates whose copies are waited for there.
-        is_gap: per backward segment, whether it stands for what lies between two calls of a chain.
+        awaited: with the same positions as ``offloads``: lent candidates whose copies are waited for there.
+        is_gap: per backward segment, whether it stands for the code between two calls of a chain.
     """
 
     candidates: Candidates
@@ -125,7 +125,7 @@ class _Builder:
         self.takes = step.takes if step.takes is not None else self._usual_takes()
         taken = {t.storage for t in self.takes}
         self.all = step.candidates
-        # The executor drops at once what the partitioner saved for nothing.
+        # The executor drops values at once that the partitioner saved without need.
         self.unread = {c.name for c in self.all if c.name not in taken and not c.is_input}
 
     def _check(self) -> None:
@@ -237,10 +237,10 @@ class _Builder:
             order[self._due(c), not c.is_input].append(i)
         return [order[key] for key in sorted(order)]
 
-    # -- what no decision changes --------------------------------------------------------------------------------------
+    # -- bytes that no decision changes --------------------------------------------------------------------------------
 
     # A life is (start, stop, bytes) on a line with two points for each segment, forward and backward counted through:
-    # 2 g right before segment g, 2 g + 1 right behind it.
+    # 2 g right before segment g, 2 g + 1 right after it.
 
     def _fixed_lives(self, due: dict[str, int]) -> list[tuple[int, int, int]]:
         begin, end = 2 * self.num_forward, 2 * (self.num_forward + self.num_backward)
@@ -274,7 +274,7 @@ class _Builder:
         return [(begin + 2 * made[s.name] + 1, end, s.nbytes) for s in gradients]
 
     def _sums(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """Bytes right before and right behind each segment. What a segment makes is there behind it in any case."""
+        """Bytes right before and right after each segment. A segment's own results exist right after it in any case."""
         changes = [0] * (2 * (self.num_forward + self.num_backward) + 2)
         for start, stop, nbytes in lives:
             changes[start] += nbytes

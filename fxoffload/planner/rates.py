@@ -20,11 +20,11 @@ from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"
-# What is left of a link beside collectives, whose streams wait for the device: 0.89 to 0.94 of what copies reach alone,
-# with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``). Measured steps then
-# tell.
+# Rate of a link during collectives, whose streams wait for the device, as a part of its rate alone. Measured: 0.89 to
+# 0.94, with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``). Measured steps
+# then replace it.
 BESIDE_COLLECTIVES = 0.9
-# What was not measured is taken as this many times slower than a dtype that was.
+# A dtype without a measurement -> one that has one, and how many times slower than that it counts.
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
 
@@ -84,7 +84,7 @@ class ProfileRates:
         return self.profile.copy_ms(nbytes, direction, duplex) / self.link[direction == "h2d"]
 
     def reaching(self, down: float, up: float) -> ProfileRates:
-        """The same with copies that reach these parts of what they do here."""
+        """The same with copies that reach these parts of their present rates."""
         return replace(self, link=(self.link[0] * down, self.link[1] * up))
 
     def bytes_per_ms(self, direction: Direction) -> float:
@@ -115,7 +115,7 @@ def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
 
 
 def beside_collectives() -> bool:
-    """Whether steps of this process may have streams for communication beside the compute stream."""
+    """Whether steps of this process may have streams for communication next to the compute stream."""
     return processes_on_this_machine() > 1 or fsdp2_is_used()
 
 

@@ -31,7 +31,7 @@ Found = TypeVar("Found", bound=_Scheduled)
 _WORTH = 2e-3
 # Candidates smaller than this part of the largest are not exchanged.
 _SMALL = 0.05
-# So many simulated segments in all, and so many exchanges: counted, not timed, so that all ranks find the same.
+# Most simulated segments in all, and most exchanges: counted, not timed, so that all ranks find the same.
 _MAX_SEGMENTS = 60_000
 MAX_TRIES = 800
 
@@ -46,11 +46,11 @@ def refine(
     """A schedule at least as good as ``found``.
 
     Args:
-        step: what is scheduled.
+        step: that is scheduled.
         found: to begin with.
         settle: the schedule with these decisions, within the same limit; None where there is none.
         fixed: candidates that are not to be decided.
-        max_tries: so many exchanges at most.
+        max_tries: most exchanges.
     """
     left = min(max_tries, _MAX_SEGMENTS // max(1, len(step.forward) + len(step.backward)))
     improved = True

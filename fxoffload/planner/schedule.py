@@ -22,9 +22,9 @@ from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
 from fxoffload.runtime.windows import Windows
 
-# How often the solver's budget is lowered by what the simulator found it to exceed.
+# How often the solver's budget is lowered by the excess that the simulator found.
 _MAX_REPAIRS = 4
-# The search for the least peak ends where it is known within this part, or after so many schedules.
+# The search for the least peak ends where it is known within this part, or after this many schedules.
 _PEAK_STEP = 0.01
 _MAX_PEAK_STEPS = 12
 # For one question to the solver.
@@ -33,7 +33,7 @@ _SOLVER_S = 2.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do with each candidate of a step, and what it is predicted to take.
+    """An action for each candidate of a step, and the predicted step.
 
     Attributes:
         offload: one bool per ``step.candidates``.
@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def key(self) -> tuple[float, int]:
-        """What makes one better than another within the same budget: time, then bytes moved."""
+        """The order of schedules within the same budget: time, then bytes moved."""
         return (round(self.simulation.step_ms, 3), self.simulation.bytes_offloaded)
 
 
@@ -117,7 +117,7 @@ class Scheduler:
         whole = self.keep_all().peak_bytes
         solution = least_peak(self.problem, max_ms, deadline_s=_SOLVER_S)
         best: Schedule | None = None
-        # The solver's copies are a flow: what it promises may be far from what segments of this size reach.
+        # The solver's copies are a flow: its promise may be far from the peak that segments of this size reach.
         too_low, limit, step = 0, whole if solution is None else min(solution.peak_bytes, whole), _PEAK_STEP
         for _ in range(_MAX_PEAK_STEPS):
             found = self.least_time(limit)

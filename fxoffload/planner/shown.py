@@ -1,4 +1,4 @@
-"""The plans of what is compiled in this process: what ``fxoffload.plans()`` lists."""
+"""The plans of the graphs compiled in this process, for ``fxoffload.plans()``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlanBox:
         _BOXES.add(self)
 
     def update(self, **changes: Any) -> None:
-        """Put what was learnt since into the plan."""
+        """Put later knowledge into the plan."""
         self.plan = dataclasses.replace(self.plan, **changes)
 
 

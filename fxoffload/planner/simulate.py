@@ -2,22 +2,24 @@
 
 The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy engine's (``fxoffload.runtime.engine``):
 
-- A copy to the host starts when the segment that finishes its storage ends; that of a graph input at entry.
+- A copy to the host starts when the segment that finishes its storage ends. That of a graph input starts at entry.
 - A release lets compute wait for the oldest copies until the in-flight window holds, and drops their sources. Before
   the forward returns, compute waits for the copies of inputs.
-- With default windows, what the forward saves last stays (``of_turn``). Default windows: down, what the layer that
-  moved most so far has moved; up, what the segment that needs most needs, and half as much again. A plan's windows
-  (``Windows``) differ from point to point and outweigh both.
-- The backward takes back what is still on the device (not what is lent, which the caller may have written to). It is
-  readable once its copy down has ended. Then reloads are asked for, in the order of need, before each segment: they
-  start behind what compute has been given so far, as many as the prefetch window holds. (In a chain of calls: those of
-  a call's top behind what lies between it and the call before it.)
-- A segment waits for what it reads; what nobody has asked for until then is asked for and waited for at once.
+- With default windows, the values that the forward saves last stay (``of_turn``). Default windows: down, as much as the
+  layer that moved most so far has moved. Up, as much as the segment that needs most needs, and half as much more. A
+  plan's windows (``Windows``) differ from point to point and outweigh both.
+- The backward takes back values that are still on the device. Lent ones are not taken back, since the caller may have
+  written to them. A value is readable once its copy down has ended.
+- Then reloads are asked for, in the order of need, before each segment, as many as the prefetch window holds. They
+  start after all work that compute has been given so far. In a chain, the reloads at a call's top start after the work
+  between that call and the call before it.
+- A segment waits for the values it reads. A value that was not asked for until then is asked for, and waited for, at
+  once.
 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
-a copy is. So what a step takes, and what it moves, depends on the decisions and the windows, never on the times; what
-the rehearsal on a CPU does is what a GPU does. Two things are left out: a host budget that is used up, and groups that
-other forwards have left on the tape.
+a copy is. So a step's memory and its transfers depend on the decisions and the windows, never on the times. A GPU does
+the same as the rehearsal on a CPU. Two things are left out: a host budget that is used up, and groups that other
+forwards have left on the tape.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Track = Literal["compute", "d2h", "h2d"]
 
 
 class Boundary(NamedTuple):
-    """What is on the device around one call of a segment. Bytes are right before the call unless they say otherwise.
+    """Memory on the device around one call of a segment. Bytes are right before the call unless they say otherwise.
 
     Attributes:
         phase: "forward" or "backward".
@@ -46,12 +48,12 @@ class Boundary(NamedTuple):
         end_ms: when compute ends it.
         live_bytes: everything that the step has allocated.
         saved_bytes: the candidates' part: kept, in flight, taken back, reloaded.
-        in_flight_bytes: what the in-flight window counts (the ranges that are copied, those of inputs too).
-        ahead_bytes: what the prefetch window counts.
-        gradient_bytes: what the backward has made and will return.
+        in_flight_bytes: bytes that the in-flight window counts (the ranges that are copied, those of inputs too).
+        ahead_bytes: bytes that the prefetch window counts.
+        gradient_bytes: gradients that the backward has made and will return.
         peak_bytes: the most while it runs.
-        after_bytes: everything, right behind the call.
-        outside_bytes: what eager code and FSDP have while it runs, beside the compiled graphs.
+        after_bytes: everything, right after the call.
+        outside_bytes: bytes that eager code and FSDP have while it runs, outside the compiled graphs.
     """
 
     phase: Literal["forward", "backward"]
@@ -80,10 +82,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step takes.
+    """Time and memory of a step, by simulation.
 
     Attributes:
-        peak_bytes: most bytes on the device above what was there when the step began.
+        peak_bytes: most bytes on the device above those allocated when the step began.
         peak_without_gradients_bytes: the same, less what the backward has made so far to return. An upper bound: what
             a segment makes to return counts while it runs.
         peak_segment: name of the segment in which the peak is.
@@ -91,11 +93,11 @@ class Simulation:
         forward_ms: from the beginning to the forward's end on the compute stream.
         backward_ms: from there to the backward's.
         exposed_ms: time that compute waited for copies.
-        bytes_offloaded: copied to the host, what is taken back later included.
+        bytes_offloaded: copied to the host, including values that are taken back later.
         bytes_reloaded: copied back.
         bytes_reclaimed: taken back instead.
         bytes_kept_for_backward: decided to move, but left on the device: the backward begins with them.
-        num_prefetch_misses: reloads that nobody had asked for when they were needed.
+        num_prefetch_misses: reloads that had not been asked for when they were needed.
         boundaries: one per call of a segment, in order.
         outside_ms: time between the calls of compiled graphs.
     """
@@ -118,7 +120,7 @@ class Simulation:
 
     @property
     def outside_bytes(self) -> int:
-        """Most bytes that eager code and FSDP have at a time, beside the compiled graphs."""
+        """Most bytes that eager code and FSDP have at a time, outside the compiled graphs."""
         return max((b.outside_bytes for b in self.boundaries), default=0)
 
     @property
@@ -139,7 +141,7 @@ class Simulation:
 
 @dataclass
 class _Recording:
-    """What the timeline needs; turned into events when somebody asks."""
+    """The timeline's data; turned into events on demand."""
 
     names: tuple[str, ...]
     moved_bytes: list[int]
@@ -176,7 +178,7 @@ def simulate(
     """Run a step on paper.
 
     Args:
-        step: what there is to do.
+        step: to simulate.
         decisions: one bool per ``step.candidates``, True to offload.
         copies: how long copies take.
         in_flight_budget: the option of that name; None for the default window.
@@ -343,7 +345,7 @@ class _Run:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, segments: Sequence[SegmentStep]) -> None:
-        """Run the backward behind the forward."""
+        """Run the backward after the forward."""
         program, c = self.program, self.program.candidates
         first = len(program.made)
         end = len(segments)
@@ -369,7 +371,7 @@ class _Run:
         self._take(program.takes[end], dies)
 
     def _reclaim(self) -> None:
-        """Take back what is still on the device."""
+        """Take back the values that are still on the device."""
         c = self.program.candidates
         kept: deque[int] = deque()
         for i in self.in_flight:
@@ -409,7 +411,7 @@ class _Run:
             queue.popleft()
 
     def _reload(self, i: int) -> None:
-        """Start a copy back, behind what compute has been given so far."""
+        """Start a copy back, after all work that compute has been given so far."""
         nbytes = self.program.candidates.moved_bytes[i]
         self.reload_end[i] = self.link.up(nbytes, self.now)
         self.recording.ups.append(i)
@@ -419,11 +421,11 @@ class _Run:
         self.reloaded += nbytes
 
     def _take(self, takes: Sequence[tuple[int, int]], dies: list[int]) -> None:
-        """Let compute wait for what a segment is the first to read."""
+        """Let compute wait for the values that a segment is the first to read."""
         c, state, moves = self.program.candidates, self.state, self.moves
         taken_back = reloaded = 0.0
         for i, _ in takes:
-            # A second take finds nothing: what the first one handed out is not the engine's any more.
+            # A second take finds nothing: the first one's value is not the engine's any more.
             if moves[i] and state[i] in (_AWAY, _TAKEN):
                 self.misses += 1
                 self._reload(i)
@@ -445,7 +447,7 @@ class _Run:
     # -- result --------------------------------------------------------------------------------------------------------
 
     def result(self) -> Simulation:
-        """What came of it."""
+        """The simulation, once the step has run."""
         phase, segment = self.peak_at
         return Simulation(
             peak_bytes=self.peak,

@@ -1,8 +1,8 @@
-"""Chooses what to keep, offload and recompute: the fastest step within given bytes, the smallest within a given time.
+"""Keeps, offloads and recomputes: the fastest step within given bytes, the smallest within a given time.
 
 The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
-these are chosen first, with items that may move in part, and the items behind it. What HiGHS finds is never believed:
-each choice is worked out again in closed form, with whole bytes, and improved where one exchange improves it.
+these are chosen first, with items that may move in part, and the items after them. HiGHS's answer is never believed:
+each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxoffload.planner.solve_schedule import Loads
 
 _GAP = 1e-3
 _PEAK_GAP = 1e-9
-# Above so many decisions alternatives and items are chosen one after the other.
+# Above this many decisions alternatives and items are chosen one after the other.
 _MOST_AT_ONCE = 300
 _INFEASIBLE = 2
 _GRACE_S = 1.0
@@ -62,7 +62,7 @@ def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
     """The choice of the least bytes, however long it takes; the fastest of those.
 
     Raises:
-        ValueError: what must be offloaded exceeds the host.
+        ValueError: items that must be offloaded exceed the host.
     """
     clock = _Clock(deadline_s)
     smallest = _smallest(problem, clock)

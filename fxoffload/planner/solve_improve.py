@@ -14,7 +14,7 @@ _TIE = 1e-9
 
 
 class Goal:
-    """What is sought: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
+    """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
 
     def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
         self._problem = problem
@@ -28,7 +28,7 @@ class Goal:
         return model.least_peak(self._max_ms, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
 
     def value(self, loads: Loads) -> float | None:
-        """What is to be least; None: it does not fit, or takes too long."""
+        """The number to minimise; None: it does not fit, or takes too long."""
         if not loads.fits_host():
             return None
         if self._budget is not None:
@@ -55,7 +55,7 @@ def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
         sums = owed.setdefault((layer.structure, len(weights)), [0.0] * len(weights))
         for a, weight in enumerate(weights):
             sums[a] += weight
-        # Only what the layer has a part of; of equals the first.
+        # Only alternatives with a weight in this layer; of equals the first.
         best = max((a for a, weight in enumerate(weights) if weight > 1e-6), key=lambda a: round(sums[a], 6))
         sums[best] -= 1.0
         chosen.append(best)
@@ -75,7 +75,7 @@ def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
 
 
 def improve(loads: Loads, goal: Goal, until: float) -> None:
-    """Exchange alternatives while that is better, then keep what need not move. Stops at ``until`` (monotonic)."""
+    """Exchange alternatives while that is better, then keep items that need no move. Stops at ``until`` (monotonic)."""
     value = goal.value(loads)
     if value is None:
         return

@@ -1,7 +1,7 @@
 """The model of ``solve_schedule`` as a mixed-integer program, for ``scipy.optimize.milp`` (HiGHS).
 
-Sums over segments are variables of their own (what was made so far = what was made before + what this one makes), so
-an item stands in a handful of rows however many segments there are. Units are chosen so that numbers are near 1.
+Sums over segments are variables of their own: each is the sum before plus this segment's bytes. So an item stands in a
+handful of rows however many segments there are. Units are chosen so that numbers are near 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy.sparse import coo_array
 from fxoffload.planner.problem import Item, Problem
 
 Terms = dict[int, float]  # variable -> factor
-MOVE_PRICE = 5e-5  # what it costs to move all that can move, in parts of the compute time
+MOVE_PRICE = 5e-5  # price of moving all that can move, in parts of the compute time
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Slot:
         layer: position of the layer.
         alternatives: those that save the items.
         items: they live alike.
-        count: what is decided is how many of the items move, all of one size; 1: what part of them all.
+        count: the decision is how many of the items move, all of one size; 1: which part of them all.
     """
 
     layer: int
@@ -63,7 +63,7 @@ def slots_of(problem: Problem, *, exact: bool) -> list[Slot]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a program.
+    """The solver's answer to a program.
 
     Attributes:
         status: of ``scipy.optimize.milp``: 0 solved, 1 out of time, 2 infeasible.
@@ -82,7 +82,7 @@ class Model:
     """A program under construction, and its solution.
 
     Args:
-        problem: what there is to decide.
+        problem: the decisions.
         exact: whether items move as a whole.
         is_timed: whether time counts; else compute waits for free and the link does not matter.
         alternatives: the chosen ones, where they are chosen already.
@@ -175,7 +175,7 @@ class Model:
         return found
 
     def _saved(self, count: int, where: Callable[[Item], int]) -> list[Terms]:
-        """Per segment, the bytes of what the chosen alternatives save."""
+        """Per segment, the bytes of the items that the chosen alternatives save."""
         found: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
             for x, alternative in zip(choose, layer.alternatives, strict=True):
@@ -213,12 +213,15 @@ class Model:
         return times, sizes
 
     def _memory(self) -> tuple[list[int], list[int], list[Terms], list[int]]:
-        """Per forward segment: what was made; what may have been freed. Per backward segment: what is there but for
-        reloads; at [-1] of the last list the end: what must be back."""
+        """Four sums of bytes.
+
+        Per forward segment: made so far; possibly freed so far. Per backward segment: present without reloads; reloads
+        that must be back. [-1] of the last list is the end.
+        """
         forward, backward = len(self._problem.forward_ms), len(self._problem.backward_ms)
         made = self._sums(self._saved(forward, lambda item: max(item.made_at, 0)))
         freed = self._sums(self._by_segment(forward + 1, lambda i: i.freed_before, lambda i: i.held_bytes))
-        # What was kept less what died; of what moved, as many bytes less as were not kept.
+        # Kept bytes less dead ones; where an item moved, less the bytes of it that were not kept.
         kept = self._saved(1, lambda item: 0)[0]
         kept.update({v: -f for v, f in self._moving(lambda item: item.held_bytes).items()})
         dead = self._saved(backward + 1, lambda item: item.dies_at)

@@ -1,13 +1,13 @@
-"""What one choice takes: the shortest step within given bytes, in closed form.
+"""The cost of one choice: the shortest step within given bytes, in closed form.
 
 The model, for a choice and a memory of M bytes. Copies are a flow, not single transfers:
 
-- Down: a copy may begin behind ``copy_after``. Before a forward segment runs, what was made so far, less what was
-  copied and is read no more, must fit; compute waits until enough has been copied. As soon as possible is best for
-  copies, as late as possible for waits: nothing else is ever shorter.
+- Down: a copy may begin after ``copy_after``. Before a forward segment runs, the bytes made so far must fit, less those
+  that were copied and are read no more. Compute waits until enough has been copied. As soon as possible is best for
+  copies, as late as possible for waits: no other order is ever shorter.
 - At the turn all copies are done; the caller's memory is copied whenever nothing else is.
 - Up: reloads run from the beginning of the backward, in the order of need, as far ahead as M allows now and later.
-  Before a backward segment runs, what it and its predecessors need must be back.
+  Before a backward segment runs, all items that it and its predecessors need must be back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 class Loads:
     """The bytes and times of one choice, summed by segment. Items and alternatives can be exchanged one by one.
 
-    Lists are of changes: what a segment finds is the sum up to it.
+    Lists are of changes: the bytes at a segment are the sum up to it.
     """
 
     def __init__(self, problem: Problem, alternatives: Iterable[int], offloaded: Iterable[str]) -> None:
@@ -51,7 +51,7 @@ class Loads:
             self._count_alternative(at, 1)
 
     def items(self, layer: int) -> tuple[Item, ...]:
-        """What the chosen alternative of a layer saves."""
+        """The items that the chosen alternative of a layer saves."""
         return self.problem.layers[layer].alternatives[self.alternatives[layer]].items
 
     def saved(self) -> list[Item]:
@@ -59,7 +59,7 @@ class Loads:
         return [item for layer in range(len(self.alternatives)) for item in self.items(layer)]
 
     def choose(self, layer: int, alternative: int) -> None:
-        """Exchange the alternative of a layer; what of its items was offloaded stays so where that is allowed."""
+        """Exchange the alternative of a layer. Its offloaded items stay offloaded where that is allowed."""
         self._count_alternative(layer, -1)
         moves = {i.name for i in self.items(layer)} & self.offloaded
         self.offloaded -= moves
@@ -102,11 +102,11 @@ class Loads:
         self._freed[item.freed_before] += held
 
     def fits_host(self) -> bool:
-        """Whether the host has room for what is offloaded."""
+        """Whether the host has room for the offloaded items."""
         return self.problem.host_bytes is None or self.moved <= self.problem.host_bytes
 
     def _backward_base(self) -> list[int]:
-        """Per backward segment, all bytes but for reloads: minus what was reloaded and died."""
+        """Per backward segment, all bytes but for reloads: minus those that were reloaded and died."""
         dead = accumulate(self._dies)
         return [self._kept - d + b for d, b in zip(dead, self._backward_bytes, strict=False)]
 

@@ -1,7 +1,7 @@
 """A training step, described without its graphs: segments in order, and the storages that they make and read.
 
 Both the outer graphs of a compiled model (``from_graphs``) and a chain made up by hand or by a solver come in this
-form. What follows from it (which storage lives when, where a copy may start) is worked out in ``program``.
+form. Lifetimes of storages, and where a copy may start, follow from it: ``program`` computes them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class StorageInfo:
         is_tangent: a gradient that the backward is given; there from its beginning on.
         is_output: the caller of the forward sees it.
         is_gradient: the backward returns it.
-        of_turn: what the forward saves last (``fxoffload.passes.find_turn``).
-        copied_after: the forward segment behind which its copy starts, -1 for the entry; None: the last that writes it.
+        of_turn: among the values that the forward saves last (``fxoffload.passes.find_turn``).
+        copied_after: the forward segment after which its copy starts, -1 for the entry; None: the last that writes it.
         rank: place in the order of reloads; None: the backward segment that first reads it.
         paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
         paces_backward: whether it counts for the default prefetch window; None: whether a layer reads it.
-        lent_until: of a candidate that the caller holds too: the forward segment behind which he may let go of it or
-            write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back. None:
-            for an input, the last segment; for all others, nobody else holds it.
-        watched: of a lent one: nobody waits for its copy, and it is taken back (``Choice.watches``).
+        lent_until: of a candidate that the caller holds too: the forward segment after which the caller may release
+            it or write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back.
+            None: for an input, the last segment; all others are held by the graph alone.
+        watched: of a lent one: its copy is not waited for, and it is taken back (``Choice.watches``).
     """
 
     name: str
@@ -74,8 +74,8 @@ class SegmentStep:
         ms: time on the compute stream.
         reads: names of the storages that it reads.
         writes: names of the storages that hold its outputs. The first writer allocates.
-        temp_bytes: the most that is allocated inside it above what is live when it begins, its outputs included and
-            what dies inside it deducted; 0 where unknown.
+        temp_bytes: the most that is allocated inside it above the bytes live when it begins, its outputs included and
+            the storages that die inside it deducted; 0 where unknown.
         outside_bytes: the part of them that eager code and FSDP have.
         is_outside: whether no graph runs in it: eager code and FSDP do.
     """
@@ -92,7 +92,7 @@ class SegmentStep:
 
 @dataclass(frozen=True)
 class Take:
-    """A wait for a storage that came back: before which backward segment, and which is the last to read what it gave.
+    """A wait for a storage that came back: the backward segment after it, and the last segment that reads its result.
 
     A storage has one, unless two views of it were saved that different segments are the first to read. Each take then
     gets a copy of its own (the first one leaves nothing on the device that the second one could use).
@@ -112,15 +112,15 @@ class TrainingStep:
         forward: segments in order.
         backward: segments in order.
         takes: None: before its first reader, one for each candidate that the backward reads.
-        heavy_head: whether what stands behind the layers saves much (see ``fxoffload.passes.find_turn.Turn``).
+        heavy_head: whether the ops after the layers save much (see ``fxoffload.passes.find_turn.Turn``).
         followed: whether another forward runs before the backward does. It is the one that the step turns behind, and
             nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
         frees_tangents: whether tangents die with their last reader: zeros that the graph makes for outputs that no loss
             comes from. Autograd holds others until the backward ends.
-        releases: forward segments behind which a release stands, -1 for the entry; None: behind the last reader of
-            what each offload op moves.
+        releases: forward segments that a release follows, -1 for the entry; None: one release follows the last reader
+            of each offload op's storages.
     """
 
     storages: tuple[StorageInfo, ...]
@@ -190,13 +190,13 @@ def from_graphs(
     Args:
         forward: outer forward graph.
         backward: outer backward graph.
-        movables: what the executor was given: one per candidate, in the order of the offload ops, ranked.
+        movables: of the executor: one per candidate, in the order of the offload ops, ranked.
         num_user_outputs: leading outputs of the forward that the caller sees.
         forward_ms: segment name -> time; 0 where missing.
         backward_ms: segment name -> time; 0 where missing.
         forward_temp_bytes: segment name -> ``SegmentStep.temp_bytes``.
         backward_temp_bytes: segment name -> ``SegmentStep.temp_bytes``.
-        min_bytes: what is smaller stays (the option of that name).
+        min_bytes: smaller values stay (the option of that name).
         device: values elsewhere take no bytes; None counts all.
     """
     down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
@@ -219,7 +219,7 @@ def edges_of(
     min_bytes: int = 1,
     device: torch.device | None = None,
 ) -> Edges:
-    """What enters and leaves the graphs of ``from_graphs``, in the names of its step; arguments as there."""
+    """The inputs and outputs of the graphs of ``from_graphs``, in the names of its step; arguments as there."""
     down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
     up = _BackwardReader(backward, down, device)
     made = {s.name for s in (*down.storages(), *up.storages())}
@@ -363,7 +363,7 @@ class _BackwardReader:
             self._names.setdefault(key, f"backward/{key}")
         calls = _calls(outer.graph, lambda n: self._names.get(n.meta.get(STORAGE_KEY, "")))
         given = {name for name in forward.place.values() if name is not None}
-        # Views of what was saved make nothing; what no segment reads stays in its slot until the run ends.
+        # Views of saved values make nothing; a value that no segment reads stays in its slot until the run ends.
         self.calls = [replace(c, writes=tuple(w for w in c.writes if w not in given)) for c in calls]
         if unread and self.calls:
             self.calls[-1] = replace(self.calls[-1], reads=(*self.calls[-1].reads, *unread))
@@ -397,7 +397,7 @@ class _BackwardReader:
         return None if key is None else self._names.get(key)
 
     def storages(self) -> list[StorageInfo]:
-        """What the backward makes, and the tangents."""
+        """The storages that the backward makes, and the tangents."""
         made = {w for c in self.calls for w in c.writes}
         returned = {
             v.meta[STORAGE_KEY] for v in output_values(self._graph) if isinstance(v, fx.Node) and STORAGE_KEY in v.meta

@@ -1,5 +1,5 @@
-"""How many bytes may be under way at each point of a step: its peak stays within a limit, and nobody waits before the
-memory is needed."""
+"""How many bytes may be under way at each point of a step: its peak stays within a limit, and compute never waits
+before the memory is needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def least_peak_bytes(step: TrainingStep, decisions: Sequence[bool]) -> int:
 def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int) -> Windows | None:
     """The widest windows under which the step stays within ``limit_bytes``; None where even the narrowest exceed it.
 
-    At each segment, what the step takes with nothing under way leaves a rest. A copy to the host may be held for as
-    long as the segments up to the next release have that much to spare; a reload may be ahead if every segment until it
-    is read has.
+    At each segment, the limit leaves room above the step with nothing under way. A copy to the host may be held for as
+    long as the segments up to the next release have that much room. A reload may be ahead if every segment until it is
+    read has that much room.
     """
     program = program_of(step)
     bare = simulate(step, decisions, copies=_ANY_RATES, windows=no_windows(step))
@@ -46,7 +46,7 @@ def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int)
         found = simulate(step, decisions, copies=_ANY_RATES, windows=windows)
         return [b.peak_bytes - limit_bytes for b in found.boundaries]
 
-    # What is on its way when the forward ends: the last so many copies.
+    # Copies on their way when the forward ends: the last ones, up to each count.
     queue = [i for ops in program.offloads for op in ops for i in op if i in moves]
     carried = [0, *itertools.accumulate(c.moved_bytes[i] for i in reversed(queue))]
     windows, beyond = no_windows(step), [0]
@@ -55,11 +55,11 @@ def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int)
         beyond = excess(windows)
         if max(beyond[:num_forward], default=0) <= 0:
             break
-        # The windows count what is copied; what is held may be more.
+        # The windows count the bytes that are copied; the bytes held may be more.
         spare[:num_forward] = [max(0, s - max(0, e)) for s, e in zip(spare, beyond, strict=False)][:num_forward]
     if max(beyond, default=0) <= 0:
         return windows
-    # What is taken back may be held longer than a reload would be, and be more.
+    # Values that are taken back may be held longer than a reload would be, and be more bytes.
     low, high = 0, len(carried) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -88,7 +88,7 @@ def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) 
     everything = later = sum(nbytes[i] for i in moves)
     for at in range(len(backward) - 1, -1, -1):
         later += read[at + 1]
-        if program.is_gap[at]:  # what is asked for next is asked for behind it
+        if program.is_gap[at]:  # the next reloads are asked for after it
             ahead[at + 1] = later
         later = min(backward[at], later)
         if not program.is_gap[at]:
@@ -96,7 +96,7 @@ def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) 
     ahead[0] = later + read[0]
 
     in_flight = [0] * (num_forward + 1)
-    until = min(ahead[0], over)  # behind the last release: what is still held goes over into the backward
+    until = min(ahead[0], over)  # after the last release: copies still held go over into the backward
     for at in range(num_forward, -1, -1):
         if at < num_forward:
             until = min(until, forward[at])

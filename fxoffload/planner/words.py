@@ -1,4 +1,4 @@
-"""What plans are, and what they gain, in words."""
+"""The aims of plans, and their gains, in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxoffload.sizes import format_bytes
 
 
 def aim_of(goal: PlanGoal) -> str:
-    """What is looked for."""
+    """The aim, in words."""
     if goal.is_checkpointing:
         return f"the fastest plan found within activation checkpointing's peak, {format_bytes(goal.budget_bytes or 0)}"
     if goal.budget_bytes is not None:
