@@ -1,4 +1,5 @@
-"""Peers as variants, on a CPU: each runs, or its row says what it lacks; wrong gradients are told from right ones."""
+"""Peers as variants, on a CPU: each runs, or its row names the missing part; wrong gradients are told from right ones.
+"""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""State that optimizers' wrappers keep, and what is given as ``extra``: found, or refused, and never left alone."""
+"""State that optimizers' wrappers keep, and ``extra`` objects: found, or refused, and never left alone."""
 
 from __future__ import annotations
 

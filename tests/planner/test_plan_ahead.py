@@ -218,7 +218,7 @@ def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
         assert (config.suppress_errors, config.recompile_limit) == (True, 1)
 
 
-# -- what is planned for -----------------------------------------------------------------------------------------------
+# -- planning targets --------------------------------------------------------------------------------------------------
 
 
 def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:

@@ -474,7 +474,7 @@ def test_the_first_steps_take_the_least_that_offloading_does(name: str) -> None:
     assert 2 * max(least) <= first and second == least[1]
 
 
-# -- what is planned, and when -----------------------------------------------------------------------------------------
+# -- plans, and when they are made -------------------------------------------------------------------------------------
 
 
 def in_between(name: str = "stack") -> int:

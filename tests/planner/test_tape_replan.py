@@ -130,7 +130,7 @@ def kept(name: str = "stack") -> dict[str, Tensor]:
     return recorded(MODELS[name], policy="keep_all").steps(1)[0]
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_shown_is_the_step_that_was_measured() -> None:
@@ -191,7 +191,7 @@ def test_afterwards_nothing_is_measured() -> None:
     assert time.planning[0]() is None, "what was planned from is let go"
 
 
-# -- what is planned again ---------------------------------------------------------------------------------------------
+# -- plans made again --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tick_ms", "moves"), [(2e-4, False), (5e-3, True)])

@@ -245,7 +245,7 @@ def test_without_addresses_nothing_is_known_to_be_carried() -> None:
     assert history.carried_bytes(turn_begin, allocator.read()) == 0
 
 
-# -- what is given back when a step ends -------------------------------------------------------------------------------
+# -- memory given back when a step ends --------------------------------------------------------------------------------
 
 
 def test_what_was_there_before_a_step_and_goes_with_its_end() -> None:

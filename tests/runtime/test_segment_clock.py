@@ -178,7 +178,7 @@ def test_events_are_used_again() -> None:
     assert len(set(map(id, device.events._free))) == made
 
 
-# -- what is not counted -----------------------------------------------------------------------------------------------
+# -- calls that do not count -------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_raised_is_dropped() -> None:

@@ -151,7 +151,7 @@ def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
     assert_nothing_held()
 
 
-# -- what is held, and for how long ------------------------------------------------------------------------------------
+# -- lifetimes of saved values -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -286,7 +286,7 @@ def test_a_copy_of_a_bundles_token_is_refused() -> None:
         copy.deepcopy(token)
 
 
-# -- writes to what is saved -------------------------------------------------------------------------------------------
+# -- writes to saved values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", [False, True])

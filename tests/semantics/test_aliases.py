@@ -249,7 +249,7 @@ def test_tied_weights() -> None:
     assert not [n for c in graph.saved.candidates for n in c.nodes if tuple(n.meta["val"].shape) in shapes]
 
 
-# -- the caller writes to what it gave ---------------------------------------------------------------------------------
+# -- the caller writes to its inputs -----------------------------------------------------------------------------------
 
 
 def _writes(kind: str) -> Callable[[Tensor], None]:
