@@ -1,4 +1,4 @@
-"""``fxoffload bench``: the sizes that it chooses, what it measures at toy size on the CPU, what it says of failures."""
+"""``fxoffload bench``: the sizes that it chooses, measurements at toy size on the CPU, messages about failures."""
 
 from __future__ import annotations
 

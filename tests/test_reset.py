@@ -1,4 +1,4 @@
-"""``torch.compiler.reset()``: what was compiled is forgotten whole, whenever it comes."""
+"""``torch.compiler.reset()``: compiled code is forgotten whole, whenever it comes."""
 
 from __future__ import annotations
 

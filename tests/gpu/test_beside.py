@@ -102,9 +102,9 @@ class Gathered(nn.Module):
 def run(
     *, passing_bytes: int = 0, resets: bool = True, buffered: bool = False, **options: Any
 ) -> tuple[list[int], fxoffload.Plan | None]:
-    """Peaks of steps above what was allocated when they began, and the plan. ``resets``: whether the process' peak is
-    reset before each step; else only before the last four, and earlier ones show the process' peak so far.
-    ``buffered``: layers are gathered into a ``Buffer``."""
+    """Peaks of steps above the bytes at their beginning, and the plan. ``resets``: whether the process' peak is reset
+    before each step; else only before the last four, and earlier ones show the process' peak so far. ``buffered``:
+    layers are gathered into a ``Buffer``."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
     torch.manual_seed(0)

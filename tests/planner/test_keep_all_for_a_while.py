@@ -46,7 +46,7 @@ def variants_that_run() -> Iterator[list[int]]:
 
 @contextmanager
 def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
-    """Plans offload most of what they may, as nothing else does. Calls run variants at random, or not ``some``."""
+    """Plans offload most of their candidates, as nothing else does. Calls run variants at random, or not ``some``."""
     generator = random.Random(seed)
 
     def decide(planning: Any) -> Schedule:

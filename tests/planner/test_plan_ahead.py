@@ -56,7 +56,7 @@ def tokens(sequence: int = SEQUENCE, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def compiled_plan(model: nn.Module, *args: Tensor, options: dict[str, Any], **kwargs: Tensor) -> Plan:
-    """The plan that ``torch.compile`` makes, behind a whole step."""
+    """The plan that ``torch.compile`` makes, after a whole step."""
     chosen: dict[str, Any] = {**SMALL, "device_types": ("cpu",), **options}
     run = torch.compile(model, backend="fxoffload", options=chosen)
     output = run(*args, **kwargs)

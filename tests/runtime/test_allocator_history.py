@@ -56,7 +56,7 @@ def test_what_was_there_before_may_be_freed() -> None:
 
 
 def test_blocks_that_are_larger_than_what_was_asked_for() -> None:
-    """The record does not say how large they are: what is still there does."""
+    """The record does not say how large they are: live blocks do."""
     allocator = Allocator()
     history = allocator.history()
     first = allocator.read()
@@ -277,7 +277,7 @@ def test_a_step_is_watched_until_its_backward_has_ended() -> None:
     live.call_ended(allocator.read())
 
     class Root(torch.autograd.Function):
-        """Behind the last call in the backward."""
+        """After the last call in the backward."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
