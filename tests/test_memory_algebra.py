@@ -327,7 +327,7 @@ def test_backward(watch: Watch, layers: float | None) -> None:
 
 
 def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: half as much again as the largest need of a layer, so that reloads run during the layer before."""
+    """Without a budget: half as much again as the largest need of a layer: reloads run during the layer before."""
     graph, _, boundaries = run(watch, in_flight_budget=1)
     ahead = [b.ahead_bytes for b in boundaries if b.segment.startswith("layers")]
     assert all(a <= 1.7 * layer_bytes(graph) for a in ahead)
