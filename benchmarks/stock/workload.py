@@ -146,7 +146,7 @@ def _padding(batch: dict[str, Tensor], case: Case, device: torch.device) -> dict
 
 
 def _packed(case: Case, device: torch.device) -> Tensor:
-    """Positions of four sequences, behind one another, the last of them longer."""
+    """Positions of four sequences, one after another, the last of them longer."""
     length = case.seq // (NUM_PACKED + 1)
     lengths = [length] * (NUM_PACKED - 1)
     parts = [torch.arange(n, device=device) for n in [*lengths, case.seq - sum(lengths)]]

@@ -287,7 +287,7 @@ def test_a_half_and_layers_that_are_compiled_on_their_own() -> None:
 
 
 def test_two_models_in_turn_are_not_planned_together() -> None:
-    """Actor and critic, each with a backward of its own behind its forward."""
+    """Actor and critic, each with a backward of its own after its forward."""
     modules, x, before = [Halves(breaks=False), Halves(breaks=False, half=4)], batch(length=480), known()
     models = [
         torch.compile(m, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_240_000}) for m in modules

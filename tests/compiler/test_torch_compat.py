@@ -131,7 +131,7 @@ def test_sizes_that_dynamo_learns_are_forgotten_and_what_it_knew_is_back() -> No
     with without_learnt_sizes():
         compile_for(6)
     assert dynamic == [False, False, False]
-    compile_for(7)  # behind 5
+    compile_for(7)  # after 5
     assert dynamic[3:] == [True]
 
 

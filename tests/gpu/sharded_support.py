@@ -422,7 +422,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
 
 
 def _training(rank: Rank, **options: Any) -> Found:
-    """Weights behind many steps of a plan that offloads, against those of one that keeps."""
+    """Weights after many steps of a plan that offloads, against those of one that keeps."""
     losses, weights, found = _train(rank, **options)
     with _nothing_moves():
         others, kept, found_kept = _train(rank, **options)

@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Watch(TrainerCallback):
-    """Bytes of the optimizer's state on the device: before and behind every optimizer step, and in between."""
+    """Bytes of the optimizer's state on the device: before and after every optimizer step, and in between."""
 
     def __init__(self, phases: PhaseCallback | None) -> None:
         self.phases = phases

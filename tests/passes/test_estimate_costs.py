@@ -145,7 +145,7 @@ def test_flops_of_matrix_products(node: fx.Node, flops: int) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "flops"),
     [
-        ((40, 7), (3, 7, 11), 2 * 40 * 7 * 11),  # tokens of three experts, behind one another
+        ((40, 7), (3, 7, 11), 2 * 40 * 7 * 11),  # tokens of three experts, one after another
         ((3, 5, 7), (7, 40), 2 * 5 * 7 * 40),  # the columns are shared out
         ((5, 40), (40, 11), 2 * 5 * 40 * 11),  # the contraction is shared out: the weight gradients
         ((3, 5, 7), (3, 7, 11), 2 * 3 * 5 * 7 * 11),

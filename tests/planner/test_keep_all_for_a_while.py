@@ -164,7 +164,7 @@ def test_a_reference_may_be_held_while_a_step_follows_the_plan() -> None:
     first = references[0]
     assert all(torch.equal(first, other) for other in references)
     run.model.zero_grad(set_to_none=True)
-    loss_of(references.pop()).backward()  # behind all others
+    loss_of(references.pop()).backward()  # after all others
     assert all(p.grad is not None for p in run.model.parameters())
 
 

@@ -424,7 +424,7 @@ def test_roomy_budget_moves_nothing() -> None:
 
 
 def test_what_is_made_first_moves() -> None:
-    """Each copy hides behind one segment; what the last two segments make is needed too soon."""
+    """One segment hides each copy; the results of the last two segments are needed too soon."""
     solution = least_time(chain(*(saved(str(k), k) for k in range(4))), 300)
     assert solution is not None
     assert solution.ms == pytest.approx(80.0)

@@ -279,7 +279,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
 
 @pytest.mark.parametrize("thought", [1.0, 200.0])
 def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: float) -> None:
-    """Where steps take longer than was thought, copies hide that did not before: as many as the host has room for."""
+    """Steps that take longer than predicted hide more copies: as many as the host has room for."""
     plain = kept()
     nothing = mock.patch.object(tape_replan, "choose_again", return_value=None)
     with measured(1.0) as time, estimated(thought), nothing as choose:
@@ -388,8 +388,8 @@ def every_other(call: int, drafts: list[Any]) -> Any:
 
 @contextmanager
 def a_slower_link(part: float = 1e-3) -> Iterator[list[float]]:
-    """Copies turn out to be far slower than they are thought to be, and a little slower yet the next time. Yields the
-    prediction each time."""
+    """Copies turn out to be far slower than predicted, and a little slower yet the next time. Yields the prediction
+    each time."""
     thought: list[float] = []
 
     def fit_link(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
@@ -508,7 +508,7 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
 def test_what_was_measured_decides_which_calls_are_paced(
     monkeypatch: pytest.MonkeyPatch, least_ms: float, tick_ms: float, first: int, then: int
 ) -> None:
-    """Forwards that are longer than was thought, or shorter, though nothing else changes."""
+    """Forwards that are longer than predicted, or shorter, though nothing else changes."""
     monkeypatch.setattr(pacing, "_LEAST_MS", least_ms)
     monkeypatch.setattr(pacing, "_BUSY", 0.0)
     monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)
@@ -925,7 +925,7 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
 @settings(max_examples=40, deadline=None)
 @given(decided_steps(4))
 def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tuple[bool, ...]]) -> None:
-    """It stands behind all segments of the forward, also under windows that were made without it."""
+    """It comes after all segments of the forward, also under windows that were made without it."""
     step, decisions = made
     step = replace(step, followed=True) if hasattr(step, "followed") else step
     chain = concatenate([step, step]).step
