@@ -6,9 +6,9 @@ does about activations. So one extra step is traced, and its live bytes are coun
 blocks that held an incoming gradient, from each block's allocation to its free.
 
 [Note: Markers] A block is known by its address, and addresses are reused within a step. When AccumulateGrad receives a
-gradient, a prehook allocates and frees a few bytes of a size that nothing else asks for: the trace then says which
-block lived at that address at that moment. The prehook sits on the AccumulateGrad node, not on the parameter, because
-Dynamo sees the hooks of a parameter and could compile again.
+gradient, a prehook allocates and frees a few bytes of an otherwise unused size. The trace then says which block lived
+at that address at that moment. The prehook sits on the AccumulateGrad node, not on the parameter, because Dynamo sees
+the hooks of a parameter and could compile again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,7 +117,7 @@ def replay(events: Sequence[Mapping[str, Any]], arrivals: Sequence[Arrival]) -> 
     """Walk the trace twice: find the gradients' blocks, then count live bytes with and without them.
 
     A block counts from "alloc" to "free_requested", as ``max_memory_allocated`` counts it. Frees of blocks older than
-    the trace count too: they lower what is live below the start.
+    the trace count too: they lower the live bytes below the start.
     """
     blocks, by_event = _blocks(events)
     gradient_blocks, by_marker, by_last = _gradient_blocks(events, blocks, arrivals)

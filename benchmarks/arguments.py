@@ -171,7 +171,7 @@ def _variant(label: str, shared: dict[str, Any], checkouts: dict[str, str]) -> V
 
 
 def parse_beside(text: str) -> list[Variant]:
-    """``idle,matmul``: what runs beside the collectives of the scenario ``collectives``.
+    """``idle,matmul``: the work during the collectives of the scenario ``collectives``.
 
     Raises:
         ValueError: an unknown variant.

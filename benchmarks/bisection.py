@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 
 def bisect(lengths: list[int], probes: int, runs: Callable[[int], bool]) -> Iterator[int]:
-    """Which lengths to try: the middle first, then the middle of what is still open. ``runs`` is asked after each.
+    """Which lengths to try: the middle first, then the middle of the open range. ``runs`` is asked after each.
 
     Seven lengths are settled by three probes.
     """

@@ -3,8 +3,8 @@
 ``0.25*inductor``   a quarter of that variant's peak
 ``1.02*checkpoint`` as above
 ``1*smallest``      the smallest budget that the default's plan names (scenarios ``stock``)
-``0.95*free``       of what the device had free when the step began
-``15%``             of the way from ``checkpoint``'s peak to ``inductor``'s
+``0.95*free``       of the device's free memory when the step began ``15%``             of the way from ``checkpoint``'s
+peak to ``inductor``'s
 """
 
 import re
@@ -46,8 +46,8 @@ def resolve_budget(budget: Any, peaks: Mapping[str, int]) -> Any:
 
 
 def with_budget_in_bytes(variant: Variant, peaks: Mapping[str, int]) -> Variant:
-    """The variant with a relative ``activation_budget`` in bytes; as it is where a peak is missing or nothing is
-    relative (the measuring process then says what it got)."""
+    """The variant with a relative ``activation_budget`` in bytes; unchanged where a peak is missing or nothing is
+    relative (the measuring process then reports its value)."""
     try:
         budget = resolve_budget(variant.options.get("activation_budget"), peaks)
     except LookupError:

@@ -230,11 +230,11 @@ class _Claims:
 
 
 def _collectives_as_without(rows: list[Record], derived: list[dict[str, Any]]) -> Claim:
-    """Copies to and from the host beside them do not make collectives take longer, once all ranks have come to them.
+    """Copies to and from the host do not make collectives take longer, once all ranks have come to them.
 
-    Compared with steps of the same process that compute the same: with another compiler, or other choices of what is
-    computed again, other kernels run beside them. Open where the halves of these steps differ by more than what is to
-    be told apart; the scenario ``collectives`` knows it better then.
+    Compared with steps of the same process that compute the same: with another compiler, or another recomputation,
+    other kernels run during them. Open where the halves of these steps differ by more than the claimed difference; the
+    scenario ``collectives`` knows it better then.
     """
     name = f"collectives take at most {COLLECTIVES:+.0%} longer beside copies than without"
     moving = {r.variant.label for r in rows if (r.result.stats_per_step or {}).get("bytes_offloaded")}
@@ -257,9 +257,9 @@ def _collectives_as_without(rows: list[Record], derived: list[dict[str, Any]]) -
 
 
 def _collectives_beside_idle_copies(rows: list[Record], derived: list[dict[str, Any]]) -> Claim:
-    """The same of steps that keep everything, while copies that nothing waits for go on: what the link itself costs.
-    A plan's copies also shift what computes beside a collective. Where copies did not go on nearly all the while, it
-    does not count; open where nothing does."""
+    """The same of steps that keep everything, while copies that nothing waits for go on: the cost of the link itself. A
+    plan's copies also shift the kernels that run during a collective. Where copies did not go on nearly all the while,
+    it does not count; open where nothing does."""
     name = f"copies that nothing waits for make a step's collectives take at most {COLLECTIVES:+.0%} longer"
     covered = {
         (record.variant.label, kind, way): one.beside_copies

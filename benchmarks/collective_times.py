@@ -7,9 +7,8 @@ from benchmarks.schema import Collective
 
 
 def once_all_there(by_rank: Sequence[Mapping[str, Collective]]) -> dict[str, list[float]]:
-    """What each collective took once all ranks had come to it, by kind: on the rank that came last and waited for
-    nobody, where it was shortest. All ranks make the same ones; kinds of which a rank saw another number are left
-    out."""
+    """The time of each collective once all ranks had come to it, by kind: on the rank that came last and did not wait,
+    where it was shortest. All ranks make the same ones; kinds of which a rank saw another number are left out."""
     found = {}
     for kind, mine in by_rank[0].items():
         peers = [ours[kind] for ours in by_rank if kind in ours]

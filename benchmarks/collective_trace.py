@@ -13,7 +13,7 @@ from benchmarks.copy_trace import Interval, busy_ms, way_of_copy
 from benchmarks.schema import Collective
 from benchmarks.steps import Stepper
 
-# Under the profiler. In one step a rank may come late to many, and other kernels run beside each collective.
+# Under the profiler. In one step a rank may come late to many, and other kernels run during each collective.
 STEPS = 3
 # Ways of taking steps in turn, so that whatever else changes on the machine falls on all of them.
 ROUNDS = 4
@@ -68,8 +68,8 @@ def _lower_quartile(values: list[float]) -> float:
 
 
 def summarize_collectives(traces: Sequence[Iterable[Event]], steps: int = 1) -> dict[str, Collective]:
-    """Of traces of so many steps each; what is in one has times from its own beginning. A kernel runs from the moment
-    its own rank starts it: what it waits for its peers is in its time."""
+    """Of traces of several steps each; times count from a trace's own beginning. A kernel runs from the moment its own
+    rank starts it: its wait for its peers is in its time."""
     found: dict[str, list[list[Interval]]] = {}
     copies: list[list[Interval]] = [[] for _ in traces]
     for i, trace in enumerate(traces):

@@ -93,7 +93,7 @@ def compare(before: AnyReport, after: AnyReport) -> Comparison:
 
 
 def render(found: Comparison) -> str:
-    """A Markdown table of the pairs, then what is in one run only and how the runs differ."""
+    """A Markdown table of the pairs, then the rows of one run only, and how the runs differ."""
     lines = [
         {
             "case": pair.row.case_name,
@@ -114,7 +114,7 @@ def render(found: Comparison) -> str:
 
 
 def parse_percent(text: str) -> float:
-    """``"3%"`` as 0.03. Raises ValueError for anything else and for what is negative."""
+    """``"3%"`` as 0.03. Raises ValueError for anything else and for negative numbers."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / 100

@@ -128,7 +128,7 @@ def _bounds(record: Record, inductor: Record, link: dict[str, float] | None) -> 
             # The whole phase in the denominator: at most what the copies themselves reached (see copies).
             row[f"{phase}_gb_per_s_over_phase"] = moved / measured.median / 1e6
         if phase == "backward":
-            # What was offloaded has to be there again, reloaded or taken back while its copy was still under way.
+            # Offloaded values have to be there again, reloaded or taken back while its copy was still under way.
             row["backward_vs_bound_of_all_bytes"] = measured.median / max(compute.median, offloaded / rate / 1e6)
     if result.copies is not None:
         row["d2h_vs_link"] = result.copies.d2h_gb_per_s / link["d2h_gb_per_s"]

@@ -1,25 +1,25 @@
 """Do a variant's gradients agree with the reference's, within what rounding and atomics leave open? Needs no torch.
 
-The reference is ``eager`` for what runs eagerly and ``inductor`` for what is compiled, or the other where that is
-missing. Every parameter is judged by what the comparison leaves open for itself (its noise), the largest of
+The reference is ``eager`` for eager variants and ``inductor`` for compiled ones, or the other where that is missing.
+Every parameter is judged by its own noise in the comparison, the largest of
 
-- what either of the two differs by in that parameter when it repeats its own step (kernels with atomics);
-- where not both run eagerly, so that the kernels are others: what another fusion of the same arithmetic changes, which
-  is what ``eager`` and ``inductor`` differ by in that parameter in this run, or, where one of them is missing, eps of
-  the case's dtype times (1 + layers);
-- half an eps, as much as rounding once may change. On an H200 in bfloat16 the last layer's gradients are the same bits
-  in all eager peers, down to its attention's backward, whose atomics come first; 16 layers earlier they differ by 2 %.
+- the difference of either of the two in that parameter when it repeats its own step (kernels with atomics);
+- where not both run eagerly, so that the kernels are others: the effect of another fusion of the same arithmetic. That
+  is the difference of ``eager`` and ``inductor`` in that parameter in this run. Where one of them is missing, it is eps
+  of the case's dtype times (1 + layers);
+- half an eps, as much as rounding once may change. On an H200 in bfloat16 the last layer's gradients have the same bits
+  in all eager peers, down to its attention's backward, whose atomics come first. 16 layers earlier they differ by 2 %.
 
 Gradients agree when no parameter differs by more than ``ALLOWED`` times its noise, which is a sample of a random
-quantity. That finds what is wrong, not what is slightly off. Beyond noise that was only estimated from eps, or that no
-repeated step has measured, ``gradients_agree`` is None: run ``eager`` and ``inductor`` beside it.
+quantity. That finds wrong gradients, not slightly inexact ones. Beyond noise that was only estimated from eps, or that
+no repeated step has measured, ``gradients_agree`` is None: run ``eager`` and ``inductor`` as well.
 
-On a CPU (bfloat16, 6 layers) what compiled variants differ by was 1.0 times what ``eager`` and ``inductor`` do for the
-median parameter and 1.5 times for the worst, where whole gradients were compared; on an H200, taken together over all
-layers of one projection, at most 1.7 times.
+On a CPU (bfloat16, 6 layers) the difference of compiled variants was 1.0 times that of ``eager`` and ``inductor`` for
+the median parameter and 1.5 times for the worst, where whole gradients were compared. On an H200, taken together over
+all layers of one projection, it was at most 1.7 times.
 
-Reports of before have one projection for each parameter, which says too little of any one of them, and one number for
-the repeated step: there the noise of all is that of the worst.
+Older reports have one projection for each parameter, which says too little of any one of them, and one number for the
+repeated step: there the noise of all is that of the worst.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compare_gradients(record: Record, references: Mapping[str, Record]) -> dict[
 
 
 def _ratio(difference: float, noise: float) -> float:
-    """What is not finite agrees with nothing, not even with itself."""
+    """A value that is not finite agrees with nothing, not even with itself."""
     return difference / noise if math.isfinite(noise) else math.inf
 
 

@@ -47,7 +47,7 @@ def relative_differences(mine: dict[str, Digest], reference: dict[str, Digest]) 
 
 def _difference(ours: Digest, theirs: Digest) -> float:
     """A part's projection moves by about the norm of its difference, so the root of the sum of squares of all of them
-    is an estimate of the whole difference's norm, and the one projection of before a poor one."""
+    is an estimate of the whole difference's norm. A single projection would be a poor one."""
     if ours.parts and theirs.parts:
         pairs = zip(unpack_parts(ours.parts), unpack_parts(theirs.parts), strict=True)
         moved = math.hypot(*(a - b for a, b in pairs))

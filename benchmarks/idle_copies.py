@@ -1,4 +1,4 @@
-"""Copies that nothing waits for, made as fxoffload makes its own: what they cost what runs beside them."""
+"""Copies that nothing waits for, made as fxoffload makes its own: their cost for other work."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run_alone(request: SweepRequest, variant: Variant, time_left_s: float, cache
 
 
 def merge(variant: Variant, records: dict[int, Record]) -> Record:
-    """The records of one variant's lengths as one; that a length did not run is what was asked, not a failure."""
+    """The records of one variant's lengths as one; a length that did not run is an answer, not a failure."""
     last = list(records.values())[-1]
     tried = {seq: record for seq, record in records.items() if record.status != "skipped"}
     probes = [_probe(seq, record) for seq, record in tried.items()]

@@ -94,7 +94,7 @@ class _SweepProcess:
         return self._record(folder, index, status, reason, wall_s, result)
 
     def _lost(self, process: subprocess.Popen[bytes], folder: Path, index: int, wall_s: float) -> Record:
-        """The process died in this variant, or it took too long: what it had is kept."""
+        """The process died in this variant, or it took too long: its results so far are kept."""
         result = read_result(folder / f"result{index}.json")
         code = process.poll()
         if code is None:

@@ -3,10 +3,10 @@
 A step is ``zero_grad(set_to_none=True)``, forward, backward, ``AdamW(fused=True).step()``. The optimizer's states exist
 before the first probe, as they do from a run's second step on. Weights change from step to step, by very little.
 
-A length runs when ``1 + probe_steps`` steps of it do: what is fragmented, or allocated late, shows in the second.
+A length runs when ``1 + probe_steps`` steps of it do: fragmentation and late allocations show in the second.
 
-A peer that changes the model for good has a process to itself for each of its lengths (see launch_lengths.py): what it
-holds after memory has run out would count against the next length.
+A peer that changes the model for good has a process to itself for each of its lengths (see launch_lengths.py): memory
+that it holds after running out would count against the next length.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _optimizer_with_states(module: nn.Module) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def _note_failure(probe: Probe, device: torch.device) -> Iterator[None]:
-    """Notes an error, and what was on the device when memory ran out, and goes on."""
+    """Notes an error, and the device's memory when it ran out, and goes on."""
     blocks: list[list[int]] = []
     observing = device.type == "cuda"
     if observing:

@@ -16,7 +16,7 @@ LIMITED_STEPS = 3
 
 
 def run_long(stepper: Stepper, result: Result, num_steps: int) -> None:
-    """``num_steps`` steps from an empty cache. What is reserved beyond what was allocated is fragmentation."""
+    """``num_steps`` steps from an empty cache. Reserved bytes beyond the allocated ones are fragmentation."""
     stepper.job.zero_gradients()
     empty_cache(stepper.device)
     before = start_memory_window(stepper.device)
@@ -27,7 +27,7 @@ def run_long(stepper: Stepper, result: Result, num_steps: int) -> None:
 
 
 class Limit:
-    """The process's device memory, limited to what is allocated now and the budget with its headroom.
+    """The process's device memory, limited to the bytes allocated now and the budget with its headroom.
 
     Mode "whole" limits everything from the compile on, "steps" some steps after the measurement. The limit is one of
     reserved memory: the allocator gives cached blocks back and tries again before it fails, which is counted.
@@ -52,7 +52,7 @@ class Limit:
 
 
 def run_limited(stepper: Stepper, result: Result, budget_bytes: int) -> None:
-    """Steps of what is compiled already; raises what they raise, after noting it."""
+    """Steps of compiled code; raises their errors, after noting them."""
     stepper.job.zero_gradients()
     limit = Limit("steps", budget_bytes, stepper.device)
     result.limited_run = limit.run
@@ -66,7 +66,7 @@ def run_limited(stepper: Stepper, result: Result, budget_bytes: int) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Nothing is held for later: what is reserved from here on is due to what runs from here on."""
+    """Nothing is held for later: memory reserved from here on is due to later steps."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

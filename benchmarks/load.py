@@ -18,7 +18,7 @@ def load(path: Path) -> AnyReport:
     """What ``run`` wrote to ``path``.
 
     Raises:
-        ValueError: there is no such file, or ``run`` did not write it; the message says what it holds instead.
+        ValueError: there is no such file, or ``run`` did not write it; the message names its content.
     """
     if not path.exists():
         raise ValueError(f"expected a result file, found no {path}")

@@ -57,7 +57,7 @@ def describe_run() -> dict[str, Scalar]:
 
 
 def _memory_node(bus_id: str) -> str:
-    """The memory node of a GPU by its address as nvidia-smi writes it ("00000000:01:00.0"); "?" where nobody says."""
+    """The memory node of a GPU by its address as nvidia-smi writes it ("00000000:01:00.0"); "?" where it is unknown."""
     return _read(Path("/sys/bus/pci/devices", bus_id[4:].lower(), "numa_node")) or "?"
 
 

@@ -28,7 +28,7 @@ from benchmarks.steps import (
     start_memory_window,
 )
 
-# So many times as long as a step copies go on beside it that nothing waits for: under the profiler it takes longer.
+# Copies that nothing waits for go on this many times as long as a step: under the profiler it takes longer.
 IDLE_COPIES = 1.1
 
 GAUGES = ("host_bytes_reserved", "host_bytes_in_use", "num_groups_on_tape")
@@ -143,7 +143,7 @@ class Measurement:
 
     def trace_collectives(self) -> None:
         """With the plan's copies; of fxoffload also without any, and with copies to the host that nothing waits for.
-        (As many from the host would hold the step: FSDP's own small copies come behind them.)"""
+        (As many from the host would hold the step: FSDP's own small copies come after them.)"""
         result = self.result
         if result.step_ms is None or not uses_fxoffload(self.request.variant):
             result.collectives = trace_in_turn(self.stepper, {"plan": contextlib.nullcontext})["plan"]

@@ -54,7 +54,7 @@ class PlanMeasurement(Measurement):
         phases.optional("graph count", self.count_graphs)
 
     def close(self) -> None:
-        """Lift what was limited, and let go of what was compiled."""
+        """Lift limits, and drop compiled code."""
         if self._limit is not None:
             result = self.result
             failures = "; ".join(f"{phase}: {why}" for phase, why in result.failures.items())
@@ -99,7 +99,7 @@ class PlanMeasurement(Measurement):
         self._watch.freeze_calibrated(self.result.plan, self._num_steps)
 
     def _await_plan(self, watch: PlanWatch) -> None:
-        """The plan of a step over several graphs is made behind the first steps, and followed by the next one."""
+        """The plan of a step over several graphs is made after the first steps, and followed by the next one."""
         for _ in range(self.request.protocol.calibration_steps):
             join_planning()
             self.result.plan = watch.freeze(self._num_steps)
@@ -108,8 +108,8 @@ class PlanMeasurement(Measurement):
                 break
         if self.result.plan is None:
             return
-        # Measuring takes time in each of a chain's calls, and what they compute again may be chosen once more, and
-        # measured: the timed steps come behind all of it.
+        # Measuring takes time in each of a chain's calls, and their recomputation may be chosen once more, and
+        # measured: the timed steps come after all of it.
         for _ in range(3 * self.request.protocol.calibration_steps):
             join_planning()
             if watch.is_calibrated() and watch.is_measured():

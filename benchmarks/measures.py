@@ -25,7 +25,7 @@ PINNING_COUNTS = ("bad", "samples")
 
 @dataclass(frozen=True)
 class Measure:
-    """``quartiles``: None for what was measured once, such as a peak or a first step."""
+    """``quartiles``: None for a single measurement, such as a peak or a first step."""
 
     name: str
     value: float

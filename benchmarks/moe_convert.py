@@ -1,7 +1,7 @@
 """The scenario ``moe-convert``: converting a MoE checkpoint against copying its files, in the same run.
 
-Rounds, in each every variant once, so that what else the machine does falls on all of them. Before each: the disk has
-taken what was written before, and the source is in the page cache.
+Rounds, in each every variant once, so that other load of the machine falls on all of them. Before each: the disk has
+taken earlier writes, and the source is in the page cache.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""One conversion in a process of its own: how long it took, and what it held in RAM."""
+"""One conversion in a process of its own: its time, and its RAM."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ def _all_in_ram() -> Callable[[Path, Path], int]:
 
 Work = Callable[[Path, Path], int | None]
 
-# Each makes its work, and imports what it needs while it does.
+# Each makes its work, and does its imports meanwhile.
 WORK: dict[str, Callable[[], Work]] = {
     "cp": lambda: _cp(sync=False),
     "cp, synced": lambda: _cp(sync=True),

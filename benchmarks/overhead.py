@@ -9,7 +9,7 @@ tokens, events and copies. On a CPU it contains the kernels too. Every variant's
 subtracted. The rows that say ``over`` are differences of two variants of the same run, named in the field:
 
 - ``host_us_over_inductor_per_segment``: (keep_all - inductor) / segment calls in a step. The two compile different
-  kernels: what segments fuse less is in it, and so are Inductor's own wrappers, one per segment instead of two in all.
+  kernels, so it includes less fusion, and Inductor's own wrappers, one per segment instead of two in all.
 - ``host_us_over_keep_all_per_copy``: (offload_all - keep_all) / copies in a step, both directions.
 
 ``cpu_us`` is the processor time of all threads of the process: more than ``host_us`` where a thread works beside it,

@@ -12,9 +12,9 @@ HOST_BOUND_TAIL = 0.2
 
 
 def overhead_row(record: Record, same_case: Sequence[Record]) -> dict[str, Any]:
-    """What the record's host times say, beside those of ``inductor`` and ``keep_all`` of the same case and run.
+    """The record's host times against those of ``inductor`` and ``keep_all`` of the same case and run.
 
-    What is subtracted is in the field's name. Empty for a record without host times.
+    The field's name tells the subtrahend. Empty for a record without host times.
     """
     mine = record.result.overhead
     if mine is None:

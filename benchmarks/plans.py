@@ -15,7 +15,7 @@ _PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) drafts")
 
 
 def join_planning() -> None:
-    """Wait for the threads on which fxoffload plans behind the steps."""
+    """Wait for the threads on which fxoffload plans during steps."""
     for thread in threading.enumerate():
         if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
             thread.join()
@@ -89,7 +89,7 @@ class PlanWatch:
         facts.texts["calibrated"] = text
 
     def finish(self, facts: PlanFacts) -> None:
-        """What the plan says it measured, and whether what it predicted before anything ran is still the same."""
+        """The plan's measured numbers, and whether its first prediction is still the same."""
         plan, _ = self._plan()
         if plan is None:
             return

@@ -31,12 +31,12 @@ class ProcessMemory:
 
     Attributes:
         resident: all pages of the process that are in memory.
-        anonymous: those with no file behind them: heaps, stacks, the arena, what drivers allocate.
+        anonymous: those that no file backs: heaps, stacks, the arena, drivers' memory.
         file: those of mapped files, each divided by the processes that share it: libraries, kernels on disk.
-        shared: those of shared memory, divided likewise.
+        shared: those of shared memory, divided in the same way.
         arena: fxoffload's host memory; part of ``anonymous``.
-        malloc_used: what glibc's malloc has handed out, in all threads: native code's objects, large Python ones.
-        malloc_free: what it holds back for later.
+        malloc_used: bytes that glibc's malloc has handed out, in all threads: native code's objects, large Python ones.
+        malloc_free: bytes that it holds back for later.
         device_reserved: GPU memory of torch's caching allocator.
         objects: that Python's garbage collector tracks.
         python_blocks: small blocks of Python's allocator: all objects, tracked or not.
@@ -55,7 +55,7 @@ class ProcessMemory:
 
     @staticmethod
     def read() -> ProcessMemory:
-        """Now, with what is unused given back to the system. Kinds that the system does not tell are 0; the arena is 0
+        """Now, with unused memory given back to the system. Kinds that the system does not tell are 0; the arena is 0
         where fxoffload was not imported."""
         import torch
 

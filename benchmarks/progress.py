@@ -1,5 +1,5 @@
-"""How far a run is: on a terminal a bar over the variants and one over the time of the variant that runs; plain lines,
-one for each variant that ended, anywhere else. Both on stderr."""
+"""Progress of a run, on stderr. On a terminal: a bar over the variants and one over the time of the variant that runs.
+Anywhere else: a plain line for each variant that ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes the published tables into the documents, between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 
-``<!-- table: index -->`` is the list of all of them, with the commands that measured what they show.
+``<!-- table: index -->`` is the list of all of them, with the commands that measured them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _conversions(table: Table, rows: Rows, report: moe_convert.MoeReport) -> lis
 
 
 def _records(table: Table, rows: Rows, report: Report) -> list[tuple[str, Line]]:
-    """What was not measured to its end says so beside its name."""
+    """A row that was not measured to its end says so after its name."""
     derived = {(row["case"], row["variant"]): row for row in derive(report.records, report.link)}
     cases = list(dict.fromkeys(case_label(record.case) for record in report.records))
     if rows.case not in cases and (rows.case or len(cases) > 1):

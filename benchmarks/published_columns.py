@@ -18,7 +18,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @dataclass(frozen=True)
 class Measured:
-    """A record, with what is derived from it and its baselines."""
+    """A record, with the numbers derived from it and its baselines."""
 
     record: Record
     derived: dict[str, Any]
@@ -95,7 +95,7 @@ def _exposed(m: Measured) -> str:
 
 
 def _gradients(m: Measured) -> str:
-    """Beside the reference of the same run; empty where that was not told apart from rounding."""
+    """Against the reference of the same run; empty where that was not told apart from rounding."""
     agree = m.derived.get("gradients_agree")
     return "" if agree is None else "agree" if agree else "DIFFER"
 

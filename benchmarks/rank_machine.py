@@ -16,7 +16,7 @@ ROUNDS = 5
 
 
 def measure_ranks(request: Request, device: torch.device) -> list[RankMachine]:
-    """Of all ranks, in their order. All of them call it; nobody is there to be asked in a fake process group."""
+    """Of all ranks, in their order. All of them call it; a fake process group has no one to ask."""
     if request.protocol.process_group == "fake":
         return []
     mine = RankMachine(_all_gather_rate(request, device), matmul_rate(device) if device.type == "cuda" else None)
@@ -26,7 +26,7 @@ def measure_ranks(request: Request, device: torch.device) -> list[RankMachine]:
 
 
 def _all_gather_rate(request: Request, device: torch.device) -> float:
-    """Gigabytes per second of what is gathered, once all ranks are there."""
+    """Gigabytes per second of the gathered bytes, once all ranks are there."""
     gather, _ = gather_and_scatter()
     share = GATHERED_BYTES[device.type] // request.protocol.num_processes
     own = torch.ones(share, dtype=torch.uint8, device=device)

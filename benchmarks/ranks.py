@@ -1,4 +1,4 @@
-"""One process per device: how they meet, what they tell each other, how they part."""
+"""One process per device: how they meet, exchange and part."""
 
 import datetime
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def gather_ranks(request: Request, result: Result) -> None:
         dist.all_gather_object(everyone, own)
     result.step_ms_by_rank = [step_ms for step_ms, _ in everyone]
     result.peak_bytes_by_rank = [peak for _, peak in everyone]
-    # With tensor parallelism a rank has others' collectives beside its own; and only NCCL's are traced.
+    # With tensor parallelism a rank has others' collectives besides its own; and only NCCL's are traced.
     if request.protocol.tensor_parallel == 1 and not request.protocol.process_group:
         for mine in (result.collectives, result.collectives_without, *result.collectives_idle.values()):
             traced: list[dict[str, Collective]] = [mine] * request.protocol.ranks

@@ -12,14 +12,14 @@ from benchmarks.machine import RECORDED_VARIABLES
 from benchmarks.scenarios import COLLECTIVES, FSDP, FSDP_LENGTHS, current_name, find_scenario
 from benchmarks.schema import Protocol, Report
 
-# What a command says of the place and the time it had, not of what it measured.
+# Arguments about the place and time of a run, not about the measurement.
 OF_ONE_RUN = ("--deadline-s", "--resume", "--out")
 # As of the place and the time: how long a variant may take, and where compile caches lie.
 NOT_MEASURED = ("timeout_s", "caches", "folder")
 
 STEPS = ("warmup", "steps", "calibration_steps")
 CYCLES = ("steps", "cycles_s", "logprob_s")
-# What a scenario's figures depend on, always written out; of the rest what is no longer the default.
+# Arguments that a scenario's figures depend on are always written out; others where they differ from the default.
 OF_SCENARIO: dict[str, tuple[str, ...]] = {
     "activations": STEPS,
     "compile-time": ("warmup", "steps", "warm"),
@@ -39,7 +39,7 @@ OF_SCENARIO: dict[str, tuple[str, ...]] = {
 
 
 def reproduce(report: Report | moe_convert.MoeReport) -> str:
-    """The command of a run, without what was particular to one call of it."""
+    """The command of a run, without the arguments of a single call."""
     environment = report.environment
     words = iter(shlex.split(str(environment["command"])))
     kept: list[str] = []

@@ -1,8 +1,7 @@
 """Takes the runs of the suite in turn, several at once where the machine has several GPUs, within a time.
 
-Runs that want the machine to themselves go first, one at a time, then those of several GPUs, while all are free; the
-rest share the machine: its cores and its host memory. What a run measured before, in the same folder, it does not
-measure again.
+Runs that want the machine to themselves go first, one at a time, then those of several GPUs, while all are free. The
+rest share the machine: its cores and its host memory. A run does not repeat earlier measurements in the same folder.
 """
 
 from __future__ import annotations
@@ -130,8 +129,8 @@ def take_turns(
 
     Args:
         gpus: names of the GPUs, one for each run of one GPU at a time. None: one run at a time, on the CPU.
-        start: starts a run on some GPUs, for so many seconds.
-        said_by: what has come of a run that is over.
+        start: starts a run on some GPUs, for at most this many seconds.
+        said_by: the outcome of a run that is over.
     """
     end = clock() + deadline_s
     most = max(len(gpus), 1)
@@ -154,7 +153,7 @@ def take_turns(
             if left_s < LEAST_S:
                 outcomes += [Outcome(run, f"not started: {max(left_s, 0):.0f} s left") for run in waiting]
                 waiting = []
-            # The first that waits for several GPUs keeps those behind it from taking them one by one.
+            # The first that waits for several GPUs keeps later ones from taking them one by one.
             while waiting and waiting[0].gpus <= len(free) and not any(run.alone for run, *_ in going):
                 if waiting[0].alone and going:
                     break

@@ -54,8 +54,8 @@ def run(
 ) -> Report:
     """Measure everything that fits before the deadline. What does not fit is a row that says so.
 
-    What the report at ``resume`` holds of the same cases and variants is taken over, if protocol, source, torch and GPU
-    were the same; its environment is kept beside the new one.
+    Results in the report at ``resume`` of the same cases and variants are taken over, if protocol, source, torch and
+    GPU were the same. Its environment is kept with the new one.
     """
     earlier = from_json(Report, resume.read_text()) if resume is not None else None
     out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _peaks(records: Iterable[Record], case: Case) -> dict[str, int]:
 
 
 def _keep(earlier: Report | None, report: Report, asked: list[tuple[Case, Variant]]) -> Kept:
-    """What need not be measured again. It was measured in another environment, which is kept beside the new one."""
+    """Results that need not be measured again. They are of another environment, which is kept with the new one."""
     if earlier is None:
         return {}
     report.environment.update({f"resumed_{name}": value for name, value in earlier.environment.items()})
@@ -161,7 +161,7 @@ def _caches(protocol: Protocol) -> Iterator[Path]:
 
 
 def _read_texts(resume: Path | None) -> dict[str, dict[str, str]]:
-    """The whole plans of an earlier run, where they lie beside its report."""
+    """The whole plans of an earlier run, where they lie next to its report."""
     path = resume.with_name(f"{resume.stem}-plans.json") if resume is not None else None
     return json.loads(path.read_text()) if path is not None and path.exists() else {}
 

@@ -58,8 +58,7 @@ TINY_LAYERS = {
     "kv_heads": ["2"],
     "head_dim": ["16"],
 }
-# What runs beside the collectives of the scenario that has no model.
-# Layers are sharded over ranks: one process each.
+# Work during the collectives of the scenario that has no model. Layers are sharded over ranks: one process each.
 FSDP, FSDP_LENGTHS = "fsdp", "fsdp-lengths"
 # Models of transformers as users train them, on one GPU, and sharded over ranks.
 STOCK, STOCK_FSDP = "stock", "stock-fsdp"

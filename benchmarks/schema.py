@@ -1,4 +1,4 @@
-"""What is asked of a measuring process and what it answers: typed, and JSON in both directions."""
+"""Requests to a measuring process and its answers: typed, and JSON in both directions."""
 
 import dataclasses
 import json
@@ -63,8 +63,8 @@ class Variant:
 
 
 # "": NCCL between GPUs, Gloo between processes on the CPU. "gloo": on GPUs too, which ranks may share; its collectives
-# go through the host, so times say little. "fake": torch's stand-in, one process that is rank 0 of a group with nobody
-# else in it; FSDP's buffers and streams are real, collectives take no time and gradients mean nothing.
+# go through the host, so times say little. "fake": torch's stand-in, one process that is rank 0 of a group with no
+# other process; FSDP's buffers and streams are real, collectives take no time and gradients mean nothing.
 PROCESS_GROUPS = ("", "gloo", "fake")
 
 
@@ -72,19 +72,20 @@ PROCESS_GROUPS = ("", "gloo", "fake")
 class Protocol:
     """How a variant is measured: first step, second step, ``warmup`` steps, then ``steps`` timed ones.
 
-    Of sweeps only: ``calibration_steps`` (at most so many steps more until a plan is calibrated), ``long_steps`` (for
-    reserved against allocated memory), ``memory_fraction`` ("no", "steps", "whole": see limits.py), ``caches`` (folder
-    of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
+    Of sweeps only: ``calibration_steps`` (at most this many steps more until a plan is calibrated), ``long_steps`` (for
+    reserved against allocated memory). Also ``memory_fraction`` ("no", "steps", "whole": see limits.py) and ``caches``
+    (folder of compile caches that outlives the run; "": a fresh one). Of ``max-seq``: ``lengths`` in ascending order,
     ``probes`` of them at most, ``probe_steps`` timed steps each after the first. ``warm``: each variant once more in a
     second process with the compile caches of the first. ``fsdp`` only: ``tensor_parallel`` of the ``ranks`` share each
-    layer; ``process_group``: how they meet (``PROCESS_GROUPS``). ``fsdp-lengths`` only: ``shortest`` batch in
-    tokens; the case's ``seq`` is the longest.
+    layer; ``process_group``: how they meet (``PROCESS_GROUPS``). ``fsdp-lengths`` only: ``shortest`` batch in tokens;
+    the case's ``seq`` is the longest.
 
     Of the scenarios of phases only: ``cycles_s`` (no steady cycle or step but the first begins later), ``endurance``
-    (cycles in a row that are checked for bits and growth; 0: none), ``logprob_s`` (the log-prob phase takes at least
-    that), ``bucket`` (of ``stream_weights``), ``rollout_s`` and ``kv_fraction`` (of the free memory; ``rl-step``),
-    ``pin_gib`` (``pinning``), ``trace_overlap`` (where the time beside copies went, by one run each under the profiler;
-    ``phases``), ``ablate_overlap`` (the optimizer beside log-probs also without what is made for that; ``phases``).
+    (cycles in a row that are checked for bits and growth; 0: none). ``logprob_s``: the log-prob phase takes at least
+    that. ``bucket``: of ``stream_weights``. ``rollout_s`` and ``kv_fraction`` (of the free memory): of ``rl-step``.
+    ``pin_gib``: of ``pinning``. ``trace_overlap``: where the time during copies went, by one run each under the
+    profiler (``phases``). ``ablate_overlap``: the optimizer around log-probs also without each mechanism for it
+    (``phases``).
     """
 
     warmup: int = 2
@@ -207,13 +208,13 @@ class Copies:
 class Collective:
     """NCCL's kernels of one kind in an extra step, from the profiler; the average of a few.
 
-    ``kernel_ms``: their times summed up, in which a kernel waits for its peers; ``busy_ms``: time in which at least one
-    ran; ``lower_quartile_ms``: of one kernel, a fourth of them are no longer; ``each_ms``: all of them, in the order in
-    which they began; ``each_all_there_ms``: likewise, each of the rank where it was shortest, which came last and
-    waited for nobody (empty: not known); ``all_there_ms``: of these, summed up over a step, the median over all steps
-    of each; ``beside_copies``: the part of ``busy_ms`` in which copies from or to the host ran too, on this rank. Files
-    from 2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there, and mixed up the steps of
-    two traces, so that ranks were compared at different collectives."""
+    ``kernel_ms``: their times summed up, in which a kernel waits for its peers. ``busy_ms``: time in which at least one
+    ran. ``lower_quartile_ms``: of one kernel, a fourth of them are no longer. ``each_ms``: all of them, in the order in
+    which they began. ``each_all_there_ms``: the same, each of the rank where it was shortest, which came last and did
+    not wait (empty: not known). ``all_there_ms``: of these, summed up over a step, the median over all steps of each.
+    ``beside_copies``: the part of ``busy_ms`` in which copies from or to the host ran too, on this rank. Files from
+    2026-11-23-2xh200-fsdp-bursts.json to 2026-11-25-2xh200-fsdp.json have means there. They mix up the steps of two
+    traces, so that ranks were compared at different collectives."""
 
     count: float
     kernel_ms: float
@@ -229,7 +230,7 @@ class Collective:
 class RankMachine:
     """What one rank of several has without a model: a slow peer, or a slow way to it, slows all of them.
 
-    ``all_gather_gb_per_s``: of what was gathered over all ranks, once they were there; ``matmul_bf16_tflop_per_s``: of
+    ``all_gather_gb_per_s``: of the bytes gathered over all ranks, once they were there; ``matmul_bf16_tflop_per_s``: of
     its GPU (None on a CPU)."""
 
     all_gather_gb_per_s: float
@@ -238,11 +239,11 @@ class RankMachine:
 
 @dataclass
 class CollectiveBeside:
-    """Collectives of one kind beside copies of one way, back to back (see ``collectives/``).
+    """Collectives of one kind during copies of one way, back to back (see ``collectives/``).
 
-    ``kind``: "AllGather", "ReduceScatter"; ``copies``: "none", "down", "up", "both"; ``nbytes``: of the whole tensor;
-    ``ms``: of one, once all ranks had come to it; ``vs_none``: by round, the median over that of the same round
-    without copies (None: these are without); ``d2h_gb_per_s``, ``h2d_gb_per_s``: of the copies meanwhile.
+    ``kind``: "AllGather", "ReduceScatter"; ``copies``: "none", "down", "up", "both"; ``nbytes``: of the whole tensor.
+    ``ms``: of one, once all ranks had come to it; ``vs_none``: by round, the median over that of the same round without
+    copies (None: these are without); ``d2h_gb_per_s``, ``h2d_gb_per_s``: of the copies meanwhile.
     """
 
     kind: str
@@ -267,8 +268,8 @@ class Host:
 
 @dataclass
 class Digest:
-    """One gradient, reduced in float64: its sum, its norm, its projection on a fixed random direction, and the
-    projections of its ``parts`` on theirs, which add up to it (see gradients_compare.py; "" in reports of before)."""
+    """One gradient, reduced in float64: its sum, its norm, and its projection on a fixed random direction. The
+    projections of its ``parts`` on theirs add up to that (see gradients_compare.py; "" in older reports)."""
 
     sum: float
     norm: float
@@ -333,7 +334,7 @@ class LimitedRun:
 
 @dataclass
 class Probe:
-    """One sequence length: whether whole training steps of it run, and what they take or lack. Peaks are absolute.
+    """One sequence length: whether whole training steps of it run, and their needs. Peaks are absolute.
 
     ``num_steps``: how many ended; all that were asked for where it ``ran`` (0 in reports of before). ``failed_in``: the
     phase of the step after them that did not.
@@ -465,7 +466,7 @@ def _has_steps(rl: RlResult) -> bool:
 
 @dataclass
 class Record:
-    """One row: what was asked, how it ended, what was measured before it ended."""
+    """One row: the request, the outcome, and the measurements until then."""
 
     scenario: str
     case: Case

@@ -14,8 +14,8 @@ from benchmarks.workloads import Job
 
 
 class HostTime(NamedTuple):
-    """A step on the host's clock, in seconds: until ``backward`` returned (``host_s``, the forward's part of it), the
-    processor time of all threads till then, and the wait for the device after it."""
+    """A step on the host's clock, in seconds: until ``backward`` returned (``host_s``, and the forward's part of it).
+    Also the processor time of all threads until then, and the wait for the device after it."""
 
     host_s: float
     forward_s: float
@@ -100,7 +100,7 @@ def measure_warmup(stepper: Stepper, result: Result, protocol: Protocol) -> None
 
 
 def measure_timed_steps(stepper: Stepper, result: Result, protocol: Protocol) -> None:
-    """Times, and the peak over all timed steps above what was allocated before the first of them."""
+    """Times, and the peak over all timed steps above the bytes before the first of them."""
     stepper.job.zero_gradients()
     before = start_memory_window(stepper.device)
     times = [stepper.step() for _ in range(protocol.steps)]

@@ -1,4 +1,4 @@
-"""The runs behind the published tables of GPUs, as data, by their weight; ``run_suite`` takes them in turn.
+"""The runs of the published tables of GPUs, as data, by their weight; ``run_suite`` takes them in turn.
 
 Not among them: the rest of ``pinning``, and ``moe-convert``, which needs no GPU.
 """
@@ -20,7 +20,7 @@ class Run:
         variants: the scenario's own where empty.
         gpus: that it needs, all at once.
         seconds: that it takes on H200s with 16 cores each, peers included; no more is given to it.
-        alone: nothing runs beside it, as it measures the link and the host's memory.
+        alone: nothing runs with it, as it measures the link and the host's memory.
         allocator: PYTORCH_ALLOC_CONF, where the caller has set none.
     """
 

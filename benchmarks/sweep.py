@@ -1,8 +1,8 @@
 """One process that measures many variants of a case, one after the other: the model is built and filled once.
 
-Between variants, what was compiled is dropped and the allocator's cache is emptied; fxoffload's pinned host memory and
-the compile caches stay. A variant that fails is a result like any other. Where the device itself is lost, the process
-ends, and the parent starts another for the variants that are left.
+Between variants, compiled code is dropped and the allocator's cache is emptied; fxoffload's pinned host memory and the
+compile caches stay. A variant that fails is a result like any other. Where the device itself is lost, the process ends,
+and the parent starts another for the variants that are left.
 """
 
 from __future__ import annotations

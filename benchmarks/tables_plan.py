@@ -121,7 +121,7 @@ def _probe(record: Record, probe: Probe) -> dict[str, str]:
 
 
 def _predicted(probe: Probe) -> int | None:
-    """The plan's peak on top of what was allocated before the step."""
+    """The plan's peak on top of the bytes before the step."""
     if probe.plan is None or probe.allocated_before_bytes is None:
         return None
     return probe.allocated_before_bytes + probe.plan.predicted["peak_bytes"]
@@ -145,7 +145,7 @@ def _longest(record: Record) -> str:
 
 
 def _failed_in(probe: Probe) -> str:
-    """The first step is what is meant where no other is named."""
+    """The first step is meant where no other is named."""
     phase = probe.failed_in or "setup"
     return f"{phase} of step {probe.num_steps + 1}" if probe.num_steps else phase
 

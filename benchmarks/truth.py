@@ -1,4 +1,4 @@
-"""How true a plan was: what it predicted, before anything ran and calibrated, against what was then measured."""
+"""How true a plan was: its predictions, before anything ran and calibrated, against later measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from benchmarks.schema import Result
 def plan_row(result: Result) -> dict[str, Any]:
     """Errors as fractions of the measured value (positive: predicted too much), and whether the budget was met.
 
-    The budget holds for the first step and for every timed one. A peak of a step is above what was allocated when it
-    began.
+    The budget holds for the first step and for every timed one. A peak of a step is above the bytes at its beginning.
     """
     row: dict[str, Any] = {}
     memory, first, budget = result.memory, result.first_step_memory, result.budget_bytes

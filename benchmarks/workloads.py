@@ -23,7 +23,7 @@ from benchmarks.stock.models import decoder_sizes, is_stock
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
 
 # Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
-# matrix per token and expert. Under torch.compile grouped_mm is a kernel in bfloat16; in float32 a loop behind an op.
+# matrix per token and expert. Under torch.compile grouped_mm is a kernel in bfloat16; in float32 a loop inside an op.
 EXPERTS = "grouped_mm"
 
 

@@ -172,7 +172,7 @@ class Sketch:
         return node
 
     def chain(self, x: fx.Node, length: int, *, path: str = "", backward: bool = False) -> fx.Node:
-        """``length`` ops, one behind the other."""
+        """``length`` ops, one after the other."""
         for i in range(length):
             x = self.op((torch.ops.aten.sin, torch.ops.aten.cos)[i % 2].default, x, path=path, backward=backward)
         return x

@@ -55,9 +55,9 @@ _modules = itertools.count(1)
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What functions of a test module cache ends with it: graphs of models are millions of objects, which the collector
-    and whatever looks for tensors would go through in every later test. Nor do they go through what is there before a
-    module's first test: test modules, pytest's items, and all that was imported meanwhile."""
+    """Caches of a test module end with it. Graphs of models are millions of objects, which the collector and searches
+    for tensors would visit in every later test. Objects from before a module's first test are frozen, so these do not
+    visit them either."""
     # What became garbage after it was frozen stays, and may hold a device's memory. To look at all of it takes seconds.
     if torch.cuda.is_available() or next(_modules) % 16 == 0:
         gc.unfreeze()

@@ -127,7 +127,7 @@ class Interrupt:
         self.at: Place | None = None
 
     def during(self, work: Callable[[], object]) -> BaseException | None:
-        """Does ``work``. Returns what it raised, which is not raised here, and whose frames are gone."""
+        """Does ``work``. Returns its exception, without frames and without raising it."""
         seen = [0]
 
         def see(path: str, line: int) -> None:
@@ -163,7 +163,7 @@ def try_each(
     """Does ``work`` again and again, each time with an interrupt at another place.
 
     Args:
-        problems: what is not as it should be afterwards.
+        problems: differences from the expected state afterwards.
         choose: of all places those that are tried.
         where: files.
         prepare: done before ``work``, without an interrupt.
@@ -204,14 +204,14 @@ def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt
 
 
 def ours(printed: list[str]) -> list[str]:
-    """Without what the interpreter prints where a signal raises in its own callbacks and threads, or in those that
-    hypothesis gives the collector: nobody else can catch that."""
+    """Without the interpreter's messages about a signal that raises in its own callbacks and threads, or in those that
+    hypothesis gives the collector. Only the interpreter can catch that."""
     others = ("WeakSet", "Thread._bootstrap", "finalize object", "gc_cumulative_time")
     return [t for t in printed if not any(one in t for one in others)]
 
 
 def drained(found: list[str]) -> list[str]:
-    """What is in a list, which is empty afterwards."""
+    """The items of a list, which is empty afterwards."""
     taken = list(found)
     found.clear()
     return taken

@@ -51,7 +51,7 @@ class Halves(nn.Module):
         self.first, self.second = (nn.ModuleList(block() for _ in range(half)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What comes behind the second half."""
+        """The code after the second half."""
         for layer in self.first:
             x = layer(x)
         if self.breaks:
@@ -64,7 +64,7 @@ class Halves(nn.Module):
 class Stack(nn.Module):
     """Blocks in a ``ModuleList`` named ``layers``, and a head.
 
-    ``between`` is called behind each block, with the block's index and output.
+    ``between`` is called after each block, with the block's index and output.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def train_step(
 ) -> Callable[[], Observed]:
     """A scenario: the model as it is now, one forward through ``call``, one backward; every effect is returned.
 
-    The scenario may be run any number of times: buffers are put back to what they are now before each.
+    The scenario may be run any number of times: buffers are restored to their present values before each.
     """
     before = {name: value.detach().clone() for name, value in model.named_buffers()}
 

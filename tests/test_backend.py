@@ -90,7 +90,7 @@ def kept(num_layers: int = 3, **options: Any) -> list[Tensor]:
 
 @pytest.fixture
 def quick_inductor(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """``inner="inductor"`` without Inductor: segments and plain graphs run op by op. What it was asked, by call."""
+    """``inner="inductor"`` without Inductor: segments and plain graphs run op by op. Its requests, by call."""
     calls: list[dict[str, Any]] = []
 
     def compile_eagerly(where: str) -> Callable[..., Any]:
@@ -706,7 +706,7 @@ def test_a_graph_with_nothing_worth_a_copy_is_left_to_inductor() -> None:
 def test_a_host_budget_that_is_too_small_keeps_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     expected = kept()
     engine = engine_for(CPU)
-    engine.release_host_memory()  # what is pinned already is used under any budget
+    engine.release_host_memory()  # pinned memory is used under any budget
     engine._warned_full = False
     model, compiled = compile_model(host_budget="16KiB")
     for _ in range(3):
@@ -755,7 +755,7 @@ def test_host_memory_can_be_given_back_between_steps() -> None:
 def moved_by(policy: str) -> tuple[list[Tensor], fxoffload.Stats]:
     torch.compiler.reset()
     fxoffload.reset_stats()
-    found = gradients(*compile_model(policy=policy, in_flight_budget="1GiB"))  # a bound: what is saved last moves too
+    found = gradients(*compile_model(policy=policy, in_flight_budget="1GiB"))  # a bound: the last saved values move too
     return found, fxoffload.stats()
 
 

@@ -1,4 +1,4 @@
-"""``fxoffload bench``: the sizes that it chooses, what it measures at toy size on the CPU, what it says of failures."""
+"""``fxoffload bench``: the sizes that it chooses, measurements at toy size on the CPU, messages about failures."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_parameters_are_counted_as_the_decoder_has_them() -> None:
     assert counted == pytest.approx(sizing.PARAMETERS_OF_HIDDEN_SQUARED * 1024**2 * work.layers, rel=0.01)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def on_a_gpu(*rows: Row) -> Report:

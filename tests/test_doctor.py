@@ -1,4 +1,4 @@
-"""``fxoffload doctor``: what it finds, and what it says of it."""
+"""``fxoffload doctor``: its findings and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we write never goes through a link that somebody laid: names cannot be guessed, new files are new."""
+"""Writes never go through a planted link: names cannot be guessed, new files are new."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_locks_and_entries_do_not_follow_links(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "nowhere").exists()
 
 
-# Every other call that could write, and why nobody can lay a link there.
+# Every other call that could write, and why no link can be planted there.
 LAID_BY_NOBODY = {
     "benchmarks/copy_trace.py": "a TemporaryDirectory",
     "benchmarks/launch.py": "a TemporaryDirectory",

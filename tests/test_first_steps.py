@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the import, ``fxoffload.compile``, and what is said of values that cannot be meant."""
+"""A newcomer's first steps: the import, ``fxoffload.compile``, and messages about values that cannot be meant."""
 
 from __future__ import annotations
 

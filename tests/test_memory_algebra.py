@@ -1,4 +1,4 @@
-"""What may be on the device at each segment boundary, computed from the outer graphs and compared with what is.
+"""Bytes that may be on the device at each segment boundary, computed from the outer graphs and compared with reality.
 
 The forward, right before segment k is called::
 
@@ -52,7 +52,7 @@ BATCH = 4
 
 @dataclass
 class Boundary:
-    """What was live right before a segment was called."""
+    """Live storages right before a segment was called."""
 
     segment: str
     live: set[str]  # storage classes of what segments returned and waits handed out
@@ -222,7 +222,7 @@ def test_forward(watch: Watch, layers: float | None) -> None:
     assert [b.segment for b in boundaries] == [segment for segment, *_ in expected]
     assert len(boundaries) == NUM_LAYERS + 2
     for boundary, (segment, still_read, flying, since_release) in zip(boundaries, expected, strict=True):
-        # Exactly R + F, apart from what is the caller's.
+        # Exactly R + F, apart from the caller's tensors.
         assert boundary.live - inputs(graph) == (still_read | flying) - inputs(graph), segment
         assert boundary.in_flight_bytes == sum(sizes[s] for s in flying)
         # The bound itself: one segment's values on top of the budget, plus the residual stream between two layers.
@@ -243,8 +243,8 @@ def inputs(graph: CompiledGraph) -> set[str]:
 
 
 def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: what the largest layer moves, so that each layer's copies hide behind the next layer. What the
-    last layer saves is not copied: it stays until the backward reads it."""
+    """Without a budget: the bytes that the largest layer moves, so that each layer's copies run during the next layer.
+    Values saved by the last layer are not copied: they stay until the backward reads them."""
     graph, boundaries, _ = run(watch)
     sizes = nbytes_of(graph)
     expected = expected_forward(graph, None)
@@ -327,7 +327,7 @@ def test_backward(watch: Watch, layers: float | None) -> None:
 
 
 def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
-    """Without a budget: half as much again as the layer needs that needs most, to hide behind the one before."""
+    """Without a budget: half as much again as the largest need of a layer: reloads run during the layer before."""
     graph, _, boundaries = run(watch, in_flight_budget=1)
     ahead = [b.ahead_bytes for b in boundaries if b.segment.startswith("layers")]
     assert all(a <= 1.7 * layer_bytes(graph) for a in ahead)

@@ -1,4 +1,4 @@
-"""``fxoffload.activation_budget``: what it foresees is what an optimizer's first step then allocates."""
+"""``fxoffload.activation_budget``: it foresees the bytes that an optimizer's first step then allocates."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_gpu_with_others_and_a_cache() -> None:
         with mock.patch.object(memory_budget, "resolve", lambda asked: device):
             model = net("meta")
             left = activation_budget(model, device_fraction=0.5, device="cuda")
-    # What is reserved and not allocated is free.
+    # Reserved memory that is not allocated is free.
     assert left == 5 * GIB - 2 * blocks(*model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""``torch.compiler.reset()``: what was compiled is forgotten whole, whenever it comes."""
+"""``torch.compiler.reset()``: compiled code is forgotten whole, whenever it comes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ torch.compile(lambda x: x.sin(), backend="fxoffload", options={{"inner": "aot_ea
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=300)
 
 
-# -- what is forgotten -----------------------------------------------------------------------------------------------
+# -- a reset forgets -------------------------------------------------------------------------------------------------
 
 
 def test_graphs_and_plans_are_gone_though_somebody_holds_the_model(reset: Callable[[], None]) -> None:

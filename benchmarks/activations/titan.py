@@ -1,13 +1,14 @@
 """torchtitan's graph_trainer on a model of ours: forward and backward traced into one graph, offloaded, then compiled.
 
-Its own tracer and passes run, from a checkout: ``minimal_fx_tracer``, dead code and canonical form,
-``tag_all_offloadable_activations`` (all layers but the last, largest first within ``cpu_budget_gb``),
-``apply_cpu_offload_pass`` with its prefetch, ``full_inductor_compilation_pass`` (``inductor=false`` leaves that out,
-and eager kernels run). Its trainer, models, sharding and CUDA graphs do not. The loss, the model and the attention are
-those of every other variant.
+Its own tracer and passes run, from a checkout: ``minimal_fx_tracer``, dead code and canonical form.
+``tag_all_offloadable_activations`` takes all layers but the last, largest first within ``cpu_budget_gb``.
+``apply_cpu_offload_pass`` comes with its prefetch. ``full_inductor_compilation_pass`` compiles (``inductor=false``
+leaves that out, and eager kernels run). Its trainer, models, sharding and CUDA graphs do not. The loss, the model and
+the attention are those of every other variant.
 
-Tried with torchtitan of August 2026 and torch 2.13 on a CPU: tracing and its passes run; Inductor refuses the graph
-(``ao::wait_tensor`` returns an alias of its input: torchtitan asks for a nightly torch); the ops want an accelerator.
+Tried with torchtitan of August 2026 and torch 2.13 on a CPU: tracing and its passes run. Inductor refuses the graph,
+since ``ao::wait_tensor`` returns an alias of its input: torchtitan asks for a nightly torch. The ops want an
+accelerator.
 
 The graph holds forward and backward: a step's time falls on ``forward_ms``, and ``backward_ms`` is next to nothing.
 """
@@ -112,7 +113,8 @@ class _Loader:
     """graph_trainer's modules by name.
 
     Raises:
-        NotAvailable: torch lacks the ops that it is built on, there is no checkout, or it imports what is missing here.
+        NotAvailable: torch lacks the ops that it is built on, there is no checkout, or one of its imports is missing
+            here.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,8 +1,8 @@
 """PyTorch's built-in activation offloading (``torch._functorch._activation_offloading``), told to offload all it takes.
 
-It moves what carries ``meta["should_offload"]`` in the joint graph and is then saved; torch decides nothing itself.
-Here a pass on the joint graph tags every computed value of at least ``min_bytes``. torch refuses views, getitems (the
-outputs of attention), values that are not contiguous, and model outputs; the partitioner decides what is saved, as for
+It moves saved values that carry ``meta["should_offload"]`` in the joint graph; torch decides nothing itself. Here a
+pass on the joint graph tags every computed value of at least ``min_bytes``. torch refuses views, getitems (the outputs
+of attention), values that are not contiguous, and model outputs; the partitioner chooses the saved values, as for
 ``inductor``.
 """
 

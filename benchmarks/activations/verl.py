@@ -71,7 +71,7 @@ def _load(request: Request, device: torch.device) -> ModuleType:
 
 
 def _check(module: nn.Module, layers: nn.ModuleList) -> None:
-    """verl replaces the ``forward`` of what it found, on the instance."""
+    """verl replaces the ``forward`` of the found module, on the instance."""
     wrapped = [name for name, child in module.named_modules() if "forward" in vars(child)]
     if len(wrapped) != len(layers):
         raise RuntimeError(

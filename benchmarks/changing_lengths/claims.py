@@ -9,8 +9,8 @@ from benchmarks.changing_lengths.records import LengthsRun
 from benchmarks.schema import Record
 
 MIB = 1 << 20
-# What a process may grow by, beyond what it grows by with plain Inductor: on torch 2.11 with cuDNN's attention every
-# new length costs it 3.4 MiB.
+# Growth of a process that is allowed beyond plain Inductor's: on torch 2.11 with cuDNN's attention every new length
+# costs it 3.4 MiB.
 MOST_GROWN_BYTES = 32 * MIB
 # And while lengths that it has seen come once more.
 MOST_GROWN_AGAIN_BYTES = 4 * MIB

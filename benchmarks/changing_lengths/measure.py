@@ -1,9 +1,9 @@
-"""FSDP2 on batches of changing length: what grows, what is compiled again, what moves.
+"""FSDP2 on batches of changing length: growth of memory, recompilation, offloading.
 
 Layers are compiled with dynamic shapes, each on its own. Steps of the longest length come first, as many as a plan
-needs, then ``warmup`` steps of lengths all over the range and one more of the longest, then ``steps`` timed ones of
-random lengths, and the last of those once more: what grows then does not grow with the lengths. Every rank draws its
-own, so that ranks have different batches in the same step, as in RL post-training.
+needs. Then come ``warmup`` steps of lengths all over the range, one more of the longest, and ``steps`` timed ones of
+random lengths. The last of those come once more: growth then is not due to new lengths. Every rank draws its own, so
+that ranks have different batches in the same step, as in RL post-training.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.steps import StepTime, end_memory_window, start_memory_window
 
 T = TypeVar("T")
 
-# Steps of the longest length that every variant has behind the first: the second, and one more.
+# Steps of the longest length that every variant has after the first: the second, and one more.
 LONGEST_STEPS = 2
-# So many timed steps at a time: what they found is written down before the next.
+# Timed steps at a time: their findings are written down before the next.
 STEPS_OF_A_PHASE = 25
-# So many of the timed lengths come once more, behind the timed steps.
+# Timed lengths that come once more, after the timed steps.
 STEPS_AGAIN = 50
 
 
@@ -84,7 +84,7 @@ class ChangingLengths(Measurement):
         self._after_warmup = self._read_memory()
 
     def begin(self) -> None:
-        """The longest batch is there as the window of memory begins, so no other adds to what was there before."""
+        """The longest batch is there as the window of memory begins, so no other adds to the memory before it."""
         protocol = self.request.protocol
         lengths = draw_lengths(self._draw, protocol.steps, protocol.shortest, self._longest)
         lengths[len(lengths) // 2] = self._longest
@@ -180,7 +180,7 @@ def spread_lengths(draw: random.Random, count: int, shortest: int, longest: int)
     """``count`` lengths from the shortest to the longest, each as many times the one before, in random order.
 
     Raises:
-        ValueError: likewise.
+        ValueError: as there.
     """
     low, high = _logarithms(shortest, longest)
     found = [round(math.exp(low + (high - low) * i / max(count - 1, 1))) for i in range(count)]

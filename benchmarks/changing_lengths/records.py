@@ -9,16 +9,16 @@ from benchmarks.process_memory import ProcessMemory
 
 @dataclass
 class LengthsRun:
-    """Timed steps of changing lengths, behind a warm-up of lengths all over the range, which took ``warmup_s`` (with
-    what was compiled, tuned and planned in it).
+    """Timed steps of changing lengths, after a warm-up of lengths all over the range, which took ``warmup_s``
+    (compiling, tuning and planning included).
 
     ``lengths``: of each timed step on this rank; every rank has its own, but for one step in the middle, which is the
-    longest on all. ``offloaded_bytes``: of each step. ``peak_so_far_bytes``: behind each step, the most since the first
-    timed one began, above what was there then. ``device_reserved_bytes``, ``host_reserved_bytes``: behind each step, by
-    torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process; ``grown``: since then,
-    behind every 25 steps. By rank, in their order: ``grown_by_rank``, of each process, from the end of the warm-up to
-    that of the timed steps, ``graphs_by_rank``, which Dynamo compiled in the whole process until then, and
-    ``grown_again_by_rank``, of each process while the last 50 of the timed lengths came once more.
+    longest on all. ``offloaded_bytes``: of each step. ``peak_so_far_bytes``: after each step, the most since the first
+    timed one began, above the bytes at that time. ``device_reserved_bytes``, ``host_reserved_bytes``: after each step,
+    by torch's caching allocator and fxoffload's arena. ``after_warmup``: of this rank's process; ``grown``: since then,
+    after every 25 steps. By rank, in their order: ``grown_by_rank``, of each process, from the end of the warm-up to
+    that of the timed steps. ``graphs_by_rank``: compiled by Dynamo in the whole process until then.
+    ``grown_again_by_rank``: of each process while the last 50 of the timed lengths came once more.
     """
 
     num_warmup: int
@@ -44,5 +44,5 @@ class LengthsRun:
         return max(getattr(grown, kind) for grown in self.grown_by_rank)
 
     def most_grown_again(self, kind: str) -> int | None:
-        """Likewise while lengths came once more; None where none did."""
+        """The same while lengths came once more; None where none did."""
         return max((getattr(grown, kind) for grown in self.grown_again_by_rank), default=None)

@@ -1,1 +1,1 @@
-"""The scenario ``collectives``: all-gathers and reduce-scatters beside copies, without a model."""
+"""The scenario ``collectives``: all-gathers and reduce-scatters during copies, without a model."""

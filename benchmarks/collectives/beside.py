@@ -1,4 +1,4 @@
-"""What runs beside the collectives of a block: copies as fxoffload makes them in a step, and matrix products."""
+"""Work during the collectives of a block: copies as fxoffload makes them in a step, and matrix products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.idle_copies import IdleCopies
 
-# So many times as long as the collectives of the round before took.
+# In times of the collectives of the round before.
 LONGER = 2.0
 MATMUL_SIZE = 8192
 

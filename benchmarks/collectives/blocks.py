@@ -32,7 +32,7 @@ _PRODUCTS = ("gemm", "nvjet")
 
 @dataclass
 class Block:
-    """Some collectives beside copies of one way, on one rank.
+    """Some collectives during copies of one way, on one rank.
 
     ``each_ms``: by kind; None where something did not run all the while. ``gb_per_s``: of each way that was copied,
     while the collectives ran.

@@ -1,10 +1,9 @@
-"""What a layer's all-gather and reduce-scatter take beside copies to and from the host.
+"""Times of a layer's all-gather and reduce-scatter during copies to and from the host.
 
-In a training step a collective's kernel waits for the rank that comes last, and what it takes differs from step to step
-by more than copies cost it. Here collectives follow each other with nothing between them, so that all ranks come to
-each at once. A round has a block of them beside no copies, one beside copies down, one up and one both ways, in an
-order that turns from round to round. The variant ``matmul`` has matrix products on the compute stream meanwhile, as a
-layer has.
+In a training step a collective's kernel waits for the rank that comes last, and its time differs from step to step by
+more than copies cost it. Here collectives follow each other with nothing between them, so that all ranks come to each
+at once. A round has a block of them without copies, one during copies down, one up and one both ways. The order turns
+from round to round. The variant ``matmul`` has matrix products on the compute stream meanwhile, as a layer has.
 
 A collective counts where copies (and products) ran on every rank all the while, by the profiler's records, and with the
 time of the rank where it was shortest.
@@ -59,7 +58,7 @@ class CollectivesBeside:
 
     def measure(self) -> None:
         on_gpu = self.device.type == "cuda"
-        ways = list(WAYS) if on_gpu else ["none"]  # a CPU's copies are made at once: nothing runs beside them
+        ways = list(WAYS) if on_gpu else ["none"]  # a CPU's copies are made at once: nothing runs during them
         protocol = self.request.protocol
         for number in range(protocol.warmup + protocol.steps):
             turn = number % len(ways)
@@ -99,7 +98,7 @@ class CollectivesBeside:
         return {way: block.judge(*WAYS[way]) for way, block in zip(order, blocks, strict=True)}
 
     def _queue_block(self, down: bool, up: bool) -> None:
-        """Copies, products and collectives begin at once, behind a device that stands until all are queued."""
+        """Copies, products and collectives begin at once: the device stands until all are queued."""
         dist.barrier()
         torch.cuda.synchronize(self.device)
         torch.cuda._sleep(int(QUEUE_MS * CYCLES_PER_MS))

@@ -32,7 +32,7 @@ def check_phase_claims(report: Report) -> list[Claim]:
     for record in report.records:
         for claim in _claims(report, record):
             if record.case.device != "cuda" and claim["held"] is not None:
-                # The rehearsal has no link: only what is wrong on every device counts.
+                # The rehearsal has no link: only errors of every device count.
                 wrong = claim["figures"].get("bit_equal") is False or "why" in claim["figures"]
                 claim = {**claim, "held": False if wrong else None, "figures": claim["figures"] | {"missing": "a GPU"}}
             claims.append({"case": case_label(record.case), "variant": record.variant.label, **claim})

@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 class Mapping:
-    """Anonymous private memory that nobody has touched, from an address that is a multiple of a huge page."""
+    """Anonymous private memory that is not touched yet, from an address that is a multiple of a huge page."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.nbytes = nbytes

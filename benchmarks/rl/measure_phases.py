@@ -31,7 +31,7 @@ COPY_ROUNDS = 3
 
 
 class MeasurePhases:
-    """Order: first cycle, steady cycles, optimizer beside log-probs, first forward, stream, endurance, the end."""
+    """Order: first cycle, steady cycles, optimizer during log-probs, first forward, stream, endurance, the end."""
 
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.process = RlProcess(request, device, result)
@@ -107,12 +107,12 @@ class MeasurePhases:
     # -- overlap -------------------------------------------------------------------------------------------------------
 
     def optimizer_beside_logprobs(self) -> None:
-        """The same forwards and training step with and without the state going and coming beside them."""
+        """The same forwards and training step with and without the state going and coming meanwhile."""
         beside = BesideLogprobs(self.job, self.strategy, self.process.request.protocol)
         self.found.exposed = beside.measure(self._timed, self._repeats(self.found.offload), self._trace)
 
     def first_forward(self) -> None:
-        """Parameters are loaded while the first forward runs; apart from that, all of them with nothing beside."""
+        """Parameters are loaded while the first forward runs; apart from that, all of them alone."""
         if self._is_slow():
             return
         starts: list[float] = []

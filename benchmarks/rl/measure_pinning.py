@@ -1,8 +1,8 @@
-"""The scenario ``pinning``: how fast host memory is faulted in and registered, and what it competes with.
+"""The scenario ``pinning``: how fast host memory is faulted in and registered, and the competing work.
 
-Rows as in results/2026-11-22-h200-pinning.json. ``touch`` says who faults the pages in before they are registered:
-"first" (all of them, by all threads, before any is registered), "own" (each chunk by the thread that registers it),
-"page" (as own, one byte of each page), "none" (the driver does, while it registers).
+Rows as in results/2026-11-22-h200-pinning.json. ``touch`` says who faults the pages in before they are registered.
+"first": all of them, by all threads, before any is registered. "own": each chunk by the thread that registers it.
+"page": as own, one byte of each page. "none": the driver does, while it registers.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ GIVEN_MIB, GIVEN_STEPS, STEP_PRODUCTS = 128, 8, 40
 
 class MeasurePinning:
     """``huge`` and ``small``: registration with MADV_HUGEPAGE and without; ``staged``: the alternative, copies through
-    small pinned buffers into plain memory; ``resize``: what freeing and allocating device storages takes; ``room``: the
-    same for many storages, with a call of the driver for each or for so many bytes; ``give_back``: how long steps take
-    while memory is unregistered, by a thread ("thread"), by one that rests after each chunk ("resting"), or between two
-    steps ("between"); ``small_copies``: see measure_small_copies.py."""
+    small pinned buffers into plain memory; ``resize``: the time of freeing and allocating device storages; ``room``:
+    the same for many storages, with a call of the driver for each or per block of bytes. ``give_back``: how long steps
+    take while memory is unregistered, by a thread ("thread"), by one that rests after each chunk ("resting"), or
+    between two steps ("between"); ``small_copies``: see measure_small_copies.py."""
 
     def __init__(self, request: Request, device: torch.device, result: Result) -> None:
         self.request, self.device = request, device

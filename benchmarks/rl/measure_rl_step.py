@@ -88,7 +88,7 @@ class MeasureRlStep:
         self.found.forwards = self.job.forwards_for(self.protocol.logprob_s)
 
     def alone(self) -> None:
-        """Nothing moves; the cache is what fits beside everything."""
+        """Nothing moves; the cache is the rest of the device."""
         free = free_bytes(self.device)
         kv_bytes = self.found.kv_bytes if free is None else min(self.found.kv_bytes, free // 2)
         work: dict[str, Callable[[], object]] = {

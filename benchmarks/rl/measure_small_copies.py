@@ -1,4 +1,4 @@
-"""The variant ``small_copies`` of ``pinning``: how long a copy of 4 KiB waits beside large ones of another stream."""
+"""The variant ``small_copies`` of ``pinning``: how long a copy of 4 KiB waits for large ones of another stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.activations.available import NotAvailable
 from fxoffload.runtime.copies.giving_way import GivingWay
 
 MIB = 1 << 20
-# Large copies in all, each of so many MiB; small ones meanwhile, one behind 0.25 ms of a kernel each.
+# Large copies in all, and MiB of each; small ones meanwhile, each after 0.25 ms of a kernel.
 LARGE_MIB, PART_MIB, NUM_SMALL, SMALL_BYTES, SLEEP_CYCLES = 2048, 64, 60, 4096, 500_000
 HOW = {False: "one stream", True: "two in turn"}
 

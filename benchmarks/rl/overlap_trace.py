@@ -1,6 +1,6 @@
-"""Where the time of work went beside which something leaves and comes, by one run under the profiler.
+"""Where the time of work went during which tensors leave and come, by one run under the profiler.
 
-The profiler slows the host down: what is compared is a run with the same run that has nothing beside it.
+The profiler slows the host down: the comparison is with the same run without copies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def summarize_work(events: Iterable[Any]) -> WhereTimeWent:
             calls.append(event)
     began = host.time_range.start if host is not None else 0.0
     ended = host.time_range.end if host is not None else float("inf")
-    calls = [call for call in calls if call.time_range.start < ended]  # not the wait behind the work
+    calls = [call for call in calls if call.time_range.start < ended]  # not the wait after the work
     own = [r for r in ranges if host is not None and r.thread == host.thread]
     return WhereTimeWent(
         host_ms=span_ms([Interval(began, host.time_range.end)]) if host is not None else 0.0,

@@ -14,7 +14,7 @@ Bars = dict[str, dict[str, float]]
 
 
 def draw(report: Report, path: Path) -> None:
-    """``phases``: each way, first and steady, and what is exposed around log-probs; ``rl-step``: the switching.
+    """``phases``: each way, first and steady, and the exposed time around log-probs; ``rl-step``: the switching.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -83,7 +83,7 @@ def _panel(axis: Any, bars: Bars) -> None:
     names = list(dict.fromkeys(name for row in bars.values() for name in row))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        # What was not measured has no bar: one of no height would say that it took no time.
+        # A missing measurement has no bar: one of no height would say that it took no time.
         heights = {position + index * width: row[name] for position, row in enumerate(bars.values()) if name in row}
         drawn = axis.bar(list(heights), list(heights.values()), width, label=name)
         axis.bar_label(drawn, fmt="%.2f", fontsize="x-small")

@@ -48,7 +48,7 @@ class RlProcess:
         self.job.barrier()
 
     def measure_link(self) -> None:
-        """At the end, so that its buffers are in nobody's way, and on all ranks at once."""
+        """At the end, so that its buffers take no room before, and on all ranks at once."""
         self.job.barrier()
         self.result.link = measure_link(self.device, self.request.protocol)
 

@@ -30,9 +30,9 @@ class Exposed:
     """The optimizer's state leaves for ``forwards`` log-prob forwards and is back for the optimizer's step after them.
 
     ``alone``: forwards and training step with nothing moving; ``around``: the same with the state leaving and coming.
-    ``exposed_s`` is the difference of their medians; ``serial_s`` is leaving and coming with nothing beside them.
-    ``begin_offload_s`` and ``begin_onload_s``: how long the host is in the calls that begin both. ``without``:
-    ``around`` with something switched off, by its name (``ablate_overlap``).
+    ``exposed_s`` is the difference of their medians; ``serial_s`` is leaving and coming alone. ``begin_offload_s`` and
+    ``begin_onload_s``: how long the host is in the calls that begin both. ``without``: ``around`` with something
+    switched off, by its name (``ablate_overlap``).
     """
 
     forwards: int
@@ -74,7 +74,7 @@ class Endurance:
 class Streamed:
     """Weights handed to a reader that copies each on the device into one place; ``seconds`` of the whole model.
 
-    ``peak_bytes``: device memory above what was allocated before; ``promised_bytes``: two buckets and the largest.
+    ``peak_bytes``: device memory above the bytes before; ``promised_bytes``: two buckets and the largest.
     """
 
     tensors: int
@@ -96,7 +96,7 @@ class WhereTimeWent:
     Attributes:
         host_ms: until the calling thread had queued all of it.
         until_first_kernel_ms: since the beginning; None: there was no kernel.
-        until_last_kernel_ms: likewise.
+        until_last_kernel_ms: the same.
         kernels_ms: in which kernels ran that are no collectives.
         collectives_ms: in which NCCL's kernels ran, waits for other ranks included.
         device_busy_ms: in which either ran.

@@ -18,7 +18,7 @@ EVERYTHING = ("params", "buffers", "optimizer")
 class Strategy:
     """Leaves everything where it is (the variant ``none``); the others override it.
 
-    ``attach`` is what is done once, before the first cycle.
+    ``attach`` is called once, before the first cycle.
     """
 
     job: RlJob
@@ -62,7 +62,7 @@ class Strategy:
             self.offload("optimizer")
 
     def ablations(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-        """By name: around work that runs without something that is made for work beside copies."""
+        """By name: around work that runs without a mechanism that helps work during copies."""
         return {}
 
     def host_pieces(self) -> list[Tensor]:
@@ -70,7 +70,7 @@ class Strategy:
         return []
 
     def host_bytes(self) -> int | None:
-        """Host memory that is reserved for what is away; None where nobody counts."""
+        """Host memory that is reserved for offloaded tensors; None where it is not counted."""
         return None
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def _calls(exposed: Exposed) -> str:
 
 
 def _ablations(report: Report) -> list[dict[str, str]]:
-    """What the optimizer around log-probs costs as it is, and without what is made for that."""
+    """Cost of the optimizer around log-probs, with and without the mechanisms for it."""
     rows = []
     for record in report.records:
         switching = record.result.rl.switching if record.result.rl is not None else None

@@ -1,4 +1,4 @@
-"""What is promised of stock models, answered from a case's rows. Without a GPU nothing is: peaks are not measured."""
+"""Promises about stock models, answered from a case's rows. Without a GPU nothing is: peaks are not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far off a plan's estimates of segments were: what it first said beside what it says when it is calibrated."""
+"""How far off a plan's estimates of segments were: its first numbers against its calibrated ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def segment_estimates(texts: Mapping[str, str]) -> list[SegmentEstimate]:
     """The segments whose times differ most, in milliseconds; one for those of the same name and phase.
 
     Args:
-        texts: the plan as JSON, "frozen" before it was calibrated and "calibrated" behind that.
+        texts: the plan as JSON, "frozen" before it was calibrated and "calibrated" after that.
     """
     if "calibrated" not in texts:
         return []

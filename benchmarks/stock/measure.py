@@ -12,7 +12,7 @@ from benchmarks.stock.apply import StockStepper
 from benchmarks.stock.estimates import segment_estimates
 from benchmarks.stock.records import StockRun
 
-# So many times `calibration_steps`, at most, until a plan is there, calibrated and measured.
+# At most this many times `calibration_steps`, until a plan is there, calibrated and measured.
 PATIENCE = 3
 
 

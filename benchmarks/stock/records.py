@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class StepFact:
     """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
 
-    ``peak_bytes``: above what was allocated when the step began, without gradients; None on a CPU.
+    ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU.
     """
 
     forward_ms: float

@@ -1,4 +1,4 @@
-"""What the record of a stock model says: promises beside what was measured. One row of ``Report.derived``."""
+"""The record of a stock model: promises against measurements. One row of ``Report.derived``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_WORST = 3
 
 
 def stock_row(record: Record, same_case: Sequence[Record]) -> dict[str, Any]:
-    """Fields beside those of ``truth.plan_row``. Gains are parts of plain Inductor's peak; positive is less memory."""
+    """Fields besides those of ``truth.plan_row``. Gains are parts of plain Inductor's peak; positive is less memory."""
     result, run = record.result, record.result.stock
     row: dict[str, Any] = {}
     if record.variant.options.get("activation_budget") is not None:
@@ -52,7 +52,7 @@ def is_refused_rightly(record: Record, same_case: Iterable[Record]) -> bool | No
 
 
 def peak_of(result: Result) -> int | None:
-    """The largest of all ranks; above what was allocated before the step."""
+    """The largest of all ranks; above the bytes before the step."""
     if result.memory is None:
         return None
     return max([result.memory.peak_bytes, *result.peak_bytes_by_rank])
@@ -92,7 +92,7 @@ def stated(result: Result) -> tuple[float | None, float | None]:
 
 
 def measured(record: Record, inductor: Record | None) -> tuple[float | None, float | None]:
-    """The same, measured beside Inductor's row."""
+    """The same, measured against Inductor's row."""
     if inductor is None or inductor is record or inductor.result.step_ms is None or record.result.step_ms is None:
         return None, None
     slowdown = slowest_step_ms(record.result) / slowest_step_ms(inductor.result) - 1

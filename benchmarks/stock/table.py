@@ -1,4 +1,4 @@
-"""The tables of the scenarios ``stock`` and ``stock-fsdp``: by case its rows, what was farthest off, its claims."""
+"""The tables of the scenarios ``stock`` and ``stock-fsdp``: by case its rows, its farthest error, its claims."""
 
 from __future__ import annotations
 

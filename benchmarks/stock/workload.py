@@ -97,8 +97,8 @@ def build_stock_job(case: Case, device: torch.device, rank: int = 0) -> StockJob
         decoder = _with_lora(decoder, seq2seq=model.auto == SEQ2SEQ)
     generator = torch.Generator(device=device).manual_seed(case.seed + 1 + rank)
     batch = _batch(case, config, device, generator)
-    # With a cache, which is the default, transformers does not look for packed sequences, and Dynamo compiles each
-    # layer anew, up to its limit of 8 (the layer's number is the place in the cache). Transformers' Trainer has none.
+    # With a cache, the default, transformers does not look for packed sequences. Dynamo then compiles each layer anew,
+    # up to its limit of 8, since the layer's number is its place in the cache. Transformers' Trainer has none.
     settings = {"use_cache": False} if case.form in (PACKED, SHARDED) else {}
     kind = PolicyModule if case.form == RL else StockModule
     module = kind(decoder, tuple(batch), settings).train()
@@ -146,7 +146,7 @@ def _padding(batch: dict[str, Tensor], case: Case, device: torch.device) -> dict
 
 
 def _packed(case: Case, device: torch.device) -> Tensor:
-    """Positions of four sequences, behind one another, the last of them longer."""
+    """Positions of four sequences, one after another, the last of them longer."""
     length = case.seq // (NUM_PACKED + 1)
     lengths = [length] * (NUM_PACKED - 1)
     parts = [torch.arange(n, device=device) for n in [*lengths, case.seq - sum(lengths)]]

@@ -2,11 +2,15 @@
 
     python docs/examples/grpo_toy.py [STEPS]
 
-A step has the four phases of the large frameworks: the policy's weights go to the engine, a second copy of the model
-(sync); the engine samples a group of answers to each question (rollout); the policy computes the log-probs of these
-answers (logprob) and learns from them (train). What a phase does not need is on the host meanwhile; a table shows the
-bytes that are really on the device. Without a GPU this is a rehearsal on the CPU, where "the device" is the CPU and the
-bytes move all the same.
+A step has the four phases of the large frameworks:
+
+    sync: the policy's weights go to the engine, a second copy of the model;
+    rollout: the engine samples a group of answers to each question;
+    logprob: the policy computes the log-probs of these answers;
+    train: it learns from them.
+
+Tensors that a phase does not need are on the host meanwhile; a table shows the bytes that are really on the device.
+Without a GPU this is a rehearsal: "the device" is the CPU, and the bytes move all the same.
 """
 
 from __future__ import annotations
@@ -91,7 +95,7 @@ def generate(engine: Qwen3ForCausalLM, questions: Tensor) -> Tensor:
 
 
 def log_probs(model: Callable[..., Any], tokens: Tensor) -> Tensor:
-    """Of each token of the answers; 0 behind the end."""
+    """Of each token of the answers; 0 after the end."""
     answers = tokens[:, QUESTION:]
     logits = model(input_ids=tokens, use_cache=False).logits[:, QUESTION - 1 : -1]
     losses = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")

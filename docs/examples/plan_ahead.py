@@ -2,8 +2,8 @@
 
     python docs/examples/plan_ahead.py [FOLDER]
 
-Prints the plan of a few Qwen3-8B layers at 16,384 tokens on an H200, and writes it to FOLDER (by default a temporary
-one) as JSON and as a trace for ui.perfetto.dev.
+Prints the plan of a few Qwen3-8B layers at 16,384 tokens on an H200. Writes it to FOLDER (by default a temporary one)
+as JSON, and as a trace for ui.perfetto.dev.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def write_verl_phases(folder: Path) -> Path:
 
 
 def write_trl(folder: Path) -> Path:
-    """A checkout of TRL whose manager counts what it packs."""
+    """A checkout of TRL whose manager counts packed tensors."""
     return _write(folder, {"trl/__init__.py": "raise ImportError", "trl/models/activation_offloading.py": TRL})
 
 

@@ -1,4 +1,4 @@
-"""Peers as variants, on a CPU: each runs, or its row says what it lacks; wrong gradients are told from right ones."""
+"""Peers as variants, on a CPU: each runs, or its row names the missing part; wrong gradients are recognized."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Scenario ``fsdp-lengths`` on a CPU: lengths that change from step to step, what grew, and what it says of it."""
+"""Scenario ``fsdp-lengths`` on a CPU: lengths that change from step to step, growth of memory, and the report on it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def grew(**kinds: int) -> ProcessMemory:
     ],
 )
 def test_what_is_promised(grown: Any, plain: ProcessMemory, graphs: int, expected: list[bool]) -> None:
-    """Of the rank where it grew most; device and process beside plain Inductor's, in the same run."""
+    """Of the rank where it grew most; device and process next to plain Inductor's, in the same run."""
     report = report_of(record_of("inductor", grown=(plain,)), record_of("auto", grown=grown, graphs=graphs))
     assert held(report) == [*expected[:3], True, expected[3], True, True]  # and the budget
     assert "3 steps of random lengths" in report.claims[0]["claim"]

@@ -57,8 +57,8 @@ class Event:
 
 
 def block(at: float, ms: float, *, copies: tuple[str, ...] = (), until: float = 1e9, products: bool = False) -> list:
-    """A block's records from ``at`` (us) on: collectives of ``ms`` back to back, and copies from before them ``until``
-    so many us after the block began."""
+    """A block's records from ``at`` (us) on: collectives of ``ms`` back to back, and copies from before them until
+    ``until`` us after the block began."""
     events = [Event("ncclDevKernel_AllReduce_Sum", TimeRange(at - 2, at - 1)), Event(SPIN, TimeRange(at, at + 10))]
     begin = at + 20
     for _ in range(1 + PER_BLOCK):
@@ -143,7 +143,7 @@ def test_each_counts_where_it_was_shortest_and_against_its_own_round() -> None:
 
 @pytest.mark.timeout(240)
 def test_two_processes_on_a_cpu() -> None:
-    """A rehearsal: collectives are timed, and nothing is beside them."""
+    """A rehearsal: collectives are timed, and nothing runs with them."""
     record = run_variant(Request("collectives", TINY, IDLE, Protocol(ranks=2, steps=5, warmup=1)), 200.0)
     assert record.status == "ok", record.log_tail
     assert layer_elements(TINY) == 64 * 16 * 2 * (4 + 2) + 3 * 64 * 128

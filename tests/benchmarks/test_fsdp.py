@@ -1,4 +1,4 @@
-"""Scenario ``fsdp`` on a CPU: two processes that share layers, and what it refuses."""
+"""Scenario ``fsdp`` on a CPU: two processes that share layers, and its refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_two_ranks_share_each_layer() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_one_process_stands_for_two_ranks() -> None:
-    """Torch's fake process group: half of each parameter is here, and nobody else is."""
+    """Torch's fake process group: half of each parameter is here, and there is no other rank."""
     alone = dataclasses.replace(PROTOCOL, tensor_parallel=1, process_group="fake")
     record = run_variant(request_of("offload_all", protocol=alone, **OFFLOAD_ALL), 200.0)
     assert record.status == "ok", record.log_tail

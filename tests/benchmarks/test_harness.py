@@ -236,7 +236,7 @@ def test_collectives_are_told_apart_by_the_names_of_their_kernels() -> None:
 
 
 def test_traces_have_clocks_of_their_own() -> None:
-    """The collectives of the second come behind those of the first, and none of them ran at the same time."""
+    """The collectives of the second come after those of the first, and none of them ran at the same time."""
 
     def trace(*ms: float) -> list[SimpleNamespace]:
         kernel = "ncclDevKernel_AllGather_RING_LL"

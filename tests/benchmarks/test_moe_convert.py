@@ -1,4 +1,4 @@
-"""The scenario moe-convert at toy size: every variant does what it says, and the figures are those of the samples."""
+"""The scenario moe-convert at toy size: every variant does its work, and the figures are those of the samples."""
 
 from __future__ import annotations
 

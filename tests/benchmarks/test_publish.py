@@ -25,7 +25,7 @@ from benchmarks.schema import Case, Memory, Protocol, Record, Report, Result, Sc
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The documents in a folder of their own, beside the same results."""
+    """The documents in a folder of their own, with the same results."""
     for path in publish.documents(ROOT):
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The suite: which runs go together, what they are called with, and one of them for real."""
+"""The suite: which runs go together, their arguments, and one of them for real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.suite import LARGE_PAGES, SUITE, Run
 
 
 class Machine:
-    """Time that passes when somebody sleeps, and runs that take what they say."""
+    """Time that passes only by sleeping, and runs that take their stated time."""
 
     def __init__(self) -> None:
         self.now = 0.0

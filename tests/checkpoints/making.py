@@ -138,7 +138,7 @@ def config_for(family: Family, shape: Shape, **more: Any) -> dict[str, Any]:
 def save(
     folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None, num_shards: int = 3
 ) -> Path:
-    """A checkpoint folder as Hugging Face writes it, with files of every kind beside the weights."""
+    """A checkpoint folder as Hugging Face writes it, with files of every kind next to the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(state)
     if num_shards == 1:

@@ -1,4 +1,4 @@
-"""Weights beside those that the index names: converted where they are the model's, and named where they are not."""
+"""Weights outside the index: converted where they are the model's, and named where they are not."""
 
 from __future__ import annotations
 

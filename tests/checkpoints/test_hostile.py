@@ -270,7 +270,7 @@ def test_links_that_multiply_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("place", ["..", "/", ".", "assets", "../beside"])
 def test_a_link_to_a_folder_around_it(tmp_path: Path, place: str) -> None:
-    """Found at once, without a walk through what lies beside the checkpoint."""
+    """Found at once, without a walk through the folders around the checkpoint."""
     source = make(tmp_path / "source")
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "back").symlink_to(tmp_path)

@@ -138,7 +138,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["modeling_custom.py", "assets/vocabulary.txt"])
 def test_a_file_that_comes_to_be_while_the_source_is_read(tmp_path: Path, name: str) -> None:
-    """It would be missing in the target, and nobody would know."""
+    """It would be missing in the target, unnoticed."""
     source = make(tmp_path / "source")
 
     def add(stage: str, done: int, total: int) -> None:

@@ -48,7 +48,7 @@ def broken(folder: Path, change: Callable[[State], object], layout: str = "exper
 
 
 def refuse(folder: Path, error: type[Exception], *words: str, to: str = "stacked") -> str:
-    """The conversion is refused with these words, in this order, and nothing is left beside the source."""
+    """The conversion is refused with these words, in this order, and nothing is left next to the source."""
     with pytest.raises(error, match="(?s)" + ".*".join(re.escape(word) for word in words)) as caught:
         checkpoints.convert(folder, folder.with_name("target"), to)
     assert isinstance(caught.value, ValueError)

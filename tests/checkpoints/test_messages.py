@@ -178,7 +178,7 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """Every error that the package makes: where, and the text of its message without what is filled in."""
+    """Every error that the package makes: where, and the text of its message without filled-in values."""
     for path in sorted(PACKAGE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error") and node.args:

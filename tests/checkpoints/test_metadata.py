@@ -1,4 +1,4 @@
-"""What files say of themselves beside the tensors: kept, or said to be lost; and what no other reader would take."""
+"""Metadata of files: kept, or reported as lost; and files that no other reader would take."""
 
 from __future__ import annotations
 

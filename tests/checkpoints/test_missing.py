@@ -1,4 +1,4 @@
-"""What is lost is found: experts, layers, decoders, scales, also where the config counts none of them."""
+"""Missing parts are found: experts, layers, decoders, scales, also where the config counts none of them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_decoder_that_the_config_describes_is_not_left_out(tmp_path: Path, los
 
 
 def test_a_talker_that_is_switched_off_may_be_left_out(tmp_path: Path) -> None:
-    """transformers writes the talker's default section beside a thinker that was saved without it."""
+    """transformers writes the talker's default section next to a thinker that was saved without it."""
     checkpoints.inspect(omni(tmp_path / "source", "talker", enable_audio_output=False))
 
 

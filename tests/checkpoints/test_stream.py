@@ -199,11 +199,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [("qwen3_moe", "kernel"), ("gpt_oss", "buffer"), slow("qwen3_moe", "buffer"), slow("gpt_oss", "kernel")],
 )
 def test_peak_memory(tmp_path: Path, wide: dict[str, Path], family: str, how: str) -> None:
-    """The issue's bound is a fused tensor's inputs and output plus 1 GiB; what is asserted is 24 MiB.
+    """The issue's bound is a fused tensor's inputs and output plus 1 GiB; the test asserts 24 MiB.
 
     216 MiB are converted. By the algebra of stream.py: 2 workers with a buffer of 4 MiB, or one expert's gate_up (768
-    KiB) in and out; to verify, 2 workers with a part of a tensor (768 KiB) and its halves; the plan's 1,200 steps; the
-    rest is what Python and malloc keep.
+    KiB) in and out; to verify, 2 workers with a part of a tensor (768 KiB) and its halves; the plan's 1,200 steps.
+    Python and malloc keep the rest.
     """
     layout = "fused" if family == "qwen3_moe" else "experts"
     target = tmp_path / ("v" * (1 + len(str(tmp_path)) % 2))

@@ -208,7 +208,7 @@ def test_the_form_is_of_the_towers_that_are_fused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("num_experts", 0), ("num_experts", None)])
 def test_a_tower_without_experts(tmp_path: Path, name: str, value: int | None) -> None:
-    """A dense talker beside a thinker with experts; a config that does not count is noted."""
+    """A dense talker with a thinker that has experts; a config that does not count is noted."""
     config = {part: dict(section) for part, section in omni(("experts", "experts")).config.items()}
     config["talker_config"] = {"text_config": config_for(FAMILY["qwen3_omni_moe"], SMALL, **{name: value})}
     model = Published("qwen3_omni_moe", (Part("thinker.model.layers.", "experts"),), config)

@@ -260,7 +260,7 @@ def turned(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def test_the_families_of_the_qwen_rule_are_those_of_transformers() -> None:
-    """Our table against transformers' own: names of single experts, and what they become."""
+    """Our table against transformers' own: names of single experts, and their fused names."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     own = ("qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")

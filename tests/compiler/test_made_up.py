@@ -34,7 +34,7 @@ def maker(gm: fx.GraphModule) -> MadeUp:
 
 
 def runs(gm: fx.GraphModule) -> None:
-    """On what was made up for it, with indices checked."""
+    """On made-up inputs, with indices checked."""
     gm(*made_up(gm))
 
 
@@ -170,7 +170,7 @@ def test_new_integers_for_each_run() -> None:
 
 
 def test_random_states_are_the_present_ones() -> None:
-    """Of what is computed again with the random numbers of the forward."""
+    """Recomputation that replays the random numbers of the forward."""
     run = torch.ops.higher_order.run_with_rng_state
     gm = traced(lambda x, state: run(state, aten.bernoulli.p, x, 0.5), torch.zeros(3), torch.get_rng_state())
     assert why_not(nodes_of(gm)) == ""

@@ -1,4 +1,4 @@
-"""How one segment runs on made-up inputs: what is held while it does, and what is new in each run."""
+"""How one segment runs on made-up inputs: tensors that are kept alive meanwhile, and those that each run makes anew."""
 
 from __future__ import annotations
 

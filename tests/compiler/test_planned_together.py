@@ -1,4 +1,4 @@
-"""Graphs of several layers each that run in one step: their plans are for the step, or somebody is told."""
+"""Graphs of several layers each that run in one step: their plans are for the step, or a warning says so."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_budget_is_for_the_step_and_not_for_each_graph(budget: int) -> None:
         most = peak_of(lambda: step(model, module, x))
     assert len(found) == len(kept) > 12
     assert all(map(torch.equal, found, kept))
-    # What is beside the graphs (the loss, and gradients that add up) is the same in both.
+    # Extra memory (the loss, and gradients that add up) is the same in both.
     assert most - peak == pytest.approx(together.baseline.peak_bytes - together.predicted.peak_bytes, rel=0.05)
 
 
@@ -131,7 +131,7 @@ def test_the_buckets_of_ddp() -> None:
 
 
 def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes then is not what it was planned to."""
+    """It then takes more or less than planned."""
 
     class Follower:
         clock, stopped = None, False
@@ -207,7 +207,7 @@ def test_a_graph_that_fits_alone_is_told_of() -> None:
 
 
 def test_two_that_are_cut_and_one_that_fits_alone() -> None:
-    """The first two are planned together; the third, which comes behind them, is told of."""
+    """The first two are planned together; the third, which comes after them, is told of."""
 
     class Thirds(Halves):
         def forward(self, x: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def test_a_half_and_layers_that_are_compiled_on_their_own() -> None:
 
 
 def test_two_models_in_turn_are_not_planned_together() -> None:
-    """Actor and critic, each with a backward of its own behind its forward."""
+    """Actor and critic, each with a backward of its own after its forward."""
     modules, x, before = [Halves(breaks=False), Halves(breaks=False, half=4)], batch(length=480), known()
     models = [
         torch.compile(m, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_240_000}) for m in modules

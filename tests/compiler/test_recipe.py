@@ -1,4 +1,4 @@
-"""Variants of a compiled graph before they run: what there is to choose from, what fits, what is compiled."""
+"""Variants of a compiled graph before they run: the choices, the fit, and the compiled code."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Counting(nn.Module):
 
 
 class Adding(nn.Module):
-    """Saves what it makes of its input, or its input."""
+    """Saves a function of its input, or its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_where_values_lie() -> None:
         {"given": ("x", "mm", "gelu", "bwd_rng_state_0", "tangents_1")},
         {"given": ("x", "mm", "gelu", "tangents_2")},
         {"saved": ("x", "mm", None)},
-        {"saved": ("x", "mm"), "given": ("x", "mm", "gelu", "tangents_1")},  # what it does not save it is not given
+        {"saved": ("x", "mm"), "given": ("x", "mm", "gelu", "tangents_1")},  # it is not given unsaved values
     ],
 )
 def test_what_does_not_fit(changes: dict[str, Any]) -> None:
@@ -251,8 +251,8 @@ def test_what_does_not_fit(changes: dict[str, Any]) -> None:
 
 
 def test_sizes_keep_slots_of_their_own() -> None:
-    """A size that both save lies where it did, one that only the first saves is any number, one that only the other
-    saves is in the bundle; none of their slots is a token's."""
+    """A size that both save keeps its place. One that only the first saves is any number, one that only the other saves
+    is in the bundle. None of their slots is a token's."""
     first = replace(
         SIGNATURE,
         inputs=("s0", "s1", "x", "w", "b"),

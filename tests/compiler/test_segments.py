@@ -53,7 +53,7 @@ def test_identical_segments_share_their_code() -> None:
 
 
 def test_forward_and_backward_share_nothing() -> None:
-    """They are compiled differently (what is donated, which strides are the caller's)."""
+    """They are compiled differently (donations, strides of the caller)."""
     sketch = Sketch()
     gm = sketch.module([sketch.op(aten.sin.default, sketch.input("x", 4))])
     segment = whole(gm)

@@ -38,7 +38,7 @@ def test_identical_layers_are_equal_and_others_are_not(direction: str) -> None:
     found = segments_of(tiny_tower(8), direction)
     layers = [gm for layer, gm in found if layer]
     others = [gm for layer, gm in found if not layer]
-    inner = layers[1:-1]  # the first and the last may differ in what is saved
+    inner = layers[1:-1]  # the first and the last may save other values
     assert len(inner) == 6
     assert all(same(inner[0], gm) for gm in inner[1:])
     assert not any(same(inner[0], gm) for gm in others)

@@ -84,7 +84,7 @@ def test_what_a_result_may_share_memory_with() -> None:
     x, y = sketch.input("x", 4, 4), sketch.input("y", 4, 4)
     assert aliased_args(sketch.op(aten.view.default, x, [16])) == [x]
     assert aliased_args(sketch.op(aten.add.Tensor, x, y)) == []
-    assert aliased_args(sketch.op(aten.copy_.default, x, y)) == [x]  # not what it copies
+    assert aliased_args(sketch.op(aten.copy_.default, x, y)) == [x]  # not the source of the copy
     split = sketch.op(aten.split.Tensor, x, 2)
     assert aliased_args(split) == [x]
     assert aliased_args(sketch.op(operator.getitem, split, 0)) == []  # no schema: the fake storages say it
@@ -131,7 +131,7 @@ def test_sizes_that_dynamo_learns_are_forgotten_and_what_it_knew_is_back() -> No
     with without_learnt_sizes():
         compile_for(6)
     assert dynamic == [False, False, False]
-    compile_for(7)  # behind 5
+    compile_for(7)  # after 5
     assert dynamic[3:] == [True]
 
 

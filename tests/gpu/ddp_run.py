@@ -20,7 +20,7 @@ from .sharded_support import Found, Rank, run_rank
 
 DEPTH, STEPS = 8, 12
 FOLLOWED_FROM = 4  # the first step that follows the plan for all graphs
-MEASURED_FROM = 9  # by then that plan was made again with what was measured
+MEASURED_FROM = 9  # by then that plan was made again with measured times
 SCHEDULES = 4
 SHARE = 0.48  # of what plain Inductor takes; each bucket alone takes more
 BUCKET_MB = 4 * 6  # the parameters of four blocks, in bf16

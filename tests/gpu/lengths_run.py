@@ -1,7 +1,7 @@
 """Trains a stack, layer by layer compiled, on batches of many lengths, and reads the process' memory as it goes.
 
-``measure`` runs here; ``measure_alone`` in a process of its own (``python -m gpu.lengths_run SETTINGS FOUND``, with
-this checkout's ``tests`` on the path, as in ``sharded_support``), so that two backends start from the same state.
+``measure`` runs here. ``measure_alone`` runs in a process of its own, so that two backends start from the same state:
+``python -m gpu.lengths_run SETTINGS FOUND``, with this checkout's ``tests`` on the path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIME_LIMIT_S = 240.0  # of one process
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run.
+    """Settings of a run.
 
     Attributes:
         backend: of ``torch.compile``.
@@ -54,19 +54,19 @@ class Settings:
     steps: int = 200
 
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Those of the warm-up, which begins with the longest (a plan over several graphs is made of steps of one
-        length), and those behind it. No length is in both, none is in the second twice."""
+        """Lengths of the warm-up, which begins with the longest, and those after it. No length is in both, none is in
+        the second twice. A plan over several graphs is made of steps of one length."""
         every = random.Random(0).sample(range(self.shortest, self.longest), self.warm_up - 4 + self.steps)
         return [self.longest] * 4 + every[: self.warm_up - 4], every[self.warm_up - 4 :]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was seen.
+    """Findings of a run.
 
     Attributes:
-        new: by what the process grew in ``steps`` steps of lengths that it had not seen.
-        again: by what it grew when the same lengths came once more, in another order.
+        new: growth of the process in ``steps`` steps of new lengths.
+        again: growth when the same lengths came once more, in another order.
         num_graphs: that Dynamo compiled.
         bytes_offloaded: in all steps.
     """
@@ -140,7 +140,7 @@ def measure(settings: Settings) -> Found:
 
 
 def measure_alone(settings: Settings, folder: Path) -> Found:
-    """Run it in a process of its own, for at most ``TIME_LIMIT_S``. ``folder``: for what is handed over."""
+    """Run it in a process of its own, for at most ``TIME_LIMIT_S``. ``folder``: for settings and findings."""
     asked, found = folder / "settings.json", folder / "found.json"
     asked.write_text(json.dumps(asdict(settings)))
     found.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The ranks of the tests of several GPUs: each a process that trains a sharded model and writes down what it saw.
+"""The ranks of the tests of several GPUs: each a process that trains a sharded model and writes down its observations.
 
 ``launch`` starts them as ``python -m gpu.sharded_support``, with this checkout's ``tests`` on the path: another package
 may install a ``tests`` of its own, which would hide ``tests.gpu``.
@@ -178,7 +178,7 @@ def _read(path: Path) -> dict[str, Found]:
 
 
 def check_training(found: Found) -> str:
-    """What was found in a phase of training on one rank, whatever the mesh. Returns what the plan says."""
+    """Checks a phase of training on one rank, whatever the mesh. Returns the plan's numbers."""
     assert found["moved"] > 15, "the losses of different inputs and weights differ"
     assert (found["losses_differing"], found["weights_differing"]) == (0, 0)
     (summary,), (nbytes,) = found["summaries"], found["planned_bytes"]
@@ -191,7 +191,7 @@ def check_training(found: Found) -> str:
 
 
 def check_equality(found: Found) -> None:
-    """Likewise of gradients with everything offloaded, against those with everything kept."""
+    """Checks gradients with everything offloaded, against those with everything kept."""
     assert found["kept_twice"] == 0
     assert found["dull"] == 0, "gradients that are zero or not finite compare equal for nothing"
     assert not any(found["differing"]), found["differing"]
@@ -199,7 +199,7 @@ def check_equality(found: Found) -> None:
 
 
 def check_bytes(found: Found) -> None:
-    """Likewise of what was offloaded: all of it came back, and nothing is held."""
+    """Checks that all offloaded values came back, and that nothing is kept alive."""
     assert found["offloaded"] > 0
     assert found["reloaded"] + found["reclaimed"] == found["offloaded"]
     assert found["calls_kept"] == {}
@@ -240,8 +240,8 @@ class Rank:
     def train(self, model: nn.Module, x: Tensor) -> list[Tensor]:
         """Loss, the input's gradient and the local shard of every gradient of one step."""
         model.zero_grad(set_to_none=True)
-        # A copy: the input is offloaded too, and what is given up is poisoned. It takes a gradient as every other
-        # layer's input does, so that all layers are the same code.
+        # A copy: the input is offloaded too, and freed memory is poisoned. It takes a gradient as every other layer's
+        # input does, so that all layers are the same code.
         x = x.clone().requires_grad_()
         loss = model(x)
         loss.backward()
@@ -262,8 +262,8 @@ class Rank:
 
 
 def _projections() -> dict[str, ColwiseParallel | RowwiseParallel]:
-    """Half of the heads and of the MLP each. What is a query of the whole model may be a key here: ranks of one mesh
-    are compared with themselves."""
+    """Half of the heads and of the MLP each. A query of the whole model may be a key here: ranks of one mesh are
+    compared with themselves."""
     columns = {name: ColwiseParallel() for name in ("qkv", "up")}
     return {**columns, **{name: RowwiseParallel() for name in ("out", "down")}}
 
@@ -280,7 +280,7 @@ def _held() -> Found:
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[Found]:
-    """What was compiled meanwhile, from scratch."""
+    """Code compiled meanwhile, from scratch."""
     torch.compiler.reset()
     fxoffload.reset_stats()
     graphs = torch._dynamo.utils.counters["stats"]
@@ -353,7 +353,7 @@ def _equality(rank: Rank, model: Stack) -> Found:
 
 
 def _without(rank: Rank, model: Stack, wait: Wait) -> Found:
-    """With one wait taken out; and that nothing of it leaks into the step behind it."""
+    """With one wait taken out; and that nothing of it leaks into the next step."""
     wrong, after = 0, 0
     for seed in range(3):
         x = rank.input(200 + seed)
@@ -364,7 +364,7 @@ def _without(rank: Rank, model: Stack, wait: Wait) -> Found:
 
 
 def _prefetch(rank: Rank, model: Stack) -> Found:
-    """What is on its way when each layer's backward begins, undisturbed; and equality, disturbed."""
+    """Copies under way when each layer's backward begins, undisturbed; and equality, disturbed."""
     x = rank.input(300)
     expected = rank.keep(model, x)
     fxoffload.reset_stats()
@@ -383,7 +383,8 @@ def _prefetch(rank: Rank, model: Stack) -> Found:
 
 @contextlib.contextmanager
 def _nothing_moves() -> Iterator[None]:
-    """Plans over several graphs are followed, with every call's recompute choice, and keep what they would offload."""
+    """Plans over several graphs are followed, with every call's recompute choice, and keep the values that they would
+    offload."""
     choose = TapePlanning._choice
 
     def keep(*args: Any) -> Choice:
@@ -421,7 +422,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
 
 
 def _training(rank: Rank, **options: Any) -> Found:
-    """Weights behind many steps of a plan that offloads, against those of one that keeps."""
+    """Weights after many steps of a plan that offloads, against those of one that keeps."""
     losses, weights, found = _train(rank, **options)
     with _nothing_moves():
         others, kept, found_kept = _train(rank, **options)

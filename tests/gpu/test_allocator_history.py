@@ -16,7 +16,7 @@ from tests.gpu.gpu_support import MIB, allocated_above
 pytestmark = pytest.mark.gpu
 
 HIGH = 1 << 30
-# A block may be larger than what was asked for, by less than this.
+# A block may be larger than the request, by less than this.
 LARGER = MIB
 
 
@@ -29,7 +29,7 @@ def nobody_records() -> Iterator[None]:
 
 
 def use(nbytes: int) -> None:
-    """Some blocks of different sizes, at most so many bytes at a time; then none."""
+    """Some blocks of different sizes, at most this many bytes at a time; then none."""
     held = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in (nbytes // 2, 1, 700_001, 3 * MIB + 5)]
     del held[0]
     held.append(torch.empty(nbytes // 4, dtype=torch.uint8, device="cuda"))

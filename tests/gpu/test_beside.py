@@ -1,4 +1,4 @@
-"""Budgets of chains on a GPU hold what is on the device beside the graphs: parameters that are gathered, as by FSDP."""
+"""Budgets of chains on a GPU hold extra memory outside the graphs: parameters that are gathered, as by FSDP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Behind it, the other way around."""
+    """After it, the other way around."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Gathered) -> Tensor:
@@ -102,9 +102,9 @@ class Gathered(nn.Module):
 def run(
     *, passing_bytes: int = 0, resets: bool = True, buffered: bool = False, **options: Any
 ) -> tuple[list[int], fxoffload.Plan | None]:
-    """Peaks of steps above what was allocated when they began, and the plan. ``resets``: whether the process' peak is
-    reset before each step; else only before the last four, and those of the others are what the process had so far.
-    ``buffered``: layers are gathered into a ``Buffer``."""
+    """Peaks of steps above the bytes at their beginning, and the plan. ``resets``: whether the process' peak is reset
+    before each step; else only before the last four, and earlier ones show the process' peak so far. ``buffered``:
+    layers are gathered into a ``Buffer``."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def test_a_budget_holds_what_eager_code_has_beside_the_graphs() -> None:
     peaks, plan = run(activation_budget=budget)
     assert plan is not None and plan.predicted.bytes_offloaded > 0
     seen = f"{[p / MIB for p in peaks]} MiB, {budget / MIB} allowed; {plan.summary}"
-    assert max(peaks[3:]) <= 1.05 * budget, seen  # what is between the calls is not known before steps are measured
+    assert max(peaks[3:]) <= 1.05 * budget, seen  # memory between calls is not known before steps are measured
     assert max(peaks[-6:]) <= budget, seen
     # Gathered memory is in the prediction: it is more than the working set of a segment could hide.
     assert max(peaks[4:]) >= 0.85 * plan.predicted_peak_bytes

@@ -23,7 +23,7 @@ BEFORE = 3
 
 
 class WithHead(Stack):
-    """A head that nobody compiles. ``wider``: than the stack, what it makes."""
+    """A head in eager code. ``wider``: than the stack, its output."""
 
     wider = 1
 
@@ -82,7 +82,7 @@ def budget() -> int:
 
 
 class Run:
-    """Steps whose peaks are taken. ``waits``: for plans that are being made, behind each step."""
+    """Steps whose peaks are taken. ``waits``: for plans that are being made, after each step."""
 
     def __init__(self, module: WithHead, step: Callable[[], Tensor]) -> None:
         self.module, self.loss = module, step
@@ -149,7 +149,7 @@ def test_where_the_process_has_had_more_and_nobody_resets_its_peak(budget: int) 
 
 
 def test_logits_that_the_caller_holds_until_there_are_others(budget: int) -> None:
-    """They are there when the next step begins, and are not what is there for good."""
+    """They are there when the next step begins, but not for good."""
     module, x = build(activation_budget=budget), inputs()
     logits: list[Tensor] = []
 

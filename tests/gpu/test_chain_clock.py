@@ -1,4 +1,4 @@
-"""Plans over several graphs on a GPU: what is calibrated and measured is what steps take, and no step waits."""
+"""Plans over several graphs on a GPU: calibrated and measured numbers are those of steps, and no step waits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.gpu.gpu_support import Stack, join, sleep
 
 pytestmark = pytest.mark.gpu
 
-# A layer takes milliseconds. The device stands before each step, so that the host, which may be as slow as it likes, is
-# ahead of it: where it is not, steps are as long as the host is slow, which no plan knows.
+# A layer takes milliseconds. The device stands before each step, so that even a slow host is ahead of it. Otherwise the
+# host sets the length of steps, which no plan knows.
 AHEAD_MS = 200.0
 WIDTH, TOKENS, DEPTH = 2048, 8192, 8
 OPTIONS = {"min_bytes": 1 << 16, "profile": "h200", "max_slowdown": 0.3}

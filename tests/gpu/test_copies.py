@@ -61,7 +61,7 @@ def test_a_small_copy_does_not_wait_for_what_is_queued(
 def test_what_comes_in_bursts_is_whole_and_in_order(
     pinned: torch.Tensor, on_device: torch.Tensor, nbytes: int, parts: int
 ) -> None:
-    """To the host, behind a kernel that is late, and back to the device, with nothing but events to wait for."""
+    """To the host, after a kernel that is late, and back to the device, with nothing but events to wait for."""
     copies = CudaCopies(torch.device("cuda", torch.cuda.current_device()))
     source = torch.zeros(parts * nbytes, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)

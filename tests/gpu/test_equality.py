@@ -93,7 +93,7 @@ def test_without_one_wait_the_gradients_are_wrong(
         expected = _expected(model, step, x)
         with disturbed(seed, left_out=wait):
             sleep(20.0)
-            # A copy: the input is offloaded too, and what is given up is poisoned.
+            # A copy: the input is offloaded too, and freed memory is poisoned.
             wrong += differing(expected, gradients(model, lambda x=x: step(x.clone()))) > 0
         # Nothing of the broken run may leak into the next one.
         assert differing(expected, gradients(model, lambda x=x: step(x))) == 0

@@ -39,7 +39,7 @@ def test_gradients_are_bit_equal_to_keeping(ranks: list[Ended]) -> None:
 
 @pytest.mark.parametrize("phase", ["trained", "trained with variants"])
 def test_weights_are_bit_equal_after_many_steps_of_a_plan(ranks: list[Ended], phase: str) -> None:
-    """Each rank plans on its own; what is computed again is the same on both sides."""
+    """Each rank plans on its own; recomputation is the same on both sides."""
     for one in ranks:
         check_training(one.found(phase))
 

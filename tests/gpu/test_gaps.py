@@ -24,7 +24,7 @@ BEFORE, STEPS = 3, 20
 
 
 class WithHead(Stack):
-    """Behind it a head that nobody compiles, which takes as much as several layers."""
+    """After it a head in eager code, which takes as much as several layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -63,8 +63,8 @@ def nothing_stays() -> Iterator[None]:
 
 
 def run(budget: int, unseen: int, *, is_theirs: bool = False) -> tuple[list[int], Plan]:
-    """Peaks of the steps behind the first ``unseen``, in which nobody resets the allocator's peak; and the plan.
-    ``is_theirs``: somebody else has the record."""
+    """Peaks of the steps after the first ``unseen``, in which the allocator's peak is not reset; and the plan.
+    ``is_theirs``: the record is taken by others."""
     before = {p.graph for p in fxoffload.plans()}
     torch.cuda.reset_peak_memory_stats()
     torch.empty(HIGH, dtype=torch.uint8, device="cuda")

@@ -19,7 +19,7 @@ from tests.gpu.gpu_support import MIB, allocated_above, deterministic
 pytestmark = pytest.mark.gpu
 
 aten = torch.ops.aten
-LEAST, MOST = 0.9, 1.25  # of what was measured
+LEAST, MOST = 0.9, 1.25  # of the measured bytes
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Call:
             found = self.target(*self.args)
             results.extend([found] if isinstance(found, Tensor) else [t for t in found if isinstance(t, Tensor)])
 
-        run()  # libraries have what they keep
+        run()  # libraries then have their workspaces
         results.clear()
         gc.collect()  # what other calls' graphs held is not freed meanwhile
         most = allocated_above(run)
@@ -97,7 +97,7 @@ def cudnn(batch: int, heads: int, kv_heads: int, rows: int, depth: int) -> Call:
 
 
 def varlen(lengths: list[int], heads: int, kv_heads: int, depth: int) -> Call:
-    """Flash attention over sequences of these lengths, behind each other."""
+    """Flash attention over sequences of these lengths, one after another."""
     total = sum(lengths)
     q, k, v = bf16(total, heads, depth), bf16(total, kv_heads, depth), bf16(total, kv_heads, depth)
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)

@@ -22,7 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.fixture
 def image() -> Iterator[HostImage]:
-    torch.zeros(1, device="cuda")  # the context is not part of what is timed
+    torch.zeros(1, device="cuda")  # the context is not timed
     made = HostImage(CudaPinner(torch.device("cuda", torch.cuda.current_device())), default_host_budget_bytes)
     yield made
     torch.cuda.synchronize()

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"min_bytes": 1 << 16, "profile": "h200", "activation_
 # Deterministic attention's backward alone takes more than that at the longest length (17 sums of 64 MiB): the least
 # that such a step takes is 1683 MiB.
 DETERMINISTIC = OPTIONS | {"activation_budget": 1792 * MIB}
-# What a process may grow by, beyond what it grows by with plain Inductor, in 200 steps.
+# Growth of a process in 200 steps that is allowed beyond plain Inductor's.
 MOST_GROWN = 32 * MIB
 # Fewer than one object in each forward call of a layer.
 MOST_OBJECTS = STEPS * DEPTH

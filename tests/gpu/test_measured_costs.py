@@ -54,7 +54,7 @@ def work(nbytes: int) -> None:
 
 @pytest.mark.parametrize(("peak_mib", "num_blocks"), [(0, 0), (1, 1), (40, 1), (300, 1), (90, 7)])
 def test_the_allocator_says_what_it_said(peak_mib: int, num_blocks: int) -> None:
-    """Whether the peak was as high as what is allocated, or higher by something that is cached since."""
+    """Whether the peak was as high as the allocated bytes, or higher by a block that is cached since."""
     work(2 * MIB)  # cuBLAS's workspace, and cublasLt's
     a = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
     torch.addmm(a[0], a, a)

@@ -51,9 +51,9 @@ def test_the_peak_is_what_the_algebra_says() -> None:
     per_layer = saved / DEPTH
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
 
-    # Forward: what one layer saved, plus the sources still on their way, plus one layer's temporaries.
-    # Backward: what this layer reads, plus what was reloaded ahead (one storage may exceed the bound), plus the
-    # gradients so far, plus temporaries. One layer's temporaries are less than what it saves.
+    # Forward: values saved by one layer, plus sources still on their way, plus one layer's temporaries. Backward:
+    # values that this layer reads, plus those reloaded ahead (one storage may exceed the bound), plus the gradients so
+    # far, plus temporaries. One layer's temporaries are less than its saved values.
     largest = max(c.nbytes or 0 for g in fxoffload.graphs() for c in g.saved.candidates)
     forward = per_layer + IN_FLIGHT + largest + per_layer
     backward = per_layer + PREFETCH + largest + gradients + per_layer

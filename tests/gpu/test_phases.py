@@ -63,7 +63,7 @@ def test_training_between_cycles_is_bit_equal(options: dict[str, Any], slow: boo
         for i in range(1, 6):
             manager.enter("rollout")
             assert manager.where("params") is manager.where("optimizer") is Where.HOST
-            # Somebody else has the memory meanwhile, and writes to it.
+            # Another owner has the memory meanwhile, and writes to it.
             litter = torch.full((64 * MIB,), 255, dtype=torch.uint8, device="cuda")
             del litter
             with manager.phase("logprob"), torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_driver_gets_the_memory() -> None:
     manager = manager_of(model, optimizer)
     # What the driver takes once for a process' first copies and registrations does not come back.
     manager.offload()
-    # Beside what other tests left alive: it is used again, and stays with the allocator.
+    # Besides tensors that other tests left alive: that memory is used again, and stays with the allocator.
     idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     manager.onload()
     torch.cuda.synchronize()
@@ -152,7 +152,7 @@ def test_the_first_layer_runs_before_the_last_has_arrived(monkeypatch: pytest.Mo
     train(model, optimizer, 0)
     x = fresh_input(0)
     with torch.no_grad():
-        model(x)  # a kernel that runs for the first time is loaded, which waits for what runs
+        model(x)  # a kernel that runs for the first time is loaded, which waits for the device
     # The freed memory stays with the allocator: cudaMalloc waits for kernels that run, and so would the caller.
     manager = manager_of(model, optimizer, empty_cache=False)
     manager.offload()

@@ -50,7 +50,7 @@ class Scene:
         self.copies.before_copy = lambda stream: sleep(DELAY_MS) if stream in streams else None
 
     def litter(self) -> list[Tensor]:
-        """What somebody else writes to the memory that is free."""
+        """Writes of another owner to the free memory."""
         return [torch.full((NUMEL,), float("nan"), device="cuda") for _ in range(COUNT)]
 
     def away(self) -> None:
@@ -61,7 +61,7 @@ class Scene:
         del litter
 
     def values(self) -> list[float]:
-        """What is there when everything has settled; NaN for what is not of one value."""
+        """Values when everything has settled; NaN for a tensor with several values."""
         torch.cuda.synchronize()
         self.copies.before_copy = self.copies.left_out = None
         self.manager.onload()
@@ -205,7 +205,7 @@ def test_cycles_over_delayed_copies(scene: Scene, seed: int) -> None:
 def test_memory_that_another_thread_frees_meanwhile_is_not_written_too_early(
     scene: Scene, without: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait comes behind the allocation; taken out: it comes before."""
+    """The wait comes after the allocation; taken out: it comes before."""
     scene.away()
     result = torch.zeros(NUMEL, device="cuda")
     torch.cuda.synchronize()

@@ -30,7 +30,7 @@ from tests.support import Halves
 pytestmark = pytest.mark.gpu
 
 HALF, STEPS = 4, 14
-BATCH, LENGTH = 4, 2048  # activations are large beside what a budget leaves for what is around the graphs
+BATCH, LENGTH = 4, 2048  # activations are large against the part of a budget outside the graphs
 SHARE = 0.48  # of what plain Inductor takes: a half alone takes more
 
 
@@ -94,8 +94,8 @@ def known() -> set[int]:
 
 
 def test_a_graph_break() -> None:
-    """Each half takes more than the budget, and so each has a plan of its own, for all of the budget. What stands
-    behind the halves is a graph of its own."""
+    """Each half takes more than the budget, and so each has a plan of its own, for all of the budget. The code after
+    the halves is a graph of its own."""
     module = Scalar(breaks=True).to("cuda", torch.bfloat16)
     plain = torch.compile(module)
     budget = int(SHARE * kept_peak(module, lambda: plain(inputs(0))))
@@ -143,7 +143,7 @@ def test_the_buckets_of_ddp(ranks: list[Ended]) -> None:
         found = one.found("budget")
         budget, peaks = found["budget_mib"], found["peaks_mib"]
         assert found["told"] == []
-        # Two of four layers, and what is behind the first bucket's 1 MiB.
+        # Two of four layers, and the rest after the first bucket's 1 MiB.
         assert "over 3 calls of 3 graphs" in found["summaries"][-1]
         assert sum("planned together" in text for text in found["summaries"]) == 2
         assert max(peaks[:3]) > budget >= max(peaks[MEASURED_FROM:]), f"{peaks} of {budget}"

@@ -63,7 +63,7 @@ def test_torch_copies_to_and_from_any_part_of_the_image() -> None:
 
 @pytest.mark.parametrize("reused", ["by the same", "by others", "by nobody"])
 def test_a_copy_that_is_under_way_has_the_values_of_then(reused: str) -> None:
-    """On a stream that nobody knows, from a state dict that is gone: the next offload waits for it."""
+    """On an unknown stream, from a state dict that is gone: the next offload waits for it."""
     model = Model()
     with torch.no_grad():
         torch.zeros_like(model.w0).zero_()  # to load a kernel waits for the device

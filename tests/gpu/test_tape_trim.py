@@ -23,7 +23,7 @@ from tests.gpu.test_chain_clock import DEPTH, TOKENS, WIDTH, build, join
 
 pytestmark = pytest.mark.gpu
 
-# Steps that are recorded, skipped, measured, planned again, skipped, measured, read; those behind them that count.
+# Steps that are recorded, skipped, measured, planned again, skipped, measured, read; then those that count.
 STEPS = 40
 CHUNK = 32 * MIB
 
@@ -54,7 +54,7 @@ def batch() -> Tensor:
 
 @pytest.mark.parametrize("delays", [False, True])
 def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: bool) -> None:
-    """Once measured and planned again, once with every copy delayed at random and what is given up poisoned."""
+    """Once measured and planned again, once with every copy delayed at random and freed memory poisoned."""
     x = batch()
     disable = ("tape_recompute", "calibration") if delays else ("tape_recompute",)
     # The link is far slower than these layers: few of them can move within that.
@@ -78,7 +78,7 @@ def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: b
     assert stats.bytes_host_trimmed > 0
     assert stats.host_bytes_reserved < max(reserved)
     assert stats.bytes_kept_host_full == 0
-    # A step behind it finds what it needs, and in whole chunks no more.
+    # The next step finds the memory that it needs, and in whole chunks no more.
     fxoffload.reset_stats()
     engine().arena.mark()
     with deterministic():  # otherwise other graphs

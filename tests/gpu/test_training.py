@@ -80,7 +80,7 @@ def test_training_is_bit_equal_to_keeping(name: str) -> None:
     stats = fxoffload.stats()
     assert stats.num_segments_compiled == 0
     assert stats.bytes_offloaded == stats.bytes_reloaded + stats.bytes_reclaimed > NUM_STEPS * 2 * TOKENS * 512 * 6 * 10
-    # The logits are the caller's; what the final norm and the loss save beside them is not.
+    # The logits are the caller's; other saved values of the final norm and the loss are not.
     assert stats.bytes_kept_for_backward > NUM_STEPS * 2 * TOKENS * 512
     assert (stats.num_groups_on_tape, stats.host_bytes_in_use) == (0, 0)
 
@@ -142,8 +142,8 @@ class Tokens(Dataset[Tensor]):
 
 
 def test_data_loaders_fork_workers_behind_steps_that_offload() -> None:
-    """As every epoch and every evaluation does: what was offloaded has left events in the host memory's free ranges,
-    and a forked child that destroys a CUDA event is aborted."""
+    """As every epoch and every evaluation does: offloaded values have left events in the host memory's free ranges, and
+    a forked child that destroys a CUDA event is aborted."""
     model = _model("qwen3")
     initial = copy.deepcopy(model.state_dict())
     step = torch.compile(model, backend="fxoffload", options={"policy": "offload_all", "min_bytes": 1})

@@ -17,8 +17,8 @@ from tests.gpu.sharded_support import DEPTH, OPTIONS, Ended, check_bytes, check_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
-# Of the plans that train: half of what 8 layers take, and a little more than they need with what deterministic
-# algorithms take beside them.
+# Of the plans that train: half of the bytes of 8 layers, and a little more than they need under deterministic
+# algorithms.
 BUDGET = "220MiB"
 
 
@@ -53,7 +53,7 @@ def test_every_sharded_byte_comes_back_and_nothing_is_held(ranks: list[Ended]) -
 
 @pytest.mark.parametrize("phase", ["trained", "trained with variants"])
 def test_weights_are_bit_equal_after_many_steps_of_a_plan(ranks: list[Ended], phase: str) -> None:
-    """Each rank plans on its own; what is computed again is the same on both sides."""
+    """Each rank plans on its own; recomputation is the same on both sides."""
     for one in ranks:
         summary = check_training(one.found(phase))
         assert "no plan fits" not in summary
@@ -89,7 +89,8 @@ def test_depth_adds_no_segments(ranks: list[Ended]) -> None:
 
 
 def test_a_layers_backward_prefetches_for_the_layer_below(ranks: list[Ended]) -> None:
-    """Seen in what is there before a backward begins. Misses do not tell: it starts its own reloads, then counts."""
+    """Seen in the values that are there before a backward begins. Misses do not tell: it starts its own reloads, then
+    counts."""
     for one in ranks:
         across, apart = one.found("across"), one.found("apart")
         for found in (across, apart):
@@ -158,7 +159,7 @@ def _step(
     ``between``: called between forward and backward.
     """
     models.zero_grad(set_to_none=True)
-    x = x.clone().requires_grad_()  # a copy: what is offloaded and given up is poisoned
+    x = x.clone().requires_grad_()  # a copy: offloaded and freed memory is poisoned
     before = _place()
     loss = call(x)
     assert _place() == before
@@ -231,7 +232,7 @@ def test_models_on_two_devices_take_turns_in_one_step() -> None:
     call_left, call_right = (torch.compile(m, backend="fxoffload", options=OPTIONS) for m in both)
 
     def call(x: Tensor) -> Tensor:
-        # Through the host: how the two devices reach each other is not what is tested.
+        # Through the host: the link between the two devices is not tested.
         for _ in range(2):
             x = call_left(x)
             x = call_right(x.cpu().to(AWAY)).cpu().to(HOME)

@@ -55,7 +55,7 @@ def test_values_and_peak(manager: PhaseManager, bucket: int, dtype: torch.dtype 
     copies = []
     for name, tensor in stream:
         copies.append((name, tensor.to("cpu")))
-        del tensor  # it is the loop's, beside what the stream holds
+        del tensor  # it is the loop's, not the stream's
     largest = max(t.numel() * (dtype or t.dtype).itemsize for t in expected.values())
     assert torch.cuda.max_memory_allocated() - before <= 2 * bucket + largest
     assert torch.cuda.memory_allocated() == before
@@ -81,7 +81,7 @@ def test_ends_early(manager: PhaseManager) -> None:
         next(stream)
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
-    # What is allocated in its place is not written by a copy that was under way.
+    # A tensor that is allocated in its place is not written by a copy that was under way.
     zeros = [torch.zeros(70 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
     assert all(int(z.max()) == 0 for z in zeros)

@@ -1,4 +1,4 @@
-"""Weights of an FSDP2 model on two GPUs are gathered by NCCL, beside the copies."""
+"""Weights of an FSDP2 model on two GPUs are gathered by NCCL, during the copies."""
 
 from __future__ import annotations
 

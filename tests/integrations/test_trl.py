@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Watch(TrainerCallback):
-    """Bytes of the optimizer's state on the device: before and behind every optimizer step, and in between."""
+    """Bytes of the optimizer's state on the device: before and after every optimizer step, and in between."""
 
     def __init__(self, phases: PhaseCallback | None) -> None:
         self.phases = phases
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_written_while_the_state_is_away_and_read(tmp_path: Path
 
 
 class Rollouts(TrainerCallback):
-    """Generates at the beginning of every step with everything away, and looks at what is where."""
+    """Generates at the beginning of every step with everything away, and looks where each group is."""
 
     def __init__(self, phases: PhaseCallback) -> None:
         self.phases = phases
@@ -138,7 +138,7 @@ class Rollouts(TrainerCallback):
         self.away.append(away)
         with self.phases.rollout("optimizer"):
             assert self.phases.manager.where("params") is not Where.HOST
-        # What was away before stays away.
+        # Groups that were away before stay away.
         assert (self.phases.manager.where("optimizer") is Where.HOST) == away
 
 
@@ -196,7 +196,7 @@ def test_what_is_still_leaving_when_a_rollout_begins_stays_away() -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Turns the parameters over with what is in its state when its mode changes, as schedule-free optimizers do."""
+    """Turns the parameters over with its state when its mode changes, as schedule-free optimizers do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "in_training": True})
@@ -264,7 +264,7 @@ def test_a_mode_that_the_optimizer_is_in_brings_nothing_back() -> None:
 
 
 def test_a_learning_rate_on_the_device(tmp_path: Path) -> None:
-    """Its scheduler writes it behind the optimizer's step."""
+    """Its scheduler writes it after the optimizer's step."""
 
     def trained(*callbacks: TrainerCallback) -> Trainer:
         model = make_model()

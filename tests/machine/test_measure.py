@@ -88,7 +88,7 @@ def test_a_dtype_that_the_device_refuses_is_left_out(monkeypatch: pytest.MonkeyP
 
 
 def test_rates_count_what_was_computed() -> None:
-    """A clock that says one millisecond for everything: what is left is the counting."""
+    """A clock that says one millisecond for everything: only the counting is left."""
     size, (heads, length, width) = compute.CPU.matmul[torch.float32], compute.CPU.attention[torch.float32]
     clock = FixedClock()
     assert compute.matmul_rates(CPU, clock)["float32"] == pytest.approx(2 * size**3 / 1e9, rel=1e-3)

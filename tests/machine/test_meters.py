@@ -73,12 +73,12 @@ GIVEN_BACK = _Bytes(100 * MIB, 500 * MIB, 120 * MIB, 520 * MIB)
         (Device(HIGHER, large=(10 * MIB + 512, 50 * MIB)), 0),
         (Device(HIGHER, large=(9 * MIB,), small=(512,)), 0),
         (Device(LEVEL._replace(most_allocated=100 * MIB + 1024), small=(4096,)), FREE),
-        # What is cached for other streams: FSDP gathers parameters on one of them.
+        # Blocks cached for other streams: FSDP gathers parameters on one of them.
         (Device(HIGHER, large=(4 * MIB,), others=(_Cached(6 * MIB, 7),)), FREE),
         (Device(HIGHER, large=(10 * MIB + 512,), others=(_Cached(12 * MIB, 7),)), FREE),
         (Device(HIGHER, others=(_Cached(10 * MIB + 512, 7), _Cached(12 * MIB, 7))), 0),
         (Device(LEVEL._replace(most_allocated=100 * MIB + 1024), large=(4 * MIB,)), 0),
-        # Reset, the peak of what is reserved could not be raised again: no higher than it was.
+        # After a reset the peak of reserved memory could not be raised again: no higher than before.
         (Device(GIVEN_BACK, large=(400 * MIB,)), 400 * MIB - 256 * MIB),
     ],
     indirect=["device"],

@@ -1,4 +1,4 @@
-"""A GPU's streams and events in virtual time, so that what is measured with them has a known answer.
+"""A GPU's streams and events in virtual time, so that measurements with them have a known answer.
 
 Every stream has a clock of its own, moved on by the work put on it: a copy by latency and bytes, anything else by a
 fixed time. Host time does not count, as on a device whose queue is full. Copies are put on the stream that is current.
@@ -20,7 +20,7 @@ HOLD_MS = 0.25  # of one matmul
 class VirtualLink:
     """A link of known latency and rates (bytes per millisecond), alone and while the other direction copies.
 
-    It stands for the pinner as well: what is registered with it is host memory, everything else device memory.
+    It stands for the pinner as well: memory registered with it is host memory, everything else device memory.
     """
 
     pinned = True

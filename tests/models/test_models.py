@@ -65,7 +65,7 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n if n in ("qwen3", "t5", "mixtral") else slow(n) for n in MODELS])
 def test_default_windows_on_real_models(name: str) -> None:
-    """With reclaiming, and with what is saved last left in place; the other tests here bind both to nothing."""
+    """With reclaiming, and with the last saved values left in place; the other tests here bind both to nothing."""
     built = build(name, layers=LAYERS)
     module = compiled(built.model, in_flight_budget=None, prefetch_budget=None)
     run = train_step(built.model, lambda: built.loss(module))
@@ -116,7 +116,7 @@ def test_cuts_are_balanced(name: str) -> None:
         assert len(by_stack) == stacks
         for sizes in by_stack.values():
             assert max(sizes) <= sum(sizes) / 2, sizes
-        # Nor does a collapse hide in what stands before, between or behind the layers.
+        # Nor does a collapse hide in the code before, between or after the layers.
         everything = [c.num_ops for c in calls]
         assert max(everything) <= sum(everything) / 2, everything
 
@@ -128,8 +128,8 @@ def test_cuts_are_balanced(name: str) -> None:
         slow("gpt2", 0.1, 4, 6),
         # Each number counts twice: an encoder and a decoder.
         ("t5", 0.1, 3, 4),
-        # Its cuts lie inside the blocks (their repeats begin where the first repeated op stands), so that two segments
-        # at each end of the backward are special: with fewer than five blocks none is ordinary.
+        # Its cuts lie inside the blocks, since their repeats begin at the first repeated op. So two segments at each
+        # end of the backward are special: with fewer than five blocks none is ordinary.
         slow("albert", 0.0, 5, 7),
     ],
 )
@@ -139,7 +139,7 @@ def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: flo
 
 def test_number_of_compilations_does_not_grow_with_depth_under_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU has no compiled backward of flex attention, and torch refuses to trace one; ATen's dense form, which
-    # aot_eager runs, exists. What is tested is that each layer's score function and block mask do not defeat the key.
+    # aot_eager runs, exists. The test: each layer's score function and block mask do not defeat the key.
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     counts = [_compilations("llama", layers, attn_implementation="flex_attention") for layers in (4, 6)]
     assert counts[0] == counts[1]

@@ -33,7 +33,7 @@ def observe(name: str, recompute: str, dropout: float = 0.0) -> tuple[Observed, 
 
 
 def check(name: str, dropout: float = 0.0, share: float = 0.9) -> Observed:
-    """What was observed when recomputing."""
+    """Observations of a recomputation."""
     plain, without = observe(name, "default", dropout)
     again, stats = observe(name, "cheap", dropout)
     assert_equal(again, plain)

@@ -106,7 +106,7 @@ def test_what_holds_all_layers_is_none() -> None:
 
 
 def test_the_rest_of_a_stage_is_a_layer() -> None:
-    """What only some of the layers are in keeps a label, and with it what may be computed again."""
+    """Code that only some of the layers share keeps a label, and so may be recomputed."""
     sketch = Sketch()
     x = sketch.input("x", 4)
     for stage in range(2):
@@ -169,7 +169,7 @@ def test_a_backward_op_without_a_path_takes_that_of_its_forward_op() -> None:
         forward.append(x)
     g = sketch.input("tangents_1", 4)
     backward = []
-    for i in (1, 0, 7):  # nobody in the forward has number 17
+    for i in (1, 0, 7):  # no node of the forward has number 17
         g = sketch.op(aten.neg.default, g, backward=True)
         g.meta["seq_nr"] = 10 + i
         backward.append(g)

@@ -20,7 +20,7 @@ def sizes(found: Segmentation) -> list[tuple[str, int]]:
 
 
 def assert_whole(gm: fx.GraphModule, found: Segmentation) -> None:
-    """The segments are the graph's ops, in order, and say truly what they read and what is read of them."""
+    """The segments are the graph's ops, in order, and list truly their inputs and outputs."""
     ops = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert [n for s in found.segments for n in s.nodes] == ops
     assert len({s.name for s in found.segments}) == len(found.segments)
@@ -126,7 +126,7 @@ def test_glued_nodes_are_never_cut_off() -> None:
     gm = sketch.module([sketch.chain(x, 10, path="layers.1")])
     AnnotateLayers()(gm)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-    for node in nodes[10:13]:  # settled behind the last op of layer 0
+    for node in nodes[10:13]:  # settled after the last op of layer 0
         node.meta[GLUE_KEY] = True
     for segment in CutSegments()(gm).segments:
         assert GLUE_KEY not in segment.nodes[0].meta
@@ -137,7 +137,7 @@ def test_glued_nodes_are_never_cut_off() -> None:
 
 @pytest.mark.parametrize(("distance", "prologue"), [(12, 0), (40, 41)])
 def test_stray_labels_do_not_move_the_cuts(distance: int, prologue: int) -> None:
-    """Rotary tables and masks that layer 0 made first carry its label in front of the stack and behind it."""
+    """Rotary tables and masks that layer 0 made first carry its label before and after the stack."""
     sketch = Sketch()
     x = sketch.chain(sketch.input("x", 4), 1, path="layers.0")
     x = sketch.chain(x, distance)
@@ -147,7 +147,7 @@ def test_stray_labels_do_not_move_the_cuts(distance: int, prologue: int) -> None
     gm = sketch.module([sketch.chain(x, 1, path="layers.1")])
     AnnotateLayers()(gm)
     found = CutSegments()(gm)
-    # A stray right in front of its layer draws what is between into the layer; one far away stays where it is.
+    # A stray right in front of its layer draws the nodes between into the layer; one far away stays where it is.
     assert [len(s.nodes) for s in found.segments] == [prologue or 43, *([30] * (4 if prologue else 3)), distance + 1]
     assert [s.layer for s in found.segments if s.layer] == [f"layers.{i}" for i in range(4)]
     assert_balanced(found, 4)

@@ -39,7 +39,7 @@ bf16 = torch.bfloat16
 
 @dataclass
 class Machine:
-    """Milliseconds for each million of what is asked; the methods remember the dtypes."""
+    """Milliseconds for each million of the argument; the methods remember the dtypes."""
 
     matmul: float = 1.0
     attention: float = 1.0
@@ -145,7 +145,7 @@ def test_flops_of_matrix_products(node: fx.Node, flops: int) -> None:
 @pytest.mark.parametrize(
     ("a", "b", "flops"),
     [
-        ((40, 7), (3, 7, 11), 2 * 40 * 7 * 11),  # tokens of three experts, behind one another
+        ((40, 7), (3, 7, 11), 2 * 40 * 7 * 11),  # tokens of three experts, one after another
         ((3, 5, 7), (7, 40), 2 * 5 * 7 * 40),  # the columns are shared out
         ((5, 40), (40, 11), 2 * 5 * 40 * 11),  # the contraction is shared out: the weight gradients
         ((3, 5, 7), (3, 7, 11), 2 * 3 * 5 * 7 * 11),
@@ -578,7 +578,7 @@ def test_collectives_are_reported_beside_the_compute_stream() -> None:
     assert collective.ms == pytest.approx(10 * weight / 1e6)
     assert plain.by_kind["collective"].ms == 0.0
     assert plain.ms == linked.ms == pytest.approx(sum(plain.by_kind[k].ms for k in ("fused", "matmul")))
-    # What a collective sends is written for it, and the product reads what was gathered.
+    # A collective's input is written for it, and the product reads the gathered result.
     assert plain.by_kind["fused"].bytes_moved == 2 * 4 * 8 * 32
     assert plain.by_kind["matmul"].bytes_moved == weight + 2 * x
 

@@ -77,7 +77,7 @@ def test_values_in_registers_take_nothing() -> None:
     sketch = Sketch()
     x, w = square(sketch, "x"), square(sketch, "w")
     y = sketch.chain(sketch.op(aten.mm.default, x, w), 5)
-    # In place over the product, behind which nothing else is needed.
+    # In place over the product, which has no other reader.
     assert estimate(sketch.module([y])) == 4 * KB
 
 
@@ -133,7 +133,7 @@ def test_a_recomputed_value_joins_a_later_kernel_that_reads_the_same(products: b
     gm = sketch.module([weight_grad, *results])
     names = set() if products else {"gate", "up"}
     assert len([a for a in Fusion(ops(gm)).accesses() if not a.alone]) == 1
-    # The gradient of what is recomputed, this itself and the two results, over none of which anything is written.
+    # The gradient of the recomputed value, this value itself and the two results; none is overwritten.
     assert estimate(gm, names, donated=names) == (24 if products else 16) * KB
 
 
@@ -180,7 +180,7 @@ def test_of_the_orders_that_inductor_tries_the_best_is_taken() -> None:
     back = sketch.input("back", 256, 32)
     wide = [sketch.op(aten.mm.default, x, w) for _ in range(3)]  # 32 KB each
     narrow = [sketch.op(aten.mm.default, value, back) for value in wide]
-    # Depth first: one of the wide ones at a time, beside three narrow results.
+    # Depth first: one of the wide ones at a time, with three narrow results.
     assert estimate(sketch.module(narrow)) == (32 + 3 * 4) * KB
 
 
@@ -279,7 +279,7 @@ MASK = meta(8, 16, dtype=torch.bool)
         (call(aten.index_put.default, meta(99), [PLACES], meta(8, 16)), 0, 128),
         (call(aten.index_put.default, meta(99, dtype=torch.bfloat16), [PLACES], meta(8, 16), True), 128, 128),
         (call(aten.index_put.default, meta(9, 9), [PLACES[:, :1], None, PLACES[:1]], meta(8, 16), True), 0, 128),
-        (call(aten.index_put_.default, meta(8, 16), [MASK], meta()), 0, 0),  # Inductor fills what is masked
+        (call(aten.index_put_.default, meta(8, 16), [MASK], meta()), 0, 0),  # Inductor fills masked elements
         (call(aten.index_put_.default, meta(8, 16), [MASK], meta(128)), 0, 128),
         (call(aten._unsafe_index_put.default, meta(99), [PLACES], meta(8, 16), True), 0, 128),
         (call(aten._unsafe_masked_index_put_accumulate.default, meta(99), MASK, [PLACES], meta(8, 16)), 0, 128),
@@ -478,8 +478,8 @@ def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, d
         assert least * seen - 4 * KB <= estimated <= (1.1 if pieces == 1 else 1.25) * seen + 4 * KB, (segment, found)
 
 
-# Inductor makes one kernel of what is two here, and so frees later: of the columns of both norms that read the model's
-# input (far apart), and, on CPUs, of the embedding's gradient and its conversion.
+# Inductor makes one kernel where there are two here, and so frees later. It joins the columns of both norms that read
+# the model's input (far apart). On CPUs it also joins the embedding's gradient and its conversion.
 _OTHER_KERNELS = {
     ("stack", 2, "float32", "backward", "decoder_layers_0_1"),
     ("stack", 2, "bfloat16", "backward", "decoder_layers_0_1"),
@@ -567,9 +567,9 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
         assert simulation.peak_bytes == pytest.approx(measured, rel=0.01 if label == "keep_all" else 0.02), label
 
 
-# Rows of that run (2026-11-21, PyTorch 2.11, 16 layers of Qwen3-8B's shape at 16,384 tokens): MiB above what was live
-# when the segment began, of layers whose norms, rotary embedding and product with silu are recomputed. (The backward's
-# first is left out: it began with another op then.)
+# Rows of that run (2026-11-21, PyTorch 2.11, 16 layers of Qwen3-8B's shape at 16,384 tokens): MiB above the live bytes
+# at the segment's beginning, of layers whose norms, rotary embedding and product with silu are recomputed. (The
+# backward's first is left out: it began with another op then.)
 _MEASURED = {
     **{f"decoder_layers_{i}": 1536 for i in (14, 13, 12, 11, 10, 7, 5, 4, 3, 2, 1, 0)},
     **{f"decoder_layers_{i}_1": 1026 for i in (14, 13, 12, 11, 10, 9, 7, 6, 5, 4, 3, 2, 1)},
@@ -632,7 +632,7 @@ def projected(
     mean_k: Tensor,
     mean_q: Tensor,
 ) -> tuple[Tensor, ...]:
-    """From the gradients of attention's inputs to those of what was projected."""
+    """From the gradients of attention's inputs to those of the projections."""
     turned_k, turned_q = rotated(dk, sin, cos), rotated(dq, sin, cos)
     v2 = dv.permute(0, 2, 1, 3).reshape(x.shape[0], -1)
     of_wv, from_v = v2.t() @ x, v2 @ wv

@@ -54,7 +54,7 @@ class Rates:
 
 @dataclass
 class Step:
-    """A step compiled under chosen points: what was predicted, what was made, what came out."""
+    """A step compiled under chosen points: predictions, graphs and results."""
 
     classes: tuple[LayerClass, ...]
     captured: Captured
@@ -201,7 +201,7 @@ def at(index: int) -> Choice:
 
 
 def check(found: Step, choose: Choice) -> None:
-    """What was saved is what the points say, storage by storage, and nothing else of the layers is."""
+    """The saved storages are those of the points, one by one, and nothing else of the layers is."""
     expected: dict[str, int] = {}
     for c in found.classes:
         for label in c.layers:
@@ -418,7 +418,7 @@ def test_a_cut_is_the_best_of_all_choices(gm: fx.GraphModule, exponent: float) -
     found = cut.first / per_ms + weight / per_ms * cut.second
     best = min(ms + weight / per_ms * nbytes * per_byte for ms, nbytes in choices)
     assert found == pytest.approx(best, rel=2e-3)
-    # The point says of the cut what it is.
+    # The point describes the cut.
     assert problem.point(cut.behind).nbytes == pytest.approx(cut.second / per_byte)
     for other in problem.network.best_cuts(100):
         assert any(

@@ -19,7 +19,7 @@ from tests.capture import Captured, Tower, bare_tower, capture, example_input, t
 
 
 def render(gm: fx.GraphModule) -> str:
-    """One line for each op, with the values that are unpacked from it on the left and the shapes of those behind it."""
+    """One line for each op, with the values that are unpacked from it on the left and their shapes after it."""
     lines = [f"({', '.join(n.name for n in gm.graph.find_nodes(op='placeholder'))})"]
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
@@ -44,7 +44,7 @@ def shape(node: fx.Node) -> str:
 
 
 class TestSnapshots(expecttest.TestCase):
-    """EXPECTTEST_ACCEPT=1 writes what is new."""
+    """EXPECTTEST_ACCEPT=1 writes the new text."""
 
     def test_forward(self) -> None:
         self.assertExpectedInline(

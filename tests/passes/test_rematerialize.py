@@ -191,7 +191,7 @@ def test_what_is_written_to_is_not_repeated() -> None:
 
 
 def test_what_is_made_of_something_that_is_written_to_is_not_repeated() -> None:
-    """Behind the write it would be another value."""
+    """After the write it would be another value."""
     sketch = Sketch()
     gate = sketch.input("gate", 64, 32, dtype=torch.bfloat16)
     wide = sketch.op(prims.convert_element_type.default, gate, torch.float32)
@@ -285,7 +285,7 @@ def test_random_graphs_keep_their_results_and_hold_no_more(seed: int) -> None:
 
 
 def test_dynamic_sizes_are_not_guarded() -> None:
-    """A copy's fake value has the symbolic sizes of what it repeats, and making it guards nothing."""
+    """A copy's fake value has the symbolic sizes of the repeated value, and making it guards nothing."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -334,7 +334,7 @@ def test_a_real_layer_holds_no_wide_copy_between_its_halves() -> None:
 
 
 def test_checks_sizes_and_waits_are_not_had_twice() -> None:
-    """They look like views of what they read. A check has no readers, and stays; a wait is the collective's memory."""
+    """They look like views of their inputs. A check has no readers, and stays; a wait is the collective's memory."""
     sketch = Sketch()
     x = sketch.input("x", 64, 32)
     total = sketch.op(aten.sum.default, x)

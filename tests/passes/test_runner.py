@@ -83,7 +83,7 @@ def test_errors_of_ours_keep_their_type() -> None:
 def test_what_a_pass_leaves_is_linted() -> None:
     def break_order(gm: fx.GraphModule) -> None:
         nodes = list(gm.graph.nodes)
-        nodes[1].append(nodes[0])  # a placeholder behind its reader
+        nodes[1].append(nodes[0])  # a placeholder after its reader
 
     with pytest.raises(PassError, match="pass scramble"):
         run_steps((Step("scramble", lambda s: break_order, "first"),), make_state(), "forward")

@@ -38,7 +38,7 @@ def test_what_only_the_backward_needs_moves_behind_its_last_input() -> None:
     before = gm(value)
     assert SettleNodes(num_user_outputs=1)(gm) == 3
     gm.graph.lint()
-    # `both` moves behind `first`; `view` behind `mm`, and `gt` behind `view`.
+    # `both` moves after `first`; `view` after `mm`, and `gt` after `view`.
     assert names(gm) == ["sin", "mul", "mm", "view", "gt", "sin_1", "cos", "sin_2", "cos_1", "sin_3"]
     assert glued(gm) == ["mul", "view", "gt"]
     assert all(torch.equal(a, b) for a, b in zip(gm(value), before, strict=True))

@@ -564,7 +564,7 @@ def donated_and_read_through_another_input() -> fx.GraphModule:
 def test_a_broken_graph_is_refused(name: str) -> None:
     rule, make = BREAKERS[name]
     gm = make()
-    gm.graph.lint()  # the graph is well-formed: only the proof can see what is wrong
+    gm.graph.lint()  # the graph is well-formed: only the proof can see the mistake
     with pytest.raises(VerificationError, match=rf"^{rule}: ") as caught:
         VerifyTransfers()(gm)
     assert caught.value.pass_name == "verify_transfers"

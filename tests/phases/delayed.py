@@ -115,7 +115,7 @@ class DelayedCopies:
 
 
 class Work:
-    """One thing in a stream: runs after what is in front of it, and after what it waits for. Is the event of a copy."""
+    """One thing in a stream: runs after earlier entries, and after those that it waits for. Is the event of a copy."""
 
     def __init__(self, device: LateStreams, stream: object, run: Callable[[], None], after: Iterable[Work]) -> None:
         self._device, self._run, self._after = device, run, list(after)
@@ -151,15 +151,15 @@ def _nothing() -> None:
 
 
 class LateStreams:
-    """Everything that is queued runs as late as its order allows: when somebody needs it.
+    """Everything that is queued runs as late as its order allows: when its result is needed.
 
     Memory is that of the CPU: a copy that runs when its storage was emptied already brings garbage to the host, and
     nothing to the device.
 
     ``left_out``: a wait that tests take out. Without SOURCE_DONE, copies to the host look finished when they begin.
-    ``catches_up``: whether a compute stream that waits runs so far: tests read with the CPU what it waited for.
-    ``held_back``: whether a copy to the device is not made because the manager's background thread waits for it.
-    ``waits``: (number of the compute stream, wait) of all that compute streams waited for.
+    ``catches_up``: whether a compute stream that waits runs so far: tests read its results with the CPU. ``held_back``:
+    whether a copy to the device is not made because the manager's background thread waits for it. ``waits``: (number of
+    the compute stream, wait) of all that compute streams waited for.
     """
 
     def __init__(self, left_out: Wait | None = None) -> None:
@@ -293,7 +293,7 @@ class LateStreams:
             return work
 
     def before(self, work: Work) -> list[Work]:
-        """What is in front of it in its stream, and itself."""
+        """The entries before it in its stream, and itself."""
         queue = self._streams[work.stream]
         return queue[: queue.index(work) + 1]
 

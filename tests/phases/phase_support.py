@@ -127,7 +127,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def nothing_starts_in_the_background(manager: PhaseManager) -> Iterator[None]:
-    """What is to return is not asked for yet."""
+    """Returning tensors are not asked for yet."""
     go = threading.Event()
     manager._transit._bringer.submit(go.wait)
     try:

@@ -1,4 +1,4 @@
-"""What is copied before it is known what leaves: see [Note: Ahead] in ``fxoffload.phases.moving.mover``."""
+"""Copies made before the leaving tensors are known: see [Note: Ahead] in ``fxoffload.phases.moving.mover``."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_another_size_or_storage_is_not_taken_for_the_old_one(monkeypatch: pytes
 
 
 def test_an_offload_that_is_refused_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was copied for it is out of date by the next one."""
+    """Copies made for it are out of date by the next one."""
     scene = Watched(monkeypatch)
     late = nn.Linear(2, 2)
     other = PhaseManager(late, device_types=("cpu",))

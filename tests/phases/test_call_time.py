@@ -99,7 +99,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
     stream = manager.stream_weights(16 << 10)
     assert stream.plan.landings == 2
     next(stream)
-    # What is not gathered has no stage; each landing waits for whoever had its memory.
+    # Tensors that are not gathered have no stage; each landing waits for the earlier owner of its memory.
     assert seen.pop(0) == "-"
     whole = ["take"] * len(stream.plan.buckets[0].finished)
     assert seen == ["take", "wait", "copy", "take", "wait", "copy", *whole, "wait", "copy"]

@@ -75,7 +75,7 @@ def test_a_second_manager_is_refused(second: Callable[..., PhaseManager], state:
     manager.close()
     other = second(model, optimizer)
     with pytest.raises(RuntimeError, match="no other PhaseManager has"):
-        manager.offload()  # it may be used again, but not beside another one
+        manager.offload()  # it may be used again, but not together with another one
     other.close()
     manager.offload()
     manager.close()

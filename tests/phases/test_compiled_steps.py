@@ -19,7 +19,7 @@ Step = Callable[[nn.Module, Any, Tensor], None]
 
 
 class Graphs:
-    """A backend that counts what it is given."""
+    """A backend that counts its graphs."""
 
     def __init__(self) -> None:
         self.count = 0

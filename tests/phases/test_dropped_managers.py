@@ -1,4 +1,4 @@
-"""A manager that nobody has any more goes, with its host image, unless something is away."""
+"""A manager without references goes, with its host image, unless something is away."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_optimizer_does_not_keep_a_manager_that_was_not_closed() -> None:
         del manager
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
-    # What is left of them in the optimizer does nothing.
+    # Their remains in the optimizer do nothing.
     state = optimizer.state_dict()
     assert torch.equal(state["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     optimizer.load_state_dict(state)

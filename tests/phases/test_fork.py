@@ -1,4 +1,4 @@
-"""A process that is forked while something is away, or on its way: what it touches raises, and nothing hangs."""
+"""A process that is forked while something is away, or on its way: uses raise, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class TestTensors:
 
 
 class TestManager:
-    """What is inherited says so, whether the parent's threads were idle or at work."""
+    """Inherited objects say so, whether the parent's threads were idle or at work."""
 
     CALLS: dict[str, Callable[[PhaseManager], object]] = {  # noqa: RUF012
         "offload": lambda manager: manager.offload("params"),

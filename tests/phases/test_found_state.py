@@ -1,4 +1,4 @@
-"""State that optimizers' wrappers keep, and what is given as ``extra``: found, or refused, and never left alone."""
+"""State that optimizers' wrappers keep, and ``extra`` objects: found, or refused, and never left alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_device(tensors: list[Tensor]) -> list[bool]:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Slow weights behind another optimizer, made at the first step. As usual it does not call ``super().__init__``."""
+    """Slow weights around another optimizer, made at the first step. As usual it does not call ``super().__init__``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, {}

@@ -1,4 +1,4 @@
-"""What is offloaded cannot be used by mistake: tried in another process, which some would end."""
+"""Offloaded tensors cannot be used by mistake: tried in another process, which some would end."""
 
 from __future__ import annotations
 

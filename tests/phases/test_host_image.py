@@ -172,7 +172,7 @@ def test_beyond_the_limit_blocks_are_pageable_with_one_warning(
     (message,) = warnings_in(caplog)
     assert message.startswith("0.00 GiB of host memory could not be pinned (the limit is 0.00 GiB)")
     assert "1.2 GB/s to the host and 5 to 7 GB/s back" in message
-    assert image.take(MIB).nbytes == MIB  # what is left below the limit is used
+    assert image.take(MIB).nbytes == MIB  # the rest below the limit is used
     assert image.pageable_bytes == 9 * MIB
     for block in blocks:
         image.free(block)

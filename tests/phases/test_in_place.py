@@ -1,4 +1,4 @@
-"""What is written to a state dict of an offloaded model, in whatever way, is in the model when it returns."""
+"""Any write to a state dict of an offloaded model is in the model when it returns."""
 
 from __future__ import annotations
 

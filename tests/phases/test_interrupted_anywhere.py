@@ -77,7 +77,7 @@ class Scene:
         self.optimizer.step()
 
     def problems(self) -> list[str]:
-        """What is not as it was before the interrupt."""
+        """Differences from the state before the interrupt."""
         gc.collect()
         found = switches()
         self.manager.onload()
@@ -131,7 +131,7 @@ def release(manager: PhaseManager) -> None:
     manager.release_host_memory()
 
 
-# What is interrupted, and whether everything is away when it begins.
+# Interrupted calls, and whether everything is away when it begins.
 WORK: dict[str, tuple[Callable[[PhaseManager], None], bool]] = {
     "offload": (offload, False),
     "offload behind": (offload_behind, False),

@@ -1,4 +1,4 @@
-"""Offload and onload are not to be noticed; what is away is not to be used."""
+"""Offload and onload go unnoticed; tensors that are away cannot be used."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Slotted:
 
 
 class Kronecker:
-    """An object with a cycle, and with things in it that are nobody's state."""
+    """An object with a cycle, and with members that are no state."""
 
     def __init__(self, parameter: Tensor, module: nn.Module) -> None:
         self.factors = Factors(torch.full((WIDTH,), 2.0), [torch.full((WIDTH,), 3.0)])
@@ -42,7 +42,7 @@ class Kronecker:
 
 
 class Preconditioned(torch.optim.SGD):
-    """Steps with what is in its objects."""
+    """Steps with the state in its objects."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)

@@ -113,7 +113,7 @@ def test_what_was_wrapped_around_an_override_calls_it_for_good(wrap: Callable[..
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_what_was_wrapped_around_the_method_itself_is_called(wrap: Callable[..., Any]) -> None:
-    """Before, between and while the override is there, by somebody who had saved it."""
+    """Before, between and while the override is there, by a caller that had saved it."""
     thing: Any = Thing()
     override, calls = counted(thing)
     own = thing.work

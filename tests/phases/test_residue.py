@@ -1,4 +1,4 @@
-"""What is left on a device: found, told apart, and not kept alive."""
+"""Tensors left on a device: found, told apart, and not kept alive."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def held(**kwargs: Any) -> str:
 
 
 def test_what_is_frozen_is_counted() -> None:
-    """The collector does not list it. Not frozen here: this process could not take that back for what it has itself."""
+    """The collector does not list it. Not frozen here: this process could not undo that for its own objects."""
     before = gc.get_freeze_count()
     counted = residue(device_types=("cpu",)).num_frozen
-    # What is frozen may still go when nothing refers to it any more.
+    # Frozen objects may still go when nothing refers to them any more.
     assert 0 < gc.get_freeze_count() <= counted <= before
     shown = Residues()
     assert "gc.freeze" not in str(shown)
@@ -108,7 +108,7 @@ def test_optimizer_state_and_gradient() -> None:
 
 
 def test_global_and_closure_and_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The collector does not list this module's own globals: conftest.py froze what was there before the first test.
+    # The collector does not list this module's own globals: conftest.py froze all objects before the first test.
     module: Any = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("a_module", None))
     monkeypatch.setitem(sys.modules, "a_module", module)
     module.LEFT = fresh()

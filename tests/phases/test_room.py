@@ -53,7 +53,7 @@ def test_a_piece_is_of_one_device() -> None:
 
 
 def test_a_piece_is_of_one_group() -> None:
-    """What leaves alone must not leave a piece behind that others lie in."""
+    """A group that leaves alone must not leave a piece of memory that others lie in."""
     assert sizes(stretches([*holdings(4, 4), *holdings(4, 4, 4, group="optimizer")])) == [8, 12]
 
 

@@ -1,4 +1,5 @@
-"""FSDP1, FSDP2, DDP and tensor parallel models on two CPU processes: offloading is not noticed, and what it forbids is.
+"""FSDP1, FSDP2, DDP and tensor parallel models on two CPU processes: offloading goes unnoticed, and forbidden uses
+raise.
 
 All cases run in the same two processes; each test reads what one case found.
 """
@@ -76,7 +77,7 @@ def test_nothing_is_left_of_an_offload(ranks: Ranks, model: str) -> None:
 @pytest.mark.parametrize("steps", ["uses", "fresh"])
 @pytest.mark.parametrize("model", USED)
 def test_every_use_raises_and_breaks_nothing(ranks: Ranks, model: str, steps: str) -> None:
-    """On both ranks, so that nobody waits for the other in a collective. ``fresh``: offloaded before the first step,
+    """On both ranks, so that neither waits for the other in a collective. ``fresh``: offloaded before the first step,
     when FSDP has not initialized itself."""
     for found in ranks(f"{steps}_{model}"):
         assert len(found["tried"]) >= 8
@@ -143,7 +144,7 @@ def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, model: str) -> Non
 
 @pytest.mark.parametrize("build", ["fsdp2", "two_dimensions", "replicated", "tensor_parallel"])
 def test_host_shards_are_gathered_on_the_device(ranks: Ranks, build: str) -> None:
-    """In every way, and nothing is copied before. What was gathered keeps its values."""
+    """In every way, and nothing is copied before. Gathered tensors keep their values."""
     for rank in ranks("host_shards.gathered"):
         found = rank[build]
         assert found["num_shards"] == 3

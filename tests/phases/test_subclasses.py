@@ -239,7 +239,7 @@ def test_a_subclass_with_memory_of_its_own_is_detached_as_it_is_at_home() -> Non
 
 
 class Opaque(Tensor):
-    """Does not say what it is made of: there is no memory that could be taken."""
+    """Does not name its inner tensors: there is no memory that could be taken."""
 
     inner: Tensor
 

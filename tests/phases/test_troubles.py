@@ -1,4 +1,4 @@
-"""What goes wrong in the background is said, is undone, and leaves nothing behind."""
+"""Errors in the background are told and undone, and leave nothing behind."""
 
 from __future__ import annotations
 

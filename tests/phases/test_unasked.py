@@ -1,4 +1,5 @@
-"""What reads a model's memory without asking its modules, on two CPU processes: it waits, or says what is missing."""
+"""Readers of a model's memory that do not ask its modules, on two CPU processes: they wait, or name the missing
+tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.mark.parametrize("wrapped", ["before", "after", "around"])
 def test_ddp_around_a_model_that_was_given_without_it(ranks: Ranks, wrapped: str) -> None:
-    """Its broadcast of buffers waits for them, and refuses to read what is not there, which would end the process."""
+    """Its broadcast of buffers waits for them, and refuses to read missing memory, which would end the process."""
     for rank in ranks("unwrapped_ddp"):
         found = rank[wrapped]
         mine, expected = found["losses"]

@@ -100,7 +100,7 @@ def test_from_the_host_image_in_any_bucket_and_dtype(mixtral: PreTrainedModel) -
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_under_inference_mode(family: str) -> None:
-    """Other operators run there; and what was planned there is remembered."""
+    """Other operators run there; and plans made there are remembered."""
     model = tiny_model(family)
     expected, manager = saved_weights(model), managed(model)
     with torch.inference_mode():

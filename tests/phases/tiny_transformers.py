@@ -36,7 +36,7 @@ _SIZES = {
     1: "n_group topk_group first_k_dense_replace",
 }
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
-# What the families need beside small sizes.
+# Settings of the families besides small sizes.
 _ALSO: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "inkling2_loop_text": {"unpadded_vocab_size": 250},

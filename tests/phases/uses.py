@@ -1,6 +1,6 @@
 """Uses of a plain model and its optimizer while everything is on the host; run as a script: some would end the process.
 
-Takes names of optimizers. Writes one line per use, as JSON: the optimizer, the use, what was raised, and the message.
+Takes names of optimizers. Writes one line per use, as JSON: the optimizer, the use, the exception, and the message.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ _ms = st.integers(0, 40).map(lambda n: n / 8)
 
 @st.composite
 def training_steps(draw: st.DrawFn, max_segments: int = 6) -> TrainingStep:
-    """A step of up to ``max_segments`` segments each way. What is saved is read in some order by the backward's
-    segments, mostly by the mirror image of the one that made it."""
+    """A step of up to ``max_segments`` segments each way. The backward's segments read saved values in some order,
+    mostly the mirror image of the one that made them."""
     count = draw(st.integers(1, max_segments))
     storages: list[StorageInfo] = []
     reads: list[list[str]] = [[] for _ in range(count)]

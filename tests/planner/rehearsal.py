@@ -37,7 +37,7 @@ Decisions: TypeAlias = dict[str, bool] | str  # by name, or a policy
 
 @dataclass(frozen=True)
 class Seen:
-    """What was on the device right before a segment was called."""
+    """Storages on the device right before a segment was called."""
 
     phase: str
     segment: str
@@ -96,7 +96,7 @@ def items(node: fx.Node) -> list[fx.Node]:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Hooks into what is compiled and run meanwhile."""
+    """Hooks into everything compiled and run meanwhile."""
 
     def watched(make: Callable[..., Any], *, is_segment: bool) -> Callable[..., Any]:
         def build(node: fx.Node, steps: Any) -> Any:
@@ -127,12 +127,12 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 class Rehearsal:
-    """A model, compiled once; ``run`` makes a step under some decisions and windows and returns what was seen.
+    """A model, compiled once; ``run`` makes a step under some decisions and windows and returns its observations.
 
     Args:
         model: in training mode.
-        call: the compiled model -> what its caller gets.
-        loss: of that -> the loss; what it is of is held while the backward runs.
+        call: the compiled model -> the caller's result.
+        loss: of that -> the loss; the result is kept alive while the backward runs.
         default_windows: whether to run without budgets; whether the turn stays is decided when the model is compiled.
         options: other options of the rehearsal.
     """

@@ -1,4 +1,4 @@
-"""The models that are rehearsed, and what is decided for them."""
+"""The rehearsed models, and the decisions for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Skips(nn.Module):
 
 
 class HeavyHead(nn.Module):
-    """What stands behind the layers saves more than they do."""
+    """The code after the layers saves more than they do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is simulated is what the rehearsal on the CPU does: every byte, at every segment boundary.
+"""The simulation agrees with the rehearsal on the CPU: every byte, at every segment boundary.
 
 On the CPU every copy is finished when it has started; on a GPU none may be. It makes no difference to bytes: the engine
 never asks how far a copy is, it only lets streams wait. So the agreement here is the agreement there.

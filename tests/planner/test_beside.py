@@ -1,4 +1,4 @@
-"""Memory beside the graphs of a chain: what is seen of it, and what plans make of it."""
+"""Extra memory outside the graphs of a chain: how it is read, and how plans count it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _turned(chain: Chain, decisions: Sequence[bool]) -> Simulation:
 
 
 def _step() -> TrainingStep:
-    """Two segments, of which the first makes what is saved."""
+    """Two segments, of which the first makes the saved value."""
     return TrainingStep(
         (StorageInfo("h", 400, moved_bytes=400), StorageInfo("y", 50, is_output=True)),
         forward=(SegmentStep("a", ms=1.0, writes=("h",)), SegmentStep("b", ms=1.0, reads=("h",), writes=("y",))),
@@ -73,7 +73,7 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
 
 
 def test_what_is_seen_between_calls_when_they_ran() -> None:
-    """Above what is there when the next one begins, with what is beside that; an entry also has what is made there."""
+    """Above the bytes at the next one's beginning, extra memory included; an entry also has the tensors made there."""
     step = _step()
     made = (StorageInfo("x", 60, is_input=True), StorageInfo("t", 70, is_tangent=True))
     held = [Held(((k, "x"),), Moment("forward", k)) for k in range(3)] + [Held(((2, "y"),), Moment("forward", 2))]
@@ -102,7 +102,7 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
 
 
 def test_less_than_the_graphs_take_is_nothing() -> None:
-    """The allocator counts requests, and a plan what is asked for: it may see less."""
+    """The allocator counts requests, a plan rounded sizes: the allocator may show less."""
     chain = concatenate([_step(), _step()])
     ran = _turned(chain, [False] * len(chain.step.candidates))
     assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == Beside(((0, 0), (0, 0)))
@@ -111,11 +111,11 @@ def test_less_than_the_graphs_take_is_nothing() -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_what_the_last_call_saved_is_not_there_any_more_when_its_backward_begins(moves: bool) -> None:
-    """Where it moves: its copy is done, and its reload comes later. So nothing of what is there is taken for it."""
+    """Where it moves: its copy is done, and its reload comes later. So no byte on the device is taken for it."""
     chain = concatenate([_step()] * 2, [Held(((1, "y"),), Moment("forward", 1))])
     ran = _turned(chain, [moves] * len(chain.step.candidates))
     there = 0 if moves else 2 * 400
-    outputs = 50  # of the first call: somebody holds it
+    outputs = 50  # of the first call: the caller holds it
     found = beside_when_calls_begin(chain, ran, {("backward", 1): there + outputs + 1000}, {("backward", 1): 30})
     assert found == Beside(((0, 0), (0, 1000)), ((TURN, 1030),))
 
@@ -126,9 +126,10 @@ def test_what_runs_beside_larger_calls() -> None:
     other = Beside(((0, 60), (700, 110)), (("a", 800),))
     assert beside_of_larger(50, (50, seen), (10, other)) is seen
     assert beside_of_larger(40, (50, seen), (10, other)) is seen
-    # By one for each of 40; what is there always, or is less, as it was seen; what was not seen there, too.
+    # By one for each of 40. Memory that is always there, or shrinks, stays as it was seen, and so does memory not seen
+    # there.
     assert beside_of_larger(60, (50, seen), (10, other)) == Beside(((0, 110), (700, 90)), (("a", 1050), (TURN, 500)))
-    # From a larger one likewise: it had 20 more for 40 more.
+    # The same from a larger one: it had 20 more for 40 more.
     larger = Beside(((0, 120), (700, 90)), (("a", 1000), (TURN, 500)))
     assert beside_of_larger(60, (50, seen), (90, larger)).calls == ((0, 105), (700, 90))
     alone = Beside(((0, 110), (770, 99)), (("a", 1100), (TURN, 550)))
@@ -222,7 +223,7 @@ EXTRA = 1 << 20
 
 @pytest.fixture
 def allocator() -> Iterator[None]:
-    """An allocator that has nothing but ``EXTRA`` bytes beside the graphs, from the second call of a step on."""
+    """An allocator that has nothing but ``EXTRA`` bytes outside the graphs, from the second call of a step on."""
     reads = [0]
 
     def memory() -> Memory:
@@ -239,7 +240,7 @@ def allocator() -> Iterator[None]:
 
 @pytest.fixture
 def gathering() -> Iterator[None]:
-    """As much in all calls, on another stream: it is there before the first one begins, and gone behind the last."""
+    """As much in all calls, on another stream: it is there before the first one begins, and gone after the last."""
     calls = engine_for(CPU).calls
 
     def memory() -> Memory:

@@ -37,7 +37,7 @@ def layer(nbytes: int = 10, ms: float = 1.0) -> TrainingStep:
 
 
 def passed(count: int) -> list[Held]:
-    """What is seen of layers that run one behind the other and whose weights' gradients stay."""
+    """Observations of layers that run one after the other and whose weights' gradients stay."""
     found = [Held(((0, "x"),), None)]
     for k in range(count - 1):
         found.append(Held(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)))
@@ -68,7 +68,7 @@ def test_bytes_are_neither_counted_twice_nor_missed() -> None:
 def test_offloaded_values_leave() -> None:
     chain = chain_of(3)
     moved = live(chain, "call 0/h", "call 0/y", "call 1/h")
-    # y of call 0 is x of call 1, whose caller holds it while that runs; behind it y of call 1 and h of call 2 stay
+    # y of call 0 is x of call 1, whose caller holds it while that runs; after it y of call 1 and h of call 2 stay
     assert moved == {"f0": 0, "f1": 10, "f2": 10, "b2": 50, "b1": 11 + 40, "b0": 42}
 
 
@@ -81,7 +81,7 @@ def test_candidates_of_each_call() -> None:
 
 
 def test_what_others_hold_stays() -> None:
-    """An output that two calls save, one that its own backward reads, and one that somebody holds on to."""
+    """An output that two calls save, one that its own backward reads, and one that the caller keeps."""
     steps = [layer()] * 3
     both = [Held(((0, "y"), (1, "x"), (2, "x")), Moment("forward", 2))]
     assert concatenate(steps, both).candidates[1:] == ((None, "call 1/h"), (None, "call 2/h"))

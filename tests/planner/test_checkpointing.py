@@ -1,4 +1,4 @@
-"""Activation checkpointing that is on is a wish: plans choose what to keep, offload and recompute of what it covers."""
+"""Activation checkpointing that is on is a wish: plans choose what to keep, offload and recompute of its region."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(model: nn.Module, **changes: Any) -> tuple[Observed, Plan | None]:
 def run_by_layer(
     model: Stack, steps: int = 5, dynamic: bool | None = None, length: int = TOKENS, **changes: Any
 ) -> tuple[Observed, Plan | None]:
-    """Likewise with each layer compiled on its own."""
+    """The same with each layer compiled on its own."""
     before = {p.graph for p in fxoffload.plans()}
     for layer in model.layers:
         layer.compile(backend="fxoffload", dynamic=dynamic, options=rehearsal(**{**AUTO, **changes}))
@@ -97,7 +97,7 @@ def no_warning() -> Any:
 
 
 def check_in_place(plan: Plan | None) -> Plan:
-    """It takes no more than checkpointing does, which stands beside."""
+    """It takes no more than checkpointing, which the plan shows too."""
     assert plan is not None and plan.checkpointing is not None
     assert plan.source == "checkpointing"
     assert plan.activation_budget == plan.checkpointing.peak_bytes
@@ -119,7 +119,7 @@ def test_a_graph_takes_checkpointings_memory_in_less_time(caplog: pytest.LogCapt
     assert caplog.text.count("in place of activation checkpointing") == 1
     assert {d.action for d in plan.decisions} >= {"keep", "recompute"}
 
-    # Everything beside the goal is as without checkpointing: the bits, plain Inductor's step, the layers.
+    # Everything except the goal is as without checkpointing: the bits, plain Inductor's step, the layers.
     expected, without = run(stack(Block))
     assert_equal(found, expected)
     assert without is not None and without.checkpointing is None and without.source == "default"
@@ -134,7 +134,7 @@ def test_a_graph_takes_checkpointings_memory_in_less_time(caplog: pytest.LogCapt
         told = "\n".join(str(w.message) for w in seen)
     assert "activation checkpointing is on in compiled code" in told
     assert obeyed is not None and obeyed.checkpointing is None
-    # What it took to obey is what the plan was made from.
+    # The plan was made from the cost of obeying.
     assert plan.checkpointing == obeyed.baseline
 
 
@@ -301,6 +301,6 @@ def test_graphs_with_plans_of_their_own_are_planned_together() -> None:
     assert len(alone) == 2 and all(p.source == together.source == "checkpointing" for p in alone)
     assert all("since then planned together" in p.summary for p in alone)
     assert together.checkpointing is not None
-    # Together they hold less than plan beside plan, whose recompute choices stay.
+    # Together they hold less than their separate plans, whose recompute choices stay.
     assert together.predicted.peak_bytes < 1.01 * together.checkpointing.peak_bytes
     assert together.checkpointing.peak_bytes < sum(p.predicted.peak_bytes for p in alone)

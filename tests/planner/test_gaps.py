@@ -1,4 +1,4 @@
-"""What is allocated between two calls of a chain, as by FSDP's reduction of gradients: measured, and in the budget."""
+"""Memory allocated between two calls of a chain, as by FSDP's reduction of gradients: measured, and in the budget."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_less_than_is_thought_is_nothing() -> None:
 
 
 def test_reloads_of_a_call_come_behind_the_gap_before_it() -> None:
-    """While FSDP reduces gradients nothing of the next call is there; what is ahead was asked for by the last one."""
+    """While FSDP reduces gradients nothing of the next call is there; the last call asked for the reloads ahead."""
     chain = _chain()
     gaps = tuple((entry_of("backward", k), 10_000) for k in (1, 0))
     chain = chain.with_beside(Beside(gaps=gaps))
@@ -218,7 +218,7 @@ def test_a_gap_in_a_step_that_counts() -> None:
 
 
 def test_what_was_gathered_for_the_step_counts_in_gaps() -> None:
-    """As in everything else: above what is there whether the step runs or not."""
+    """As in everything else: above the bytes that are there whether the step runs or not."""
     counter = Counter()
     clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
     gathered = torch.ones(16)
@@ -307,7 +307,7 @@ def test_a_record_of_a_step_that_is_no_chain_ends_with_it() -> None:
 
 
 class Rehearsed(Measured):
-    """As there, and the allocator is what the watch sees, with a peak of its own. Behind each layer's backward but the
+    """As there, and the allocator is what the watch sees, with a peak of its own. After each layer's backward but the
     last, something is allocated and freed.
 
     Args:
@@ -381,7 +381,7 @@ class Recorded(Rehearsed):
     Args:
         nbytes: that are allocated and freed.
         at_turn: whether this happens before the last layer's backward, and not before the others'.
-        beside: what else is there from the second call of a step on.
+        beside: extra bytes from the second call of a step on.
     """
 
     def __init__(self, nbytes: int, *, at_turn: bool, beside: int = 0) -> None:
@@ -389,7 +389,7 @@ class Recorded(Rehearsed):
         self.at_turn = at_turn
         self.beside = beside
         self.is_beside = False
-        self.levels: list[int] = []  # behind each event
+        self.levels: list[int] = []  # after each event
         self.begun = self.ended = 0
         self.is_open = False
         self.fails = False
@@ -448,7 +448,7 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, bes
     least, most = chains.range_of_peaks("stack")
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
-    # What is there all the time takes from the budget what it takes from the device.
+    # Permanent memory takes the same bytes from the budget as from the device.
     gathered = beside * (most - least) // 3
     budget, calls = most + gathered, engine_for(CPU).calls
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn, beside=gathered)
@@ -468,7 +468,7 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, bes
 
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: bool) -> None:
-    """As where somebody has the record meanwhile."""
+    """As where the record is taken meanwhile."""
     least, most = chains.range_of_peaks("stack")
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
@@ -495,7 +495,7 @@ def recording(found: Recorded) -> Iterator[None]:
 
 @pytest.mark.parametrize(("how", "next_ones"), [("hooks", (1, 2, 2)), ("fails", (2, 2, 2))])
 def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequence[int]) -> None:
-    """At once, or when the next one begins. Behind a step with a backward that was no chain, two are recorded anew."""
+    """At once, or when the next one begins. After a step with a backward that was no chain, two are recorded anew."""
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded(1000, at_turn=True)
     with recording(found):

@@ -37,8 +37,8 @@ def alone() -> Iterator[None]:
 
 
 class Run:
-    """A model that is one graph, and steps of it. What they take above ``ALWAYS`` is what the plan says, and so much
-    more as ``extra`` of what is allocated and freed in eager code between forward and backward."""
+    """A model that is one graph, and steps of it. Above ``ALWAYS`` they take the plan's bytes, and ``extra`` of the
+    bytes that eager code allocates and frees between forward and backward."""
 
     def __init__(self, **changes: object) -> None:
         before = {p.graph for p in fxoffload.plans()}
@@ -61,7 +61,7 @@ class Run:
         loss = self.call(batch(length=LENGTH)).square().mean()
         moved = fxoffload.stats().bytes_offloaded - offloaded
         newest = self.plan.calibrated or self.plan.predicted
-        # What is moved beyond the plan is not there; the plan's own outside bytes are these.
+        # Values moved beyond the plan are not there; the plan's own outside bytes are these.
         graphs = newest.peak_bytes - newest.outside_bytes - max(moved - newest.bytes_offloaded, 0)
         self.allocator.pass_by(graphs // 512 * 512 + self.extra)
         self.peaks.append(graphs + self.extra)
@@ -92,8 +92,8 @@ def budget() -> int:
 
 @pytest.mark.parametrize("left", [0, 2 * KIB])
 def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int) -> None:
-    """What it takes is left free from the next step on, and the plan says so. No bit of a gradient changes. When it
-    needs less, no more is used again than it leaves."""
+    """Its bytes are left free from the next step on, and the plan says so. No bit of a gradient changes. When it needs
+    less, the plan uses no more than the rest."""
     run = Run(activation_budget=budget)
     extra = 16 * KIB
     with held(run):

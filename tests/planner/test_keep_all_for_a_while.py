@@ -46,7 +46,7 @@ def variants_that_run() -> Iterator[list[int]]:
 
 @contextmanager
 def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
-    """Plans offload most of what they may, as nothing else does. Calls run variants at random, or not ``some``."""
+    """Plans offload most of their candidates, as nothing else does. Calls run variants at random, or not ``some``."""
     generator = random.Random(seed)
 
     def decide(planning: Any) -> Schedule:
@@ -164,7 +164,7 @@ def test_a_reference_may_be_held_while_a_step_follows_the_plan() -> None:
     first = references[0]
     assert all(torch.equal(first, other) for other in references)
     run.model.zero_grad(set_to_none=True)
-    loss_of(references.pop()).backward()  # behind all others
+    loss_of(references.pop()).backward()  # after all others
     assert all(p.grad is not None for p in run.model.parameters())
 
 

@@ -65,7 +65,7 @@ def layers(sizes_mb: tuple[int, ...], *, input_mb: int = 0) -> TrainingStep:
 
 
 def test_an_input_that_the_caller_holds_anyway_stays() -> None:
-    """Moving it frees nothing, and its reload takes memory beside it."""
+    """Moving it frees nothing, and its reload takes memory as well."""
     step = layers((10, 10, 10), input_mb=30)
     assert step.candidates[0].name == "input"
     expected = least_of_all(step, lambda _: True)

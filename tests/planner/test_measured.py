@@ -28,8 +28,8 @@ def result(measured: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def chain(measured: dict[str, Any]) -> TrainingStep:
-    """Two segments per layer of equal time. What the turn kept is a second half's bytes; the rest of what was
-    offloaded are the first halves'."""
+    """Two segments per layer of equal time. The turn kept a second half's bytes; the rest of the offloaded bytes are
+    the first halves'."""
     kept = result(measured, "keep_all")
     stats = result(measured, "offload_all")["stats_per_step"]
     second = int(stats["bytes_kept_for_backward"])
@@ -78,5 +78,5 @@ def test_keeping_everything(measured: dict[str, Any]) -> None:
         step, (False,) * len(step.candidates), copies=link(measured), in_flight_budget=None, prefetch_budget=None
     )
     assert simulation.step_ms == pytest.approx(real["forward_ms"]["median"] + real["backward_ms"]["median"])
-    # No working memory is known here, and no residual stream: what is saved, a little less than the whole.
+    # No working memory is known here, and no residual stream: the saved values, a little less than the whole.
     assert 0.97 <= simulation.peak_bytes / real["memory"]["peak_bytes"] <= 1.0

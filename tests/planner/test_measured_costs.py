@@ -48,7 +48,7 @@ def rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 class Told(HostMeter):
-    """Runs everything, and says what it was told."""
+    """Runs everything, and answers with given values."""
 
     def __init__(
         self, op_ms: float = 2.0, segment_ms: float = 3.0, peak: int | None = None, room: int = 1 << 40
@@ -105,7 +105,7 @@ def test_operators_are_timed_once_and_then_found(monkeypatch: pytest.MonkeyPatch
     assert stats.num_ops_measured > 5
     assert stats.costs_estimated == {}
     assert 0 < stats.measuring_ms < 3000
-    # All drafts, with whatever they compute again, know all of them.
+    # All drafts know all of them, whatever they recompute.
     first_estimates = asked.index(next(a for a in asked if a is not None))
     assert None not in asked[first_estimates:]
 
@@ -236,7 +236,7 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
 
 
 def test_each_call_is_timed_at_its_place_in_the_step(measure_with: Callable[[Meter], None]) -> None:
-    """Calls of one code take what they took there."""
+    """Calls of one code take the time measured there."""
 
     class Slower(Told):
         def each_ms(self, works: Sequence[Work]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is beside the graphs of a step is measured at each size, where it can be read and a budget asks for it."""
+"""Extra memory outside the graphs is measured at each size, where it can be read and a budget asks for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ alone = tape.alone
 DEPTH = 6
 # What eager code takes for each row of a batch.
 EACH = 1 << 14
-# What is there whether steps run or not.
+# Bytes that are there whether steps run or not.
 ALWAYS = 1 << 30
 # Of the grid, the next below ``LONG``.
 BELOW = 44
@@ -100,7 +100,7 @@ def peaks() -> tuple[int, int]:
 
 @pytest.fixture
 def budget(peaks: tuple[int, int]) -> int:
-    """The long batch has to offload for it. The middle one fits, but not with what is beside a long one."""
+    """The long batch has to offload for it. The middle one fits, but not with the extra memory of a long one."""
     least, middle = peaks
     assert least < middle
     return EACH * LONG + (least + middle) // 2
@@ -118,7 +118,7 @@ def wait_for_plans() -> None:
 
 
 def test_a_short_batch_that_fits_moves_nothing(allocator: Allocator, budget: int) -> None:
-    """The first step of a size does what is right for first steps, the next one follows a plan of its own."""
+    """The first step of a size offloads as first steps do, the next one follows a plan of its own."""
     run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
     everything, _, long, middle, *moved = moved_at(run, plain, (LONG, LONG, LONG, MIDDLE, MIDDLE, LONG, SHORT, SHORT))
     assert 0 < long < everything
@@ -244,7 +244,7 @@ def test_what_the_first_of_two_steps_had_between_its_calls_does_not_count(first:
 
 
 def hooked(run: Run, length: int) -> None:
-    """A step in which somebody else takes what the last layers save."""
+    """A step in which other code takes the saved values of the last layers."""
     at(run, length)
     layers = run.model.layers
     assert isinstance(layers, nn.ModuleList)
@@ -267,7 +267,7 @@ def test_a_size_whose_steps_are_irregular_is_measured_a_few_times(allocator: All
         reads.append(len(allocator.read) - before)
     assert reads == [3] * chains._MOST_MEASURED + [0, 0]
     assert planned_lengths() == ["2, 48", "2, 15"]
-    assert tape.CHAINS[1].beside == tape.CHAINS[0].beside  # what is known of the long one
+    assert tape.CHAINS[1].beside == tape.CHAINS[0].beside  # as known of the long one
 
 
 def test_a_step_that_is_irregular_is_followed_by_one_that_is_measured(allocator: Allocator, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""Which forwards are paced, and how fast copies are thought to be for it."""
+"""Which forwards are paced, and the rates that copies are planned with for it."""
 
 from __future__ import annotations
 

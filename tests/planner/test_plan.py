@@ -103,7 +103,7 @@ def plan() -> Plan:
 
 
 def bare_plan() -> Plan:
-    """A plan with what is required, and nothing else."""
+    """A plan with its required fields, and nothing else."""
     nothing = prediction(34.95, 720.0)
     return Plan(
         graph=1,
@@ -155,7 +155,7 @@ def test_another_simulation_brings_its_own_boundaries() -> None:
 
 
 class TestTable(expecttest.TestCase):
-    """EXPECTTEST_ACCEPT=1 writes what is new."""
+    """EXPECTTEST_ACCEPT=1 writes the new text."""
 
     maxDiff = None
 
@@ -448,7 +448,7 @@ def test_the_trace_has_the_tracks_and_the_times_of_the_simulation(tmp_path: Path
     bars = {title: [e for e in events if e["ph"] == "X" and tracks[e["tid"]] == title] for title in tracks.values()}
     assert list(bars) == ["compute", "D2H", "H2D"]
     assert [len(found) for found in bars.values()][1:] == [3, 2]
-    # Compute has no gaps: what is no segment is a wait.
+    # Compute has no gaps: time outside segments is a wait.
     total = sum(e["dur"] for e in bars["compute"])
     assert total == pytest.approx(1e3 * made.simulation.step_ms)
     waits = sum(e["dur"] for e in bars["compute"] if e["name"] == "wait")

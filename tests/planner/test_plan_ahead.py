@@ -56,7 +56,7 @@ def tokens(sequence: int = SEQUENCE, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def compiled_plan(model: nn.Module, *args: Tensor, options: dict[str, Any], **kwargs: Tensor) -> Plan:
-    """The plan that ``torch.compile`` makes, behind a whole step."""
+    """The plan that ``torch.compile`` makes, after a whole step."""
     chosen: dict[str, Any] = {**SMALL, "device_types": ("cpu",), **options}
     run = torch.compile(model, backend="fxoffload", options=chosen)
     output = run(*args, **kwargs)
@@ -218,7 +218,7 @@ def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
         assert (config.suppress_errors, config.recompile_limit) == (True, 1)
 
 
-# -- what is planned for -----------------------------------------------------------------------------------------------
+# -- planning targets --------------------------------------------------------------------------------------------------
 
 
 def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Towers(nn.Module):
 
 
 def trained_plans(model: nn.Module, x: Tensor, **options: Any) -> list[Plan]:
-    """What is planned in training, the plan of the step last."""
+    """The plans made in training, that of the step last."""
     chosen: dict[str, Any] = {**SMALL, **options, "device_types": ("cpu",)}
     run = torch.compile(model, backend="fxoffload", options=chosen)
     for _ in range(5):

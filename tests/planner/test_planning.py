@@ -227,7 +227,7 @@ def test_budgets() -> None:
 def test_what_a_plan_offers_can_be_asked_for(goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point of the frontier, the smallest budget among them, is met at the time that it says; this plan's too."""
     for module in (recompute_search, schedule):
-        monkeypatch.setattr(module, "_SOLVER_S", 60.0)  # within less, what is found depends on what else runs
+        monkeypatch.setattr(module, "_SOLVER_S", 60.0)  # within less, the result depends on the machine's load
     found, goal = recorded("tower"), dict(goal)
     if products := goal.pop("products", None):
         found = found.with_products(products)
@@ -620,7 +620,7 @@ def checkpointed(policy: Callable[..., CheckpointPolicy]) -> nn.Module:
 
 
 def roots(graph: CompiledGraph) -> list[str]:
-    """Ops that make what is saved, views seen through."""
+    """Ops that make the saved values, views seen through."""
     found = []
     for candidate in graph.saved.candidates:
         node = candidate.nodes[0]

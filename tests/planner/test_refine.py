@@ -63,7 +63,7 @@ def test_a_decision_taken_badly_is_turned(share: float) -> None:
 
 
 def test_the_search_is_counted_not_timed() -> None:
-    """So many tries and no more, in an order that depends on the step alone: ranks find the same."""
+    """This many tries and no more, in an order that depends on the step alone: ranks find the same."""
     step = layers(8, (384, 384, 128, 64), 2.0)
     on = Scheduler(step, rates())
     limit = int(on.keep_all().peak_bytes * 0.3)

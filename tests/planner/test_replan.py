@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 
 class FakeClock:
-    """Says what it was told, once it is ready."""
+    """Answers with given values, once it is ready."""
 
     def __init__(self, ms: dict[str, dict[str, float]], temp: dict[str, dict[str, int | None]] | None = None) -> None:
         self.ms, self.temp = ms, temp or {"forward": {}, "backward": {}}
@@ -100,7 +100,7 @@ class Followed:
         )
         self.box = PlanBox(plan)
         self.graph = SimpleNamespace(planned="the first", outputs=Outputs())
-        self.pinned: list[tuple[int, Any]] = []  # and what was followed then
+        self.pinned: list[tuple[int, Any]] = []  # and the choice followed then
         self.room = 1 << 60
         self.made = 0
         self.order = list(range(len(found.offload)))[::-1]
@@ -126,7 +126,7 @@ class Followed:
 
 
 def test_times_that_make_the_plan_too_slow() -> None:
-    """Segments are ten times faster than was thought: what hid behind them does not any more."""
+    """Segments are ten times faster than predicted: copies that they hid are exposed."""
     step = chain(8, 8 * MIB)
     fast = times(step, 0.1)
     goal = PlanGoal(None, 0.02)
@@ -304,7 +304,7 @@ def test_scale() -> None:
 @contextmanager
 def following(watch: Callable[[Planned], object] = lambda planned: None) -> Iterator[list[Replan]]:
     """Graphs that are compiled meanwhile are followed, as on a GPU. Every reading of their clocks is one millisecond
-    behind the last. ``watch``: is shown each plan."""
+    after the last. ``watch``: is shown each plan."""
     now = itertools.count()
     followers: list[Replan] = []
 

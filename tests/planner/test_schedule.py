@@ -1,4 +1,4 @@
-"""The scheduler: what it answers holds in the simulation, and nothing plain is better."""
+"""The scheduler: its answer holds in the simulation, and no simple schedule is better."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_in_flight_stays_within_the_window_and_what_was_offloaded_since_the_last
 
 
 def _releases(step: TrainingStep) -> set[int]:
-    """Behind which segments something is released, counted from 1; 0 is the entry."""
+    """After which segments something is released, counted from 1; 0 is the entry."""
     last_write = {n: i for i, s in enumerate(step.forward, 1) for n in s.writes}
     last_read = {n: i for i, s in enumerate(step.forward, 1) for n in s.reads}
     groups: dict[tuple[int, bool], int] = {}
@@ -86,11 +86,11 @@ def test_ahead_stays_within_the_budget_or_is_one_storage(
 def test_bytes_are_conserved(decided: Decided, in_flight: int | None, prefetch: int | None) -> None:
     step, decisions = decided
     simulation = run(decided, in_flight, prefetch)
-    # Behind the last segment: what the backward returns, what the caller holds; not one byte of the candidates.
+    # After the last segment: the backward's results and the caller's tensors, not one byte of the candidates.
     stays = sum(s.nbytes for s in step.storages if s.is_gradient or s.is_output)
     assert simulation.boundaries[-1].after_bytes == stays
     assert simulation.boundaries[-1].ahead_bytes == 0
-    # What went away came back or was taken back, once for each take behind the first.
+    # Every offloaded value came back or was taken back, once for each take after the first.
     once = sum(c.moved_bytes or 0 for c, offload in zip(step.candidates, decisions, strict=True) if offload)
     turn = sum(c.moved_bytes or 0 for c, o in zip(step.candidates, decisions, strict=True) if o and c.of_turn)
     default = in_flight is None and prefetch is None
@@ -197,9 +197,9 @@ def test_every_value_is_back_before_it_is_read(
 def test_a_slower_link_makes_no_step_faster(
     decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates, factor: float, which: str
 ) -> None:
-    """What is copied does not depend on time, so each event is the latest of others plus a duration, which can only
-    grow with them. While both directions are busy that is no proof (they slow each other down), but hypothesis found no
-    exception in 30,000 steps."""
+    """The set of copies does not depend on time. So each event is the latest of others plus a duration, which can only
+    grow with them. While both directions are busy that is no proof, since they slow each other down. But hypothesis
+    found no exception in 30,000 steps."""
     slower = ConstantRates(
         *(
             rate * (factor if direction == which else 1.0)
@@ -239,7 +239,7 @@ SLOW = ConstantRates(10 * MB / 1e6 / 4, 10 * MB / 1e6 / 5)  # 10 MB in 4 ms down
 def test_everything_moves_through_empty_windows() -> None:
     simulation = run((two_layers(), (True, True)), 0, 0, SLOW)
     # a: made at 1, down until 5, and read by l1, whose end at 2 is where its release stands; b: down [5, 9].
-    # Behind its backward's entry b is asked for: up [9, 14]; a behind l1's wait, beside l1: up [14, 19].
+    # After its backward's entry b is asked for: up [9, 14]; a after l1's wait, during l1: up [14, 19].
     assert simulation.forward_ms == pytest.approx(9)
     assert [(e.begin_ms, e.end_ms) for e in simulation.events if e.track == "h2d"] == [
         pytest.approx((9, 14)),

@@ -229,7 +229,7 @@ def is_solvable(problem: Problem) -> bool:
 
 
 def check(problem: Problem, solution: Solution) -> None:
-    """What it says of itself is so."""
+    """Its own numbers are true."""
     choice = of(problem, solution)
     assert choice.is_allowed()
     assert solution.offloaded <= {i.name for i in choice.saved}
@@ -389,7 +389,7 @@ def test_more_room_is_never_slower_and_too_little_is_none(problem: Problem) -> N
 @given(problems(5, 4, 5), st.integers(0, 400))
 @few
 def test_alternatives_first_then_items(problem: Problem, budget: int) -> None:
-    """What is done where there is much to decide."""
+    """The fallback where there is much to decide."""
     whole = least_time(problem, budget) if smallest_or_none(problem) is not None else None
     assume(whole is not None)
     assert whole is not None
@@ -424,7 +424,7 @@ def test_roomy_budget_moves_nothing() -> None:
 
 
 def test_what_is_made_first_moves() -> None:
-    """Each copy hides behind one segment; what the last two segments make is needed too soon."""
+    """One segment hides each copy; the results of the last two segments are needed too soon."""
     solution = least_time(chain(*(saved(str(k), k) for k in range(4))), 300)
     assert solution is not None
     assert solution.ms == pytest.approx(80.0)
@@ -524,7 +524,7 @@ def test_contradictions_are_refused(change: dict[str, int], message: str) -> Non
 
 # -- size --------------------------------------------------------------------------------------------------------------
 
-# Of a decoder layer of 16k tokens: MiB and ms to compute again; None: what is always saved.
+# Of a decoder layer of 16k tokens: MiB and ms to recompute; None: always saved.
 _STORAGES: dict[str, tuple[int, float | None]] = {
     "hidden": (128, None),
     "norm": (128, 0.3),
@@ -592,7 +592,7 @@ def test_eighty_layers(alternatives: int, most_s: float) -> None:
 
 
 def test_eighty_layers_in_no_time() -> None:
-    """Past its deadline it still answers, and what it answers fits."""
+    """Past its deadline it still answers, and the answer fits."""
     problem = decoder(80, 10)
     solution = least_time(problem, 16 * GIB, deadline_s=0.0)
     assert solution is not None

@@ -32,7 +32,7 @@ __all__ = ["alone"]  # the fixture
 
 
 class Head(Recorded):
-    """An eager head, behind the last layer, whose memory changes from step to step. The process has had far more."""
+    """An eager head, after the last layer, whose memory changes from step to step. The process has had far more."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, at_turn=True)
@@ -109,7 +109,7 @@ def test_a_head_that_nothing_makes_room_for(peaks: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("budget", ["1GiB", None])
 def test_the_first_plan_knows_the_head(budget: str | None, tmp_path: Any) -> None:
-    """Its bytes and its time, with a budget or without; in what is gained, in the table, in the plot."""
+    """Its bytes and its time, with a budget or without; in the gain, in the table, in the plot."""
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     now = [0.0]
 

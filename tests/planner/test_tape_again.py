@@ -1,4 +1,4 @@
-"""Steps of calls with what was measured of them, in the place of estimates."""
+"""Steps of calls with measurements in the place of estimates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_nobody_has_run_is_as_much_slower_as_what_ran() -> None:
     assert seconds(scaled(AGAIN, {})) == seconds(AGAIN)
 
 
-# -- what is chosen ----------------------------------------------------------------------------------------------------
+# -- choices -----------------------------------------------------------------------------------------------------------
 
 COUNT = 12
 
@@ -79,7 +79,7 @@ class Planned:
         return self.ways.as_compiled().scheduler.keep_all().peak_bytes // 2
 
     def measured(self, times: float = 1.0, between: float = 0.0, beside: Beside = BESIDE_NOTHING) -> MeasuredChain:
-        """Segments took so many times as long as was thought, and ``between`` two calls there were milliseconds."""
+        """Segments took this many times their estimate, and ``between`` two calls there were milliseconds."""
         step = self.option.chain.step
         ms: Any = {
             phase: {s.name: between if s.name.endswith("entry") else times * s.ms for s in segments}
@@ -89,7 +89,7 @@ class Planned:
         return MeasuredChain(ms, {}, beside)
 
     def again(self, found: MeasuredChain, aim: TapeAim, link: float = 1.0, host_bytes: int | None = None) -> int | None:
-        """How many calls compute again."""
+        """How many calls recompute."""
         planning: Any = self
         chosen = choose_again(planning, found, rates().reaching(link, link), aim, host_bytes)
         return None if chosen is None else sum(v is not None for v in chosen.variants)
@@ -135,7 +135,7 @@ def test_no_more_is_moved_than_there_is_host_memory_for() -> None:
 
 
 def test_a_slowdown_in_measured_time() -> None:
-    """Calls that compute again took half a millisecond more than was thought."""
+    """Calls that recompute took half a millisecond more than predicted."""
     planned = Planned(6, again_ms=0.05)
     plain = planned.ways.as_compiled().scheduler.keep_all().step_ms
     aim = TapeAim(max_ms=1.03 * plain)
@@ -156,7 +156,7 @@ def test_nothing_to_choose_from() -> None:
 
 
 def test_estimates_are_left_as_they_are() -> None:
-    """What was planned from is measured against once more."""
+    """The inputs of the plan are compared with measurements once more."""
     planned = Planned(4)
     before = planned.ways.as_compiled().chain.step.compute_ms
     planning: Any = planned

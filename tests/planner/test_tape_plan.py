@@ -107,7 +107,7 @@ class Gate(nn.Module):
 
 
 class TwoGraphs(nn.Module):
-    """Two graphs in each layer, and eager code between them that makes what they save."""
+    """Two graphs in each layer, and eager code between them that makes their saved values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def recorded(make: Callable[[], nn.Module], *, steps: int = 2, **changes: Any) -
 
 
 def _tell_callers(watch: Watch, graph: CompiledGraph) -> None:
-    """What is given to a graph is not what the step makes."""
+    """A graph's inputs are not the step's own tensors."""
     for ran in (graph, *graph.variants):
         assert ran.backward is not None
         given = [n for n in ran.forward.graph.nodes if n.op in ("placeholder", "get_attr")]
@@ -252,7 +252,7 @@ def range_of_peaks(name: str) -> tuple[int, int]:
 
 
 def check_bytes(run: Run, simulation: Simulation) -> None:
-    """A step does what was simulated."""
+    """A step agrees with the simulation."""
     fxoffload.reset_stats()
     run.step()
     assert_nothing_held()
@@ -297,8 +297,8 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", [slow(n) if n == "shared" else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
-    """A budget between the least peak and that of keeping everything: some is kept, some is offloaded, what is on the
-    device is what was simulated, and no bit of a gradient changes."""
+    """A budget between the least peak and that of keeping everything: some is kept, some is offloaded. Bytes on the
+    device are the simulated ones, and no bit of a gradient changes."""
     least, most = range_of_peaks(name)
     assert least < most
     before = {p.graph for p in new_plans()}
@@ -469,12 +469,12 @@ def test_the_first_steps_take_the_least_that_offloading_does(name: str) -> None:
             found.append(max(s.in_flight_bytes + s.ahead_bytes for s in run.watch.seen))
         return found
 
-    # Only what the caller lends is still held behind the segment that read it.
+    # Only the caller's tensors are still held after the segment that read them.
     least, (first, second) = first_peaks(activation_budget="1GiB"), first_peaks()
     assert 2 * max(least) <= first and second == least[1]
 
 
-# -- what is planned, and when -----------------------------------------------------------------------------------------
+# -- plans, and when they are made -------------------------------------------------------------------------------------
 
 
 def in_between(name: str = "stack") -> int:
@@ -847,7 +847,7 @@ def test_forwards_without_a_backward_are_no_steps_that_were_watched(dropped: int
 
 
 def test_a_forward_that_raises_half_way_costs_no_other_step() -> None:
-    """All layers are calls of one graph: nothing but what was saved tells that the next forward is another one."""
+    """All layers are calls of one graph: nothing but saved values tells that the next forward is another one."""
     model = per_layer(Stack(4), activation_budget="1GiB")
     x = batch().requires_grad_()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What the calls of a chain compute again: chosen by the solver, laid out, simulated."""
+"""Recomputation in the calls of a chain: chosen by the solver, laid out, simulated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rates() -> ProfileRates:
 def layer(
     saved_mb: Sequence[int] = (64, 64), *, ms: float = 1.0, again_ms: float = 0.0, halves: int = 1, x: str = "x"
 ) -> TrainingStep:
-    """Reads x, which it saves, and makes y; saves some values; its backward makes dx, dw and what is computed again.
+    """Reads x, which it saves, and makes y; saves some values; its backward makes dx, dw and the recomputed values.
     ``halves``: segments of the backward."""
     own = [f"h{i}" for i in range(len(saved_mb))]
     backward = [SegmentStep(f"b{i}", ms=(2 * ms + again_ms) / halves, reads=("dy", x, *own)) for i in range(halves)]
@@ -59,7 +59,7 @@ def edges(x: str = "x") -> Edges:
 
 
 def passed(count: int) -> list[Held]:
-    """What is seen of layers that run one behind the other, and whose weights' gradients are added up and dropped."""
+    """Observations of layers that run one after the other, and whose weights' gradients are added up and dropped."""
     found = [Held(((0, "x"),), None)]
     found += [Held(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)) for k in range(count - 1)]
     found.append(Held(((count - 1, "y"),), Moment("forward", count - 1)))
@@ -107,7 +107,7 @@ class _Recipe:
         return list(self.live)
 
     def room(self) -> int:
-        """For so many more."""
+        """For this many more."""
         return 2 - len(self.live) - self.num_lost
 
 
@@ -195,7 +195,7 @@ def test_where_copies_cannot_hide_layers_compute_again() -> None:
     assert option.schedule.simulation.peak_bytes <= keep.peak_bytes // 2
     assert option.schedule.simulation.step_ms < compiled.schedule.simulation.step_ms
     assert 0 < again(option) < 12
-    # Most of it hides: only some calls compute again, which takes less than if all did.
+    # Most of it hides: only some calls recompute, which takes less than if all did.
     assert option.schedule.simulation.step_ms < keep.step_ms + 12 * 0.5
 
 

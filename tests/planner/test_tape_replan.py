@@ -97,7 +97,7 @@ def measured(tick_ms: float = 1.0, **changes: Any) -> Iterator[Measured]:
 
 @contextmanager
 def estimated(factor: float) -> Iterator[None]:
-    """Segments are thought to take so many times longer."""
+    """Predicted times of segments are this many times longer."""
     step_of = tape_parts.step_of
 
     def slower(*args: Any) -> TrainingStep:
@@ -130,11 +130,11 @@ def kept(name: str = "stack") -> dict[str, Tensor]:
     return recorded(MODELS[name], policy="keep_all").steps(1)[0]
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- measurements ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_shown_is_the_step_that_was_measured() -> None:
-    """A reading is a millisecond behind the last one; eager code between the layers takes seven, and the loss and the
+    """A reading is a millisecond after the last one; eager code between the layers takes seven, and the loss and the
     head twenty."""
     plain = kept()
     with measured() as time:
@@ -191,13 +191,13 @@ def test_afterwards_nothing_is_measured() -> None:
     assert time.planning[0]() is None, "what was planned from is let go"
 
 
-# -- what is planned again ---------------------------------------------------------------------------------------------
+# -- plans made again --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tick_ms", "moves"), [(2e-4, False), (5e-3, True)])
 def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
-    """Segments are thousands of times faster than was thought: what hid behind them does not any more. From the next
-    step on other values move, byte for byte what is simulated now, and no bit of a gradient changes."""
+    """Segments are thousands of times faster than predicted: copies that they hid are exposed. From the next step on
+    other values move, byte for byte as simulated now, and no bit of a gradient changes."""
     plain = kept()
     with measured(tick_ms), estimated(1e4):
         run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",))
@@ -279,7 +279,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
 
 @pytest.mark.parametrize("thought", [1.0, 200.0])
 def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: float) -> None:
-    """Where steps take longer than was thought, copies hide that did not before: as many as the host has room for."""
+    """Steps that take longer than predicted hide more copies: as many as the host has room for."""
     plain = kept()
     nothing = mock.patch.object(tape_replan, "choose_again", return_value=None)
     with measured(1.0) as time, estimated(thought), nothing as choose:
@@ -352,7 +352,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         assert {**chains.compile_counts(), "segments": 0} == {**counts, "segments": 0}
     assert the_plan().measured_step_ms is not None
     assert "recompute" in {d.action for d in plan.decisions}
-    # What computes again takes longer than the graphs as they were compiled.
+    # Variants that recompute take longer than the graphs as compiled.
     assert plan.calibrated_baseline is not None
     assert plan.calibrated_baseline.step_ms < plan.calibrated.step_ms
 
@@ -388,8 +388,8 @@ def every_other(call: int, drafts: list[Any]) -> Any:
 
 @contextmanager
 def a_slower_link(part: float = 1e-3) -> Iterator[list[float]]:
-    """Copies turn out to be far slower than they are thought to be, and a little slower yet the next time. Yields what
-    was thought each time."""
+    """Copies turn out to be far slower than predicted, and a little slower yet the next time. Yields the prediction
+    each time."""
     thought: list[float] = []
 
     def fit_link(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
@@ -428,13 +428,13 @@ def test_calls_compute_more_again_where_copies_are_slow() -> None:
     assert f"{sum(map(bool, ran[-1]))} of {LAYERS} calls computing more again" in plan.summary
     assert ", by what was measured: " in plan.summary
     assert plan.predicted == before.predicted and plan.measured_step_ms is not None
-    chosen.reset_mock()  # it holds what it was given
+    chosen.reset_mock()  # it holds its arguments
     gc.collect()
     assert time.planning[0]() is None, "what was planned from is let go"
 
 
 def test_what_took_longer_than_before_is_taken_back() -> None:
-    """Steps of what was chosen take three times as long as those before."""
+    """Steps of the new choice take three times as long as those before."""
     plain = kept()
     budget = chains.in_between()
     step_ms, chosen = Readings.step_ms, mock.Mock(wraps=tape_replan.choose_again)
@@ -463,8 +463,8 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
 
 @pytest.mark.parametrize("exceeded", [False, True])
 def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
-    """Nothing can move. Two calls run a variant, which fits by what is thought of the backwards' working sets. To meet
-    the budget takes longer."""
+    """Nothing can move. Two calls run a variant, which fits by the estimated working sets of the backwards. To meet the
+    budget takes longer."""
     plain = kept()
     extra, room = 24 << 10, 4 << 10
 
@@ -508,7 +508,7 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
 def test_what_was_measured_decides_which_calls_are_paced(
     monkeypatch: pytest.MonkeyPatch, least_ms: float, tick_ms: float, first: int, then: int
 ) -> None:
-    """Forwards that are longer than was thought, or shorter, though nothing else changes."""
+    """Forwards that are longer than predicted, or shorter, though nothing else changes."""
     monkeypatch.setattr(pacing, "_LEAST_MS", least_ms)
     monkeypatch.setattr(pacing, "_BUSY", 0.0)
     monkeypatch.setattr(pacing, "fsdp2_is_used", lambda: True)
@@ -527,8 +527,8 @@ def test_what_was_measured_decides_which_calls_are_paced(
 
 
 def test_calls_that_need_not_compute_again_do_not() -> None:
-    """Everything fits: calls 1 and 3, whose backwards take three times as long, compute again only because the first
-    plan was made to."""
+    """Everything fits: calls 1 and 3, whose backwards take three times as long, recompute only because the first plan
+    was made to."""
     plain = kept()
     segment_ms = Readings.segment_ms
 
@@ -604,7 +604,7 @@ def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
 
 
 def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
-    """Nothing is measured behind that."""
+    """Nothing is measured after that."""
 
     def gone(self: TapeCalibration, readings: Any) -> None:
         follower = self.follower()
@@ -621,7 +621,7 @@ def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
 
 @pytest.mark.parametrize("extra", [40 << 10, 1 << 20])
 def test_working_sets_that_exceed_the_budget(extra: int) -> None:
-    """More is moved, beyond what is pinned; where that does not help there is a warning."""
+    """More is moved, beyond the pinned memory; where that does not help there is a warning."""
     fits = extra < 1 << 20
     plain = kept()
     budget = chains.in_between()
@@ -769,7 +769,7 @@ ODD = (
 
 @pytest.mark.parametrize("odd", ODD)
 def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None]) -> None:
-    """What they take is in no reading; those before and behind them count."""
+    """Their time is in no reading; steps before and after them count."""
     plain = kept()
     with measured(1.0, count=3) as time:
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=4)
@@ -906,7 +906,7 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
 
 
 def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
-    """What is compared is the graphs' part; what is told is the whole."""
+    """The graphs' part is compared; the whole is reported."""
     limit, budget = 100 << 20, (100 << 20) + tape_plan.AROUND_BYTES
     simulation: Any = SimpleNamespace(peak_bytes=limit)
     goal: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
@@ -925,7 +925,7 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
 @settings(max_examples=40, deadline=None)
 @given(decided_steps(4))
 def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tuple[bool, ...]]) -> None:
-    """It stands behind all segments of the forward, also under windows that were made without it."""
+    """It comes after all segments of the forward, also under windows that were made without it."""
     step, decisions = made
     step = replace(step, followed=True) if hasattr(step, "followed") else step
     chain = concatenate([step, step]).step
@@ -952,7 +952,7 @@ def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tu
 
 
 def test_what_graphs_would_take_as_they_were_compiled() -> None:
-    """Two calls: the second computes again, by its estimate 5 ms instead of 2, and takes three times as long."""
+    """Two calls: the second recomputes, by its estimate 5 ms instead of 2, and takes three times as long."""
     from tests.planner.test_tape_recompute import layer, passed
 
     compiled = concatenate([layer((8,), ms=1.0)] * 2, passed(2))
@@ -978,7 +978,7 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
 
 
 def test_a_graph_that_some_calls_ran_as_compiled_takes_what_these_took() -> None:
-    """Four calls of one graph, of which the third and fourth computed again."""
+    """Four calls of one graph, of which the third and fourth recomputed."""
     from tests.planner.test_tape_recompute import layer, passed
 
     plain, again = layer((8,), ms=1.0), layer((8,), ms=1.0, again_ms=3.0)
@@ -993,7 +993,7 @@ def test_a_graph_that_some_calls_ran_as_compiled_takes_what_these_took() -> None
         "forward": {"call 0/f": 7.0, "call 1/f": 8.0, "call 2/f": 7.5, "call 3/f": 7.5},
         "backward": {"call 0/b0": 10.0, "call 1/b0": 20.0, "call 2/b0": 15.0, "call 3/b0": 15.0},
     }
-    # The last call is of another graph, which nobody ran as it was compiled.
+    # The last call is of another graph, which no call ran as compiled.
     other = as_compiled(compiled, ran, varied, ["a", "a", "a", "b"], ms)
     assert other["forward"]["call 3/f"] == 40.0 and other["forward"]["call 2/f"] == 7.5
     assert other["backward"]["call 3/b0"] == pytest.approx(90.0 * 2.0 / 5.0)

@@ -104,8 +104,8 @@ def planned_lengths() -> list[str]:
 
 @pytest.mark.parametrize("name", ["dropout", "collecting", slow("two graphs"), slow("shared")])
 def test_each_length_does_what_its_size_needs(name: str) -> None:
-    """Short batches move nothing, long ones what they must. Where the length is one of the grid, what is on the device
-    is what was simulated."""
+    """Short batches move nothing, long ones only as much as needed. Where the length is one of the grid, bytes on the
+    device are the simulated ones."""
     budget = in_between(name)  # for the length that is called long here
     torch.compiler.reset()
     alive = set(fxoffload.graphs())
@@ -154,7 +154,7 @@ def test_without_a_budget_each_length_has_the_least_peak_within_a_slowdown() -> 
 
 
 def test_the_second_length_makes_sizes_dynamic() -> None:
-    """As Dynamo does it where nobody says so: graphs for the first length, then others for all of them."""
+    """As Dynamo does it by itself: graphs for the first length, then others for all of them."""
     budget = in_between()
     torch.compiler.reset()
     run = varying(dynamic=None, activation_budget=budget, disable=("tape_recompute",))

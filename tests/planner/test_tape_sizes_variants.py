@@ -35,7 +35,7 @@ SHORT, MIDDLE, LONG, LONGER = 15, 36, 52, 104
 
 
 class Gated(nn.Module):
-    """Much of what it saves costs little to compute again."""
+    """Many of its saved values cost little to recompute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def test_what_only_the_first_steps_needed_goes_and_no_bit_changes(name: str, eng
 
 
 def hungry(run: Run) -> None:
-    """A step that takes more: several forwards wait for their backwards, which is not what was planned."""
+    """A step that takes more: several forwards wait for their backwards, unlike in the plan."""
     waiting = [run.model(run.x).square().mean() for _ in range(4)]
     while waiting:
         waiting.pop().backward()
@@ -130,7 +130,7 @@ def test_steps_that_keep_what_the_plan_offloads_do_not_count(engine: CopyEngine)
 
 
 def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEngine) -> None:
-    """Steps are counted anew behind it."""
+    """Steps are counted anew after it."""
     run = recorded(MODELS["stack"], activation_budget=in_between())
     run.steps(UNTIL_TRIM - 1)
     hungry(run)
@@ -141,7 +141,7 @@ def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEng
     assert trimmed() == grown - reserved()
     engine.arena.mark()
     run.step()
-    # What was freed in between lies otherwise: a step may come to need a page less than those that counted.
+    # Memory freed in between lies otherwise: a step may come to need a page less than those that counted.
     assert reserved() - 2 * PAGE < engine.arena.highest_bytes <= reserved()
 
 
@@ -170,7 +170,7 @@ def test_evaluations_and_accumulation_do_not_put_it_off() -> None:
 
 
 def test_an_exception_puts_it_off() -> None:
-    """Steps are counted anew behind it, and do what they did."""
+    """Steps are counted anew after it, and run as before."""
     failing = False
 
     def between(i: int, x: Tensor) -> Tensor:

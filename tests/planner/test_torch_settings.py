@@ -1,4 +1,4 @@
-"""Settings of torch by which its partitioner chooses what is saved: beside a plan they have no effect, and that is said
+"""Settings of torch by which its partitioner chooses saved values: under a plan they have no effect, and that is said
 once."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAYS = "torch's own settings beside fxoffload"
 
 
 def train(by_layer: bool = False, steps: int = 1, reset: bool = True, **options: Any) -> tuple[list[Tensor], list[str]]:
-    """Loss and gradients of the last step, and what was warned of."""
+    """Loss and gradients of the last step, and the warnings."""
     if reset:
         torch.compiler.reset()
     model = Stack(2, dropout=0.1)

@@ -241,7 +241,7 @@ def test_a_reset_of_the_compiler_forgets_ranges() -> None:
 
 
 def test_each_call_is_scheduled_for_its_size(made: list[ScheduleBySize]) -> None:
-    """One graph, whatever recomputation could do: the runtime moves what is simulated for the size of each call."""
+    """One graph, whatever recomputation could do: the runtime moves the simulated values for the size of each call."""
     smallest = recorded("tower").smallest(recompute="default").smallest_bytes
     budget = smallest * 2
     model = tower()
@@ -333,7 +333,7 @@ def test_a_longer_batch_gets_a_variant_and_a_short_one_keeps_its_own(made: list[
         stats = check_bits(model, call, batch)
         return num_dynamo_graphs() - before, stats.bytes_offloaded
 
-    # Plain Inductor will do, and does for what is a little larger.
+    # Plain Inductor will do, and does for slightly larger sizes.
     assert run(4) == (1, 0)
     assert run(5) == (1, 0)
     assert [p.summary for p in fxoffload.plans()][-1].endswith("nothing is done")

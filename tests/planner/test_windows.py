@@ -1,4 +1,4 @@
-"""Windows: the peak stays within the limit, more room never costs time, and the runtime does what is simulated."""
+"""Windows: the peak stays within the limit, more room never costs time, and the runtime agrees with the simulation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_least_peak_is_the_edge(decided: tuple[TrainingStep, tuple[bool, ...]]) 
 @many
 @given(decided_steps(), st.lists(st.floats(0, 1.1), min_size=2, max_size=4))
 def test_more_room_never_costs_time(decided: tuple[TrainingStep, tuple[bool, ...]], shares: list[float]) -> None:
-    """Where storages move whole. Of a range, less comes back than was there: what is taken back then takes the room of
+    """Where storages move whole. Of a range, less comes back than was there. A reclaimed value then takes the room of
     reloads, and either may be the better use of it."""
     step, decisions = whole(decided[0]), decided[1]
     least = least_peak_bytes(step, decisions)
@@ -73,7 +73,7 @@ def test_more_room_never_costs_time(decided: tuple[TrainingStep, tuple[bool, ...
         windows = windows_for(step, decisions, round(least + share * max(widest - least, MB)))
         assert windows is not None
         _, ms = peak_and_ms(step, decisions, windows)
-        # By one copy it may: what is taken back is not always the best use of the room.
+        # By one copy it may: a reclaimed value is not always the best use of the room.
         assert ms <= before + largest_ms + 1e-9
         before = min(before, ms)
 

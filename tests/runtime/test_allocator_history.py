@@ -56,7 +56,7 @@ def test_what_was_there_before_may_be_freed() -> None:
 
 
 def test_blocks_that_are_larger_than_what_was_asked_for() -> None:
-    """The record does not say how large they are: what is still there does."""
+    """The record does not say how large they are: live blocks do."""
     allocator = Allocator()
     history = allocator.history()
     first = allocator.read()
@@ -245,7 +245,7 @@ def test_without_addresses_nothing_is_known_to_be_carried() -> None:
     assert history.carried_bytes(turn_begin, allocator.read()) == 0
 
 
-# -- what is given back when a step ends -------------------------------------------------------------------------------
+# -- memory given back when a step ends --------------------------------------------------------------------------------
 
 
 def test_what_was_there_before_a_step_and_goes_with_its_end() -> None:
@@ -279,7 +279,7 @@ def test_a_step_is_watched_until_its_backward_has_ended() -> None:
     live.call_ended(allocator.read())
 
     class Root(torch.autograd.Function):
-        """Behind the last call in the backward."""
+        """After the last call in the backward."""
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_allocate_wakes_for_every_chunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
 def test_a_failure_keeps_the_chunks_before_it(tmp_path: Path, bad: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Those behind it that were done already are unregistered, and have no memory."""
+    """Those after it that were done already are unregistered, and have no memory."""
     later = threading.Event()
 
     def fail(chunk: int) -> None:
@@ -147,7 +147,7 @@ def test_a_failure_keeps_the_chunks_before_it(tmp_path: Path, bad: int, caplog: 
     assert [r.getMessage() for r in caplog.records] == [
         "could not get more pinned host memory (no more memory to pin); values stay on the device"
     ]
-    # What is there is used, and another reservation tries again.
+    # Existing memory is used, and another reservation tries again.
     arena.free(take(arena, 2 * MIB * bad), None)
     pinner.on_register = lambda chunk: None
     arena.reserve(10 * MIB, LARGE)

@@ -1,4 +1,4 @@
-"""Threads beside training: the end of the interpreter, and plans one at a time."""
+"""Threads during training: the end of the interpreter, and plans one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from fxoffload.runtime import background
 
-# Each thread says so in one write: print() writes the end of its line behind it, and another thread may come between.
+# Each thread says so in one write: print() writes the end of its line separately, and another thread may come between.
 # What still runs when the interpreter ends is ended by it, in the middle of torch's own code.
 ENDS = """
 import os, sys, threading, time, torch

@@ -17,7 +17,7 @@ Event = tuple[str, int]  # ("F", graph) or ("B", number of its forward)
 
 @dataclass
 class Guess:
-    """What was expected when a backward began, and what came then."""
+    """The expectation when a backward began, and the call that came."""
 
     expected: list[int]
     is_open: bool
@@ -68,7 +68,7 @@ def run(order: BackwardOrder, events: Iterable[Event]) -> list[Guess]:
 
 
 def passes(order: str, layers: int = 1, *, graphs: int = 1) -> list[Event]:
-    """``order``: "F" is a forward pass, a digit the backward pass of that one. A pass calls so many layers."""
+    """``order``: "F" is a forward pass, a digit the backward pass of that one. A pass calls this many layers."""
     events: list[Event] = []
     for one in order:
         if one == "F":
@@ -137,7 +137,7 @@ def test_another_number_of_microbatches_in_the_order_of_the_forwards(layers: int
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("depth", [2, 4])
 def test_another_number_of_microbatches_in_a_pipeline(layers: int, depth: int) -> None:
-    """What is expected behind the next one does not matter, but that may not be wrong."""
+    """Only the next one may not be wrong; later expectations do not matter."""
     order = BackwardOrder()
     run(order, one_forward_one_backward(5, depth, layers, graphs=2))
     for count in (6, 9, 7, 4):

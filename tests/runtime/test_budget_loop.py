@@ -30,7 +30,7 @@ CALLS, SAVED = 4, 10  # units that a call keeps, if it does
 
 
 class Watched(Allocator):
-    """Knows the true peak of each step, which nobody else does."""
+    """Knows the true peak of each step, as only a test can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Watched(Allocator):
 
 @dataclass
 class Step:
-    """What eager code between the last forward and the first backward does, in units: ``passing`` is freed at once,
-    ``held`` when the step ends, ``output`` when the next step has made another one."""
+    """Allocations of eager code between the last forward and the first backward, in units. ``passing`` is freed at
+    once, ``held`` when the step ends, ``output`` when the next step has made another one."""
 
     passing: int = 0
     held: int = 0
@@ -56,13 +56,13 @@ class Step:
 
 
 class Model:
-    """Calls that keep or offload what they save, under a budget. Its planner fills the budget with what it keeps, by
-    what was seen beside the graphs. What it does not know is that graphs that keep so much take ``error`` units more.
+    """Calls that keep or offload their saved values, under a budget. Its planner fills the budget with kept values, by
+    the extra memory that was read. It does not know that graphs that keep as much take ``error`` units more.
 
     Attributes:
         plans: how many units each plan keeps.
         records: whether each step was recorded.
-        peaks: of each step, in units above what was there when it began.
+        peaks: of each step, in units above the bytes at its beginning.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ def test_outputs_that_are_not_held_any_more(world: World) -> None:
 
 @pytest.mark.parametrize("first", [2, 5])
 def test_outputs_that_the_caller_holds_until_there_are_others(world: World, first: int) -> None:
-    """Logits of the step before: they are there when a step begins, and are not what is there for good."""
+    """Logits of the step before: they are there when a step begins, but not for good."""
     model = world.model(30)
     model.steps(first, HEAD)
     found = model.steps(9, Step(output=8))
@@ -227,7 +227,7 @@ def test_eager_memory_that_goes_away_is_used(world: World) -> None:
 
 
 def test_eager_memory_that_comes_and_goes(world: World) -> None:
-    """Every third step logs something. The budget is met for good, and the plan stays what it is."""
+    """Every third step logs something. The budget is met for good, and the plan stays."""
     model = world.model(30)
     model.steps(5, HEAD)
     found = [model.step(Step(passing=18) if i % 3 == 0 else HEAD) for i in range(60)]
@@ -247,7 +247,7 @@ def test_memory_that_goes_away_and_comes_back_is_left_room_for(world: World) -> 
 
 
 def test_a_plan_that_is_wrong_about_its_graphs(world: World) -> None:
-    """What nothing beside the graphs explains is left free."""
+    """Bytes that no extra memory explains are left free."""
     model = world.model(30, error=lambda kept: 14)
     found = model.steps(10)
     assert found[2] == 44 and max(found[3:]) <= 30
@@ -333,7 +333,7 @@ def test_a_peak_that_the_user_resets(world: World) -> None:
 
 
 def test_without_a_record_it_is_seen_where_it_can_be() -> None:
-    """Somebody else has the record, and the process has had more: what is held shows, what passes by does not."""
+    """The record is taken, and the process has had more: held memory shows, passing memory does not."""
     world = World()
     world.allocator.has_record = False
     model = world.model(30)
@@ -346,7 +346,7 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
 
 
 def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
-    """Made on the same thread as the plan. Until it is there, steps do what they did at first."""
+    """Made on the same thread as the plan. Until it is there, steps run as at first."""
     world = World()
     world.calls = StepCalls(lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin)
     model = world.model(30)

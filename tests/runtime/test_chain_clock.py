@@ -18,7 +18,7 @@ from fxoffload.runtime.clocks.stream_events import host_events
 
 
 class Time:
-    """Stands still unless somebody lets it pass."""
+    """Stands still unless a test lets it pass."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_whole_step() -> None:
     assert found.live_after()["backward"] == {"call 1/a": 700, "call 0/a": 400}
     assert found.temp_bytes()["forward"] == {"call 0/a": 100, "call 1/a": 200}
     assert found.peak_bytes() == 5300
-    assert time.memory.peak == 6300  # nobody resets it
+    assert time.memory.peak == 6300  # never reset
 
 
 def test_steps_that_do_not_count() -> None:

@@ -1,4 +1,4 @@
-"""The copy engine on the CPU rehearsal: what is held, what is ahead, what comes back, and in which order."""
+"""The copy engine on the CPU rehearsal: sources in flight, reloads ahead, and their order."""
 
 from __future__ import annotations
 
@@ -468,8 +468,8 @@ def test_what_the_caller_may_have_written_to_is_never_taken_back() -> None:
 
 @pytest.mark.parametrize(("share", "expected"), [(-1, 1), (0, 2), (1, 4)])
 def test_what_was_taken_back_counts_for_the_window(share: int, expected: int) -> None:
-    """Two values are taken back, the window has room for two: among the layers it grows by them (a backward begins with
-    such values, and nothing would reload behind the segments that read them), under the head it has to hold them."""
+    """Two values are taken back, the window has room for two. Among the layers it grows by them: a backward begins with
+    such values, and no reload would hide behind their readers. Under the head it has to hold them."""
     bench = Bench()
     group = bench.save(1, 2, 3, 4, 5, 6)
     bench.engine.release(2 * NBYTES)  # 5 and 6 are still held, and needed first
@@ -548,11 +548,11 @@ def test_groups_of_another_compute_stream_are_not_prefetched() -> None:
 
 
 def test_a_wrong_guess_is_given_up() -> None:
-    """The backward of another group begins: what was prefetched for the first one goes, after a wait for its copy."""
+    """The backward of another group begins: reloads prefetched for the first one go, after a wait for its copy."""
     streams = Recorder()
     bench = Bench(streams)
     first = bench.save(1, 2)
-    second = bench.save(3, push=False)  # nobody predicted it
+    second = bench.save(3, push=False)  # not predicted
     bench.engine.release(0)
     bench.request(first)
     bench.engine.prefetch(ROOM)
@@ -811,7 +811,7 @@ class NoRoom:
 def test_a_target_that_cannot_be_had_leaves_nothing_that_passes_for_reloaded(
     at: int, prefetches: bool, retained: bool
 ) -> None:
-    """What was allocated before it holds no values. Tried again, the backward gets the right ones; given up, everything
+    """Targets allocated before it hold no values. Tried again, the backward gets the right ones; given up, everything
     returns and other steps go on."""
     bench = Bench(Recorder())
     engine = bench.engine

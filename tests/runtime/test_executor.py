@@ -1,4 +1,5 @@
-"""The executor on outer graphs written by hand: what its slots hold, what it saves and hands over, what it lets go."""
+"""The executor on outer graphs written by hand: the contents of its slots, its saved values and results, and their
+release."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Stream:
 
 
 def before(stream: Stream, count: int | None = None) -> list[str]:
-    """What is done when the first ``count`` of a stream's entries are."""
+    """The entries that are done when the first ``count`` of a stream are."""
     found: list[str] = []
     for entry in stream.queued[:count]:
         found += before(*entry.behind) if isinstance(entry, Event) else [entry]

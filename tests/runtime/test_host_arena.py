@@ -22,7 +22,7 @@ LARGE = 64 * MIB
 
 @dataclass
 class Recorder:
-    """A pinner that writes down what it is asked for; it may be slow, wait for a gate, or fail from some call on."""
+    """A pinner that writes down its requests; it may be slow, wait for a gate, or fail from some call on."""
 
     pinned: bool = False
     delay_s: float = 0.0
@@ -62,7 +62,7 @@ def grown(arena: HostArena, nbytes: int) -> Iterator[None]:
 
 
 def resident_share(address: int, nbytes: int) -> float:
-    """How much of some whole pages has memory behind it."""
+    """How much of some whole pages is backed by memory."""
     pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
     return sum(page & 1 for page in pages) / len(pages)
@@ -174,7 +174,7 @@ def test_none_where_the_limit_would_be_passed() -> None:
     assert arena.allocate(2 * MIB, 4 * MIB) is None
     assert take(arena, MIB, 4 * MIB).offset == 3 * MIB
     arena.free(first, None)
-    assert arena.allocate(3 * MIB, 1) is None  # a limit bounds what is in use, even where memory is there
+    assert arena.allocate(3 * MIB, 1) is None  # a limit bounds memory in use, even where more is there
     assert take(arena, 3 * MIB, 4 * MIB).offset == 0
     assert arena.reserved_bytes == 4 * MIB
 
@@ -298,7 +298,7 @@ def test_a_view_that_somebody_holds_outlives_the_release() -> None:
 
 
 def test_free_takes_no_lock() -> None:
-    """A finalizer may run in the middle of anything, on any thread: also while somebody holds the arena's lock."""
+    """A finalizer may run in the middle of anything, on any thread: also while the arena's lock is held."""
     arena = HostArena(HeapMemory(), LARGE)
     block = take(arena, MIB)
     with arena._lock:
@@ -336,8 +336,8 @@ def test_many_threads() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_against_a_model_allocator(data: st.DataObject) -> None:
-    """No two live blocks overlap, none lies outside, fences are at least as young as the youngest of what was there,
-    and when all is freed the arena is one range again."""
+    """No two live blocks overlap, none lies outside, fences are at least as young as the youngest of the earlier
+    blocks, and when all is freed the arena is one range again."""
     limit = data.draw(st.sampled_from([2 * MIB, 4 * MIB]))
     arena = HostArena(HeapMemory(), LARGE)
     live: dict[int, HostBlock] = {}

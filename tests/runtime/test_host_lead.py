@@ -24,7 +24,7 @@ class Point:
 
 
 def good(lead: HostLead, count: int) -> int:
-    """How many of so many points were waited for."""
+    """How many of ``count`` points were waited for."""
     points = [Point(2) for _ in range(count)]
     for point in points:
         lead.wait_for(point)

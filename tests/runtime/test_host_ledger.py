@@ -30,7 +30,7 @@ torch.distributed = types.ModuleType("torch.distributed")
 torch.distributed.is_available = lambda: False
 sys.modules |= {{"fxoffload": package, "torch": torch, "torch.distributed": torch.distributed}}
 """
-# A process that books what it is told, line by line, against a machine of 100 GiB. It stays until its input ends.
+# A process that books given numbers, line by line, against a machine of 100 GiB. It stays until its input ends.
 OTHER = f"""
 {LIGHT}
 from pathlib import Path
@@ -146,7 +146,7 @@ def test_a_killed_process_gives_its_booking_back(ledger: Ledger) -> None:
         other.process.kill()
         while psutil.Process(other.process.pid).status() != psutil.STATUS_ZOMBIE:
             pass
-        assert booking.grow_to(80 * GIB)  # though nobody has asked for its exit status
+        assert booking.grow_to(80 * GIB)  # though its exit status was not read
     assert [path.name.split("-")[0] for path in files(ledger)] == [str(os.getpid())]
 
 

@@ -26,7 +26,7 @@ def test_it_is_where_the_device_is_mostly_idle() -> None:
 
 
 def test_it_is_not_where_a_step_of_many_layers_begins_so() -> None:
-    """Also in the step that begins behind another one."""
+    """Also in the step that begins after another one."""
     step = [True] * 4 + [False] * 28
     for looks in range(len(step)):
         assert not pace([*step, *step[: looks + 1]]).waits

@@ -28,8 +28,8 @@ CHUNK = 2 * MIB
 
 @dataclass
 class Driver:
-    """A pinner that, as the driver does, registers no address twice and knows what it is to unregister. The hooks are
-    called with the number of the chunk."""
+    """A pinner that, as the driver does, registers no address twice and knows each address that it unregisters. The
+    hooks are called with the number of the chunk."""
 
     on_register: Callable[[int], None] = lambda chunk: None
     on_unregister: Callable[[int], None] = lambda chunk: None
@@ -68,7 +68,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(tmp_path: Path, nbytes: int) -> tuple[HostArena, Driver, Ledger]:
-    """An arena with so many bytes, all free."""
+    """An arena with this many bytes, all free."""
     ledger, driver = Ledger(tmp_path), Driver()
     arena = HostArena(driver, LARGE, booking=Booking(ledger))
     arena.free(take(arena, nbytes), None)
@@ -153,7 +153,7 @@ def test_a_block_that_is_being_freed_counts_as_free(tmp_path: Path) -> None:
 
 
 def test_it_waits_for_copies_when_nobody_can_start_one_any_more(tmp_path: Path) -> None:
-    """Before it, a block might still be taken there; behind it, memory is gone that a copy may still read."""
+    """Before it, a block might still be taken there; after it, memory is gone that a copy may still read."""
     arena, driver, _ = make(tmp_path, 8 * MIB)
     seen = []
 
@@ -371,7 +371,7 @@ def test_a_fork_in_the_middle_of_it(tmp_path: Path) -> None:
 
 
 def test_many_threads(tmp_path: Path) -> None:
-    """Blocks are what was written to them, whoever trims and grows meanwhile, and the driver is asked in pairs."""
+    """Blocks keep their values, whoever trims and grows meanwhile, and the driver is asked in pairs."""
     arena, driver, ledger = make(tmp_path, 16 * MIB)
     errors: list[BaseException] = []
     done = threading.Event()
@@ -436,7 +436,7 @@ class Plan:
 
 @dataclass
 class Memory:
-    """Steps need so many bytes, told by who watches."""
+    """Steps need this many bytes, told by the watch."""
 
     needed: int = 0
     is_capturing: bool = False
@@ -509,7 +509,7 @@ def test_another_step_begins_it_again() -> None:
 def test_a_new_plan_is_another_one() -> None:
     steps, plan = Steps(), Plan()
     steps.follow(plan, STEADY_STEPS + 1, 30)
-    plan = Plan()  # the first one is gone, and what it needed
+    plan = Plan()  # the first one is gone, and its need too
     steps.trim.interrupted()
     steps.follow(plan, STEADY_STEPS + 1, 20)
     assert steps.memory.kept == [30, 20]

@@ -67,7 +67,7 @@ class Steps:
         return {"loss": loss.detach().clone(), **effects(self.model)}
 
     def step_with_release(self) -> None:
-        """One whose host memory is new, and returned behind it."""
+        """One whose host memory is new, and returned after it."""
         self.step()
         gc.collect()
         fxoffload.release_host_memory()
@@ -83,7 +83,7 @@ class Steps:
         self.step()
 
     def problems(self) -> list[str]:
-        """What is not as it was before the interrupt."""
+        """Differences from the state before the interrupt."""
         gc.collect()
         found = switches()
         held = fxoffload.stats()

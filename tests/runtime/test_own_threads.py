@@ -61,7 +61,7 @@ class Owner:
         raise AssertionError
 
     def publish(self, start: int, end: int) -> None:
-        """Nobody asks."""
+        """Never asked."""
 
     def settle(self, error: BaseException | None) -> None:
         assert error is None

@@ -178,7 +178,7 @@ def test_events_are_used_again() -> None:
     assert len(set(map(id, device.events._free))) == made
 
 
-# -- what is not counted -----------------------------------------------------------------------------------------------
+# -- calls that do not count -------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_raised_is_dropped() -> None:
@@ -518,7 +518,7 @@ def test_interleaved_forwards_are_paired_by_recorder(order: tuple[int, int]) -> 
 
 
 def test_interleaved_forwards_are_not_guessed_at() -> None:
-    """Nobody says whose backward it is: times, no bytes, from then on."""
+    """The owner of the backward is not known: times, no bytes, from then on."""
     device = Device()
     clock = device.clock(count=5)
     for _ in range(2):

@@ -10,7 +10,7 @@ from fxoffload.runtime.transfer import Group, Transfer
 
 
 def expected(tape: Tape, group: Group, *, keeps_graph: bool = False) -> list[Group]:
-    """Behind the backward of ``group``."""
+    """After the backward of ``group``."""
     return tape.begin_backward(group, keeps_graph=keeps_graph)
 
 
@@ -92,7 +92,7 @@ def test_the_order_of_one_step_is_that_of_the_next() -> None:
     for step in range(2):
         groups = pushed(tape, 3)
         assert expected(tape, groups[0]) == (groups[1:] if step else [])
-        assert expected(tape, groups[1]) == groups[2:]  # as behind the first one
+        assert expected(tape, groups[1]) == groups[2:]  # as after the first one
         assert expected(tape, groups[2]) == []
 
 
@@ -110,7 +110,7 @@ def test_where_nothing_was_saved_what_was_expected_still_is() -> None:
 
 
 def test_a_graph_that_is_never_let_go_is_not_expected_for_ever() -> None:
-    """Somebody keeps a loss: the tape is never empty, and no step begins at the same place as the one before."""
+    """The caller keeps a loss: the tape is never empty, and no step begins at the same place as the one before."""
     tape = Tape()
     (leaked,) = pushed(tape, 1)
     for step in range(3):

@@ -242,7 +242,7 @@ class TestWorker:
         worker.stop()
 
     def test_what_an_exception_in_its_thread_cuts_short_has_failed(self) -> None:
-        """At any line of the thread: who waits for the job is told, and the jobs behind it run."""
+        """At any line of the thread: who waits for the job is told, and later jobs run."""
         where = files("phases/moving/worker.py")
         told: list[str] = []
 

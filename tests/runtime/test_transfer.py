@@ -73,7 +73,7 @@ def test_what_was_reloaded_for_nothing_is_held_until_its_copy_was_waited_for() -
 
 
 def test_a_token_is_a_tensor_that_stands_for_its_slot() -> None:
-    """AOTAutograd asserts that what is saved is a tensor."""
+    """AOTAutograd asserts that every saved value is a tensor."""
     slot = make_slot()
     token = make_token(slot)
     assert isinstance(token, Tensor)

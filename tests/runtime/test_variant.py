@@ -151,13 +151,13 @@ def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
     assert_nothing_held()
 
 
-# -- what is held, and for how long ------------------------------------------------------------------------------------
+# -- lifetimes of saved values -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_graph_that_is_dropped_frees_everything(gate: bool, offload: bool) -> None:
-    """By reference counting alone; ``gate``: what is saved is an output, which holds its own graph."""
+    """By reference counting alone; ``gate``: the saved value is an output, which holds its own graph."""
     forced = Forced(Layers(gate=gate))
     forced.force(1, 2, 1, offload=offload)
     gc.collect()
@@ -268,7 +268,7 @@ def test_decisions_are_in_the_order_of_the_candidates() -> None:
 
 
 def test_a_call_of_variant_0_between_others() -> None:
-    """The backward knows from what it is given."""
+    """The backward knows from its arguments."""
     variant = hand_made(lambda a: [a[0], a[0], a[0]], lambda a: [a[2]])
     outer = Outer()
     inputs = [outer.input(n) for n in ("c", "d", "tangents_1")]
@@ -286,7 +286,7 @@ def test_a_copy_of_a_bundles_token_is_refused() -> None:
         copy.deepcopy(token)
 
 
-# -- writes to what is saved -------------------------------------------------------------------------------------------
+# -- writes to saved values --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", [False, True])

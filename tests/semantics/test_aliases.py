@@ -62,7 +62,7 @@ def test_outputs_that_alias_an_intermediate(used: tuple[int, ...]) -> None:
 
 
 def test_output_that_aliases_an_intermediate_is_the_callers_to_write_to() -> None:
-    """Eager's own check notices; offloading does not switch it off for what it left on the device."""
+    """Eager's own check notices; offloading does not switch it off for values that it left on the device."""
     model = WithHidden()
     module = compiled(model)
     out, alias, _ = module(batch())
@@ -191,7 +191,7 @@ def test_saved_tensors_that_are_not_contiguous() -> None:
 
 
 def test_saved_tensors_with_gaps_and_offsets() -> None:
-    """A slice of a wider graph input: strided, at an offset, in a storage that is larger than what it covers."""
+    """A slice of a wider graph input: strided, at an offset, in a storage that is larger than the view."""
 
     class Sliced(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def test_tied_weights() -> None:
     assert not [n for c in graph.saved.candidates for n in c.nodes if tuple(n.meta["val"].shape) in shapes]
 
 
-# -- the caller writes to what it gave ---------------------------------------------------------------------------------
+# -- the caller writes to its inputs -----------------------------------------------------------------------------------
 
 
 def _writes(kind: str) -> Callable[[Tensor], None]:
@@ -303,7 +303,7 @@ def test_a_kept_graph_input_that_the_caller_writes_to_is_noticed_as_in_eager() -
 
 
 def test_what_the_graph_writes_in_place_stays() -> None:
-    """What is made of it is saved. (Left to itself, the partition computes it again from what was written.)"""
+    """A function of it is saved. (Left to itself, the partition recomputes that from the new value.)"""
 
     class InPlace(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def test_what_the_graph_writes_in_place_stays() -> None:
 
 
 def test_the_graph_itself_writes_to_an_input() -> None:
-    """Not one that the backward reads: there Inductor itself is wrong, it recomputes from what was written."""
+    """Not one that the backward reads: there Inductor itself is wrong, it recomputes from the new value."""
 
     class Counting(Stack):
         def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]

@@ -187,8 +187,8 @@ def test_eager_checkpoint_around_layers_compiled_on_their_own(reentrant: bool, d
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.filterwarnings("ignore:.*context_fn")
 def test_checkpoint_wrapper_and_layers_compiled_on_their_own(inside: bool, selective: bool) -> None:
-    """torch's wrapper, as torchtitan and FSDP set it. Around a compiled layer its hooks see what is saved, so the layer
-    keeps everything; inside of it, what is saved all the same is offloaded."""
+    """torch's wrapper, as torchtitan and FSDP set it. Around a compiled layer its hooks see saved tensors, so the layer
+    keeps everything. Inside of it, values that are still saved are offloaded."""
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     options = {"context_fn": contexts} if selective else {}
     model, reference = Stack(), Stack()
@@ -217,7 +217,7 @@ def test_checkpoint_wrapper_and_layers_compiled_on_their_own(inside: bool, selec
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hf_gradient_checkpointing_of_layers_compiled_on_their_own(name: str) -> None:
-    """Transformers' own layers hold their checkpoint: each one's input is what is left to offload."""
+    """Transformers' own layers hold their checkpoint: only each one's input is left to offload."""
     pytest.importorskip("transformers")
     from tests.models.zoo import build
 

@@ -165,7 +165,7 @@ def test_a_bound_that_the_user_sets_holds_for_the_head_too() -> None:
 
 
 def test_where_the_head_is_light_the_last_layer_stays() -> None:
-    """Its copies could hide behind nothing; a second forward that waits for its backward moves everything."""
+    """Nothing would hide its copies; a second forward that waits for its backward moves everything."""
     model, step = _build("aot_eager")
     x = torch.randn(2, 16, 32)
     with fxoffload.override_policy("keep_all"):

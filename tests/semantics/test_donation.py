@@ -1,4 +1,4 @@
-"""Inductor reuses the memory of what a segment was given for the last time. It must never be somebody else's memory."""
+"""Inductor reuses the memory of a segment's inputs after their last use. It must never be memory with another owner."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_mixed_decisions_in_one_call() -> None:
 
 
 def test_gradients_that_are_returned_and_read_on() -> None:
-    """What is added to the residual stream has the stream's own gradient: one segment returns it, the next reads it."""
+    """A value added to the residual stream has the stream's own gradient: one segment returns it, the next reads it."""
 
     class Additions(Stack):
         def forward(self, x: Tensor, *additions: Tensor) -> Tensor:  # type: ignore[override]

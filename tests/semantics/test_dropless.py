@@ -103,7 +103,7 @@ def test_more_tokens_for_one_expert_move_as_many_bytes() -> None:
             moved.append(fxoffload.stats().bytes_offloaded)
     per_row = 4 * (WIDTH + 2 * 2 * WIDTH)
     assert moved[1] >= 2 * 20 * per_row
-    assert abs(moved[1] - moved[0]) < 2 * 20 * 4 * WIDTH  # alignment of ranges, and what is one per expert
+    assert abs(moved[1] - moved[0]) < 2 * 20 * 4 * WIDTH  # alignment of ranges, and values of one per expert
 
 
 def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:

@@ -79,7 +79,7 @@ def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str
 
 
 class Attention(nn.Module):
-    """Saves what is not contiguous: chunks of one projection, transposed; and an expanded scale."""
+    """Saves tensors that are not contiguous: chunks of one projection, transposed; and an expanded scale."""
 
     def __init__(self) -> None:
         super().__init__()

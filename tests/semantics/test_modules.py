@@ -105,7 +105,7 @@ def test_batch_norm_in_eval_with_gradients() -> None:
 
 
 class Epilogue(Stack):
-    """Behind the last layer stands nothing but writes to buffers: the segment has no outputs."""
+    """After the last layer there are only writes to buffers: the segment has no outputs."""
 
     def __init__(self) -> None:
         super().__init__(layers=3)
@@ -162,7 +162,7 @@ def test_graph_breaks_in_the_middle() -> None:
 
 
 def test_graph_break_behind_every_layer() -> None:
-    """A break inside a loop: Dynamo leaves the loop to Python and compiles what it calls, each layer on its own."""
+    """A break inside a loop: Dynamo leaves the loop to Python and compiles its calls, each layer on its own."""
 
     def between(i: int, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -279,7 +279,7 @@ def test_prefetch_across_graphs_keeps_to_its_budget(monkeypatch: pytest.MonkeyPa
     model = _per_layer(Stack(layers=6), prefetch_budget=per_layer)
     flip = check_flip(train_step(model, squared(model)), min_segments=1)
     assert 0 < peak <= per_layer
-    # What the budget goes to is what is needed next: a part of every group is there when its backward begins.
+    # The budget goes to the values needed next: a part of every group is there when its backward begins.
     watch = _Watch(monkeypatch)
     squared(model)().backward()
     assert [ready > 0 for ready, _ in watch.ahead] == [False] + [True] * 5

@@ -55,7 +55,7 @@ class Several(nn.Module):
 
 
 class Views(Several):
-    """Saves views of what it returns, of its input and of each other."""
+    """Saves views of its result, of its input and of each other."""
 
     def results(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.up(x).tanh() * 2
@@ -68,7 +68,7 @@ class Views(Several):
 
 
 class Parts(Several):
-    """Saves two parts, and another view, of what it neither saves nor returns as a whole."""
+    """Saves two parts, and another view, of a value that it neither saves nor returns as a whole."""
 
     def results(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.up(x) + x

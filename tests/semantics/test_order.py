@@ -1,4 +1,4 @@
-"""When forwards and backwards run, how often, and what is left when they do not."""
+"""When forwards and backwards run, how often, and the rest when they do not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_several_forwards_before_backward(order: tuple[int, ...]) -> None:
     run = scenario(model, body)
     eager = run(model)
     groups_held.clear()
-    # Reverse order is what the tape predicts; in another one it may prefetch what is not needed next.
+    # The tape predicts reverse order; in another one it may prefetch values that are not needed next.
     flip = check_flip(lambda: run(module), reloads=1 if order == (2, 1, 0) else None)
     assert_close(flip.observed, eager)
     assert groups_held == [3, 0, 3]
@@ -77,7 +77,7 @@ def test_gradient_accumulation() -> None:
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_retain_graph(inner: str) -> None:
-    """With Inductor, segments overwrite what they were given (donation): never what a later backward needs."""
+    """With Inductor, segments overwrite their inputs (donation): never values that a later backward needs."""
     model = Stack(layers=3)
     module = compiled(model, inner=inner)
     steps: list[Observed] = []

@@ -76,7 +76,7 @@ def kept(model: Stack, call: Callable[[Tensor], Tensor], orders: Sequence[str]) 
 
 
 def came_too_soon(order: str, layers: int) -> list[bool]:
-    """Of each backward of a step: whether it is the first one, or its forward ran behind the one before it."""
+    """Of each backward of a step: whether it is the first one, or its forward ran after the previous one."""
     found = []
     count, before = 0, 0
     for one in order:
@@ -128,7 +128,7 @@ def test_an_order_that_changes_is_wrong_and_counted_and_learned_anew(kind: str) 
 
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 def test_a_number_of_microbatches_that_changes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was seen of one number holds for others."""
+    """The order learned for one number holds for others."""
     model, call = make(kind)
     for order in ("FFF012", "FF0F1F23"):
         step(model, call, order)

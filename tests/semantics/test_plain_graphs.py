@@ -1,5 +1,5 @@
-"""What users may do with a graph does not depend on what the plan did to it: plain graphs may run backwards again too,
-and do not compute again what they have overwritten."""
+"""The plan does not change what users may do with a graph. Plain graphs may run backwards again too, and do not
+recompute from overwritten values."""
 
 from __future__ import annotations
 

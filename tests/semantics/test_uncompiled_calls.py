@@ -91,7 +91,7 @@ def test_training_that_uses_up_its_limit_is_told_once_and_counted() -> None:
         "raise",
     ):
         assert part in text
-    # Calls without gradients have what is theirs.
+    # Calls without gradients have their own limit.
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.no_grad():
         module(batch())

@@ -1,4 +1,4 @@
-"""Sharded models that are offloaded between steps: what is left of it, and what using them meanwhile does."""
+"""Sharded models that are offloaded between steps: the remains on the device, and uses of them meanwhile."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ BUILDS: dict[str, Build] = {
 
 
 class Training:
-    """A model, its optimizer, and steps that write down what they computed."""
+    """A model, its optimizer, and steps that write down their results."""
 
     def __init__(self, build: Build, rank: Rank) -> None:
         self.rank = rank
@@ -249,7 +249,7 @@ def noop(rank: Rank, build: Build) -> Found:
     manager.enter("train")
     got += [training.step()]
     manager.close()
-    # Copies that happen when somebody waits for them, and garbage until then.
+    # Copies that happen when they are waited for, and garbage until then.
     copies = DelayedCopies()
     late = training.manager(make_copies=lambda device: copies)
     got += [training.step()]
@@ -290,7 +290,7 @@ def tried(uses: dict[str, Callable[[], Any]]) -> Found:
 
 
 def uses(rank: Rank, build: Build, more: Callable[[Training], dict[str, Callable[[], Any]]], steps: int = 2) -> Found:
-    """Uses while everything is on the host, then the next steps: nothing may be left of what was refused."""
+    """Uses while everything is on the host, then the next steps: a refused use may leave no trace."""
     reference = Training(build, rank)
     expected = [reference.step() for _ in range(steps + 3)][steps:]
     training = Training(build, rank)
@@ -385,7 +385,7 @@ def cpu_offloaded(rank: Rank) -> Found:
 
 
 def settled(rank: Rank) -> Found:
-    """``settle``: in the middle of a forward and of a backward it refuses; what was started is waited for."""
+    """``settle``: in the middle of a forward and of a backward it refuses; started copies are waited for."""
     found: Found = {}
     for name, build in (("fsdp2", fsdp2), ("fsdp1", fsdp1)):
         training = Training(build, rank)
@@ -512,7 +512,7 @@ def folder(rank: Rank) -> Iterator[Path]:
 
 
 def checkpoint(rank: Rank, build: Build) -> Found:
-    """Saved from the host, loaded into a fresh model; beside what would have been saved from the device."""
+    """Saved from the host, loaded into a fresh model; compared with a state dict from the device."""
     training = Training(build, rank)
     for _ in range(2):
         training.step()

@@ -63,7 +63,7 @@ def reread(shard: Any) -> Any:
     return torch.load(stream, weights_only=False)
 
 
-# What it is applied to, and what is compared with the whole tensor.
+# Its argument, and the result that is compared with the whole tensor.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "to the device": lambda s: s.to(CPU, non_blocking=True),
     "to the device by name": lambda s: s.to("cpu"),
@@ -165,7 +165,7 @@ def _write_bytes(state: dict[str, Any], source: dict[str, Any]) -> None:
 
 
 def loaded(rank: Rank) -> Found:
-    """What is loaded while everything is away is there afterwards, on every rank."""
+    """Values loaded while everything is away are there afterwards, on every rank."""
     found: Found = {}
     for build in (fsdp2, tensor_parallel):
         found |= {f"{way} of {build.__name__}": wrong for way, wrong in _loaded(rank, build).items()}

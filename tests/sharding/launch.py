@@ -1,4 +1,4 @@
-"""Starts a world of CPU processes (gloo), each of which runs the same cases, and reads what they found."""
+"""Starts a world of CPU processes (gloo), each of which runs the same cases, and reads their findings."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_check_ranks(worlds: Worlds) -> None:
     for name in ("alike", "of a group"):
         assert found[name]["agrees"] and found[name]["num_plans"] == [1, 1]
         assert found[name]["text"] == "2 ranks fit together"
-    # What ranks compute again in a step over several graphs is their own business.
+    # In a step over several graphs each rank may recompute other values.
     assert found["steps"]["agrees"] and found["steps"]["num_plans"] == [1, 1]
     assert "recompute on rank 0; keep on rank 1" in found["steps"]["text"]
     assert not found["unlike"]["agrees"]

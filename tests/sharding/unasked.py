@@ -1,4 +1,4 @@
-"""What reads a model's memory without asking its modules: DDP that nobody told of, and FSDP's streams."""
+"""Readers of a model's memory that do not ask its modules: an unknown DDP, and FSDP's streams."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _bring_back(manager: PhaseManager, copies: DelayedCopies) -> None:
 
 
 def ddp_around_others(rank: Rank) -> Found:
-    """DDP around a model that no manager has: nobody stands in its way."""
+    """DDP around a model that no manager has: it runs as usual."""
     model, other = Scaled(), DistributedDataParallel(Scaled())
     manager = PhaseManager(model, device_types=("cpu",))
     manager.offload()
@@ -189,7 +189,7 @@ def _context(model: Any) -> object:
 
 
 def two_roots(rank: Rank) -> Found:
-    """Nobody has run when they are looked for first; then one after the other."""
+    """None has run when they are looked for first; then one after the other."""
     policy, ref = _root(rank), _root(rank)
     x = rank.input(0, length=2)
     with streams() as waits:

@@ -1,4 +1,4 @@
-"""One rank of a world of CPU processes: trains models that are sharded in every way, and writes down what it saw.
+"""One rank of a world of CPU processes: trains models that are sharded in every way, and writes down its observations.
 
 ``launch.py`` starts the ranks as ``python -m sharding.world``, with this checkout's ``tests`` on the path.
 """
@@ -48,7 +48,7 @@ Build = Callable[[Any], nn.Module]  # from options of fxoffload; None: nothing i
 
 
 class Rank:
-    """One rank's inputs, and what it does with a model.
+    """One rank's inputs, and its steps with a model.
 
     Attributes:
         rank: its number.
@@ -184,7 +184,7 @@ def local(value: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without those of what is wrapped around the modules."""
+    """A parameter's name without those of wrappers around the modules."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -213,7 +213,7 @@ def graphs_compiled() -> int:
 
 
 def held() -> Found:
-    """What is left of a step that is over: nothing, it should say."""
+    """The remains of a step that is over: there should be none."""
     stats = fxoffload.stats()
     return {"groups_on_tape": stats.num_groups_on_tape, "host_bytes_in_use": stats.host_bytes_in_use}
 
@@ -279,7 +279,7 @@ def run(request: Request) -> None:
     )
     rank = Rank(request)
     found: dict[str, Found] = {}
-    gc.freeze()  # what was imported: cases collect garbage many times
+    gc.freeze()  # imported objects: cases collect garbage many times
     for name in request.cases:
         module, function = name.split(".")
         start = time.monotonic()
