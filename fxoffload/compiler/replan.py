@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from fxoffload.compiler.calibration import PlanAgain
 from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
+from fxoffload.planner.chain import with_turn
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
@@ -34,6 +36,9 @@ from fxoffload.runtime.clocks.segment_readings import Phase, Readings
 from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)
+
+# Of a step: code between its forward and its backward that takes less is no part of the plan.
+_SMALL_TURN = 0.01
 
 Phases = Mapping[Phase, Mapping[str, float]]
 
@@ -146,7 +151,7 @@ class Replan(Generic[_C]):
         total = sum(readings.step_ms().values())
         log_times("after the calibration", readings)
         self._box.update(
-            measured_step_ms=total,
+            measured_step_ms=total + (readings.turn_ms() or 0.0),
             measured_peak_bytes=readings.peak_bytes(),
             measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
         )
@@ -212,17 +217,36 @@ class Calibration(PlanAgain):
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         step = self._with_outputs(step)
+        turn = self._turn(step, readings)
         base, draft = self._planned.base, self._planned.draft
         if base is not None and base.step is not None and draft.step is not None:
-            plain = self._with_outputs(as_measured(base.step, draft.step, step))
-            keep = simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates)
-            baseline = Prediction.of(keep)
+            baseline = self._baseline(self._with_outputs(as_measured(base.step, draft.step, step)), turn)
         else:
             ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
             baseline = scale(self._box.plan.baseline, ratio)
+            if any(turn):  # At least what this partition takes with everything kept.
+                kept = self._baseline(step, turn)
+                baseline = replace(kept, step_ms=baseline.step_ms + turn[0], backward_ms=baseline.backward_ms)
+        if any(turn):
+            step = with_turn(step, *turn)
         if self.control is not None:
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
+
+    def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
+        """Of a partition, with everything kept."""
+        plain = with_turn(step, *turn) if any(turn) else step
+        return Prediction.of(simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates))
+
+    def _turn(self, step: TrainingStep, readings: Readings) -> tuple[float, int]:
+        """Milliseconds and bytes of the user's code between the forward and the backward (a loss in eager code); zeros
+        where it takes next to nothing."""
+        ms, peak = readings.turn_ms() or 0.0, readings.turn_peak() or 0
+        offload, windows = self._schedule.offload, self._schedule.windows
+        ran = simulate(with_turn(step), offload, copies=self._scheduler.rates, windows=windows)
+        nbytes = max(peak - ran.boundaries[len(step.forward)].live_bytes, 0)
+        is_small = ms < _SMALL_TURN * ran.step_ms and peak < (1 + _SMALL_TURN) * ran.peak_bytes
+        return (0.0, 0) if is_small else (ms, nbytes)
 
     def _with_outputs(self, step: TrainingStep) -> TrainingStep:
         """``step``, whose outputs are what the caller made of them."""
@@ -344,10 +368,12 @@ def replan_for(
     alike: Mapping[Phase, Mapping[str, object]],
     device: torch.device,
     pin: Callable[[int], bool],
+    records: bool = True,
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
     calibration = calibration_of(graph, planned, box, goal, alike, pin) if device.type == "cuda" else None
-    return None if calibration is None else Replan(calibration, box, make_clock=lambda: clock_for(device))
+    clock = partial(clock_for, device, records=records)
+    return None if calibration is None else Replan(calibration, box, make_clock=clock)
 
 
 def calibration_of(

@@ -640,7 +640,8 @@ class CompileSession:
 
             about = (graph, self._planned, self._plan_box, self._planned.goal, self._alike)
             if "calibration" not in self.disabled:
-                self._replan = replan_for(*about, self.device, pin)
+                records = "allocator_record" not in self.disabled
+                self._replan = replan_for(*about, self.device, pin, records)
             if self._meter is not None:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._goal.budget_bytes is not None:

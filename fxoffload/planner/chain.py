@@ -124,14 +124,20 @@ class Chain:
         return found
 
 
-def with_turn(step: TrainingStep) -> TrainingStep:
-    """A chain's step with a segment for the code between the last forward and the first backward.
+def with_turn(step: TrainingStep, ms: float = 0.0, temp_bytes: int = 0) -> TrainingStep:
+    """A step with a segment for the code between the last forward and the first backward.
 
     Copies go on meanwhile; nothing is released, and all positions stay. A step that has such a segment stays as it is.
+
+    Args:
+        step: of a graph, or of a chain.
+        ms: of that code.
+        temp_bytes: that it has at most.
     """
     if _has_turn(step):
         return step
-    return replace(step, forward=(*step.forward, SegmentStep(TURN, is_outside=True)))
+    turn = SegmentStep(TURN, ms=ms, temp_bytes=temp_bytes, outside_bytes=temp_bytes, is_outside=True)
+    return replace(step, forward=(*step.forward, turn))
 
 
 def _has_turn(step: TrainingStep) -> bool:

@@ -28,6 +28,7 @@ from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
+from fxoffload.runtime.clocks.chain_clock import TURN
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.clocks.stream_events import host_events
 from fxoffload.runtime.steps.outputs import Outputs
@@ -46,6 +47,7 @@ class FakeClock:
         self.ms, self.temp = ms, temp or {"forward": {}, "backward": {}}
         self.is_ready = True
         self.measuring = False
+        self.turn: tuple[float | None, int | None] = None, None
 
     def ready(self) -> bool:
         return self.is_ready
@@ -64,6 +66,12 @@ class FakeClock:
 
     def peak_bytes(self) -> int:
         return 123
+
+    def turn_ms(self) -> float | None:
+        return self.turn[0]
+
+    def turn_peak(self) -> int | None:
+        return self.turn[1]
 
 
 def times(step: TrainingStep, factor: float = 1.0) -> dict[str, dict[str, float]]:
@@ -195,6 +203,36 @@ def test_the_budget_is_kept() -> None:
     assert followed.graph.planned != "the first"  # whose peak has grown
 
 
+def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
+    step = chain(8, 8 * MIB)
+    clocks = [FakeClock(times(step)), FakeClock(times(step))]
+    clocks[0].turn = clocks[1].turn = 3.0, 400 * MIB
+    followed = Followed(PlanGoal(None, 0.02), clocks, step)
+    before = followed.box.plan
+    followed.replan.poll()
+    plan = followed.box.plan
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None
+    assert (plan.calibrated.peak_phase, plan.calibrated.peak_segment) == ("forward", TURN)
+    assert plan.calibrated.peak_bytes == 400 * MIB
+    assert plan.calibrated.outside_ms == 3.0
+    assert 0 < plan.calibrated.outside_bytes < 400 * MIB
+    assert plan.calibrated.step_ms == pytest.approx(before.predicted.step_ms + 3.0)
+    assert plan.calibrated_baseline.step_ms == pytest.approx(before.baseline.step_ms + 3.0)
+    assert plan.calibrated_baseline.peak_bytes >= 400 * MIB
+    followed.replan.poll()
+    measured = sum(ms for of_phase in times(step).values() for ms in of_phase.values())
+    assert followed.box.plan.measured_step_ms == pytest.approx(measured + 1.0 + 3.0)
+
+
+def test_a_short_turn_is_left_out() -> None:
+    step = chain(8, 8 * MIB)
+    clock = FakeClock(times(step))
+    clock.turn = 0.01, 8 * MIB
+    followed = Followed(PlanGoal(None, 0.02), [clock, clock], step)
+    followed.replan.poll()
+    assert followed.box.plan.calibrated == followed.box.plan.predicted
+
+
 def test_equal_measurements_change_nothing() -> None:
     for goal in (PlanGoal(None, 0.02), PlanGoal(40 * MIB)):
         step = chain(8, 8 * MIB)
@@ -308,7 +346,9 @@ def following(watch: Callable[[Planned], object] = lambda planned: None) -> Iter
     now = itertools.count()
     followers: list[Replan] = []
 
-    def follow(graph: Any, planned: Planned, box: PlanBox, goal: PlanGoal, alike: Any, _: Any, pin: Any) -> Replan:
+    def follow(
+        graph: Any, planned: Planned, box: PlanBox, goal: PlanGoal, alike: Any, _: Any, pin: Any, *__: Any
+    ) -> Replan:
         assert planned.draft.step is not None
         watch(planned)
         place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +62,9 @@ class Device:
         self.num_reads += 1
         return Memory(self.allocated, self.peak)
 
-    def clock(self, *, skip: int = 0, count: int = 3, memory: bool = True) -> SegmentClock:
-        return SegmentClock(skip=skip, count=count, events=self.events, memory=self.memory if memory else None)
+    def clock(self, *, skip: int = 0, count: int = 3, memory: bool = True, history: Any = None) -> SegmentClock:
+        read = self.memory if memory else None
+        return SegmentClock(skip=skip, count=count, events=self.events, memory=read, history=history)
 
 
 Work = Callable[[str], None]
@@ -169,7 +171,8 @@ def test_events_are_used_again() -> None:
     clock = device.clock(count=10)
     step(device, clock)
     made = device.events.num_made
-    assert made == 2 + 2 * len(NAMES)  # the backward found the forward's, which were read when it began
+    # The backward found the forward's, which were read when it began, but for the one that its turn begins with.
+    assert made == 2 + 2 * len(NAMES) + 1
     for _ in range(9):
         step(device, clock)
     assert device.events.num_made == made
@@ -451,6 +454,54 @@ def test_what_runs_between_forward_and_backward_counts_for_the_step() -> None:
     run(device, clock, "backward", backward_work(device), forward=forward)
     assert clock.readings().peak_bytes() == 730
     assert clock.readings().segment_peaks()["backward"] == {"a": None, "b": None}
+
+
+class Record:
+    """A record of the allocator that tells one peak; ``ended``: how, of all that were begun."""
+
+    def __init__(self, peak: int | None) -> None:
+        self.peak = peak
+        self.ended: list[bool] = []
+        self.begun = 0
+
+    def __call__(self) -> Any:
+        self.begun += 1
+        return self
+
+    def end(self, *, read: bool = True) -> None:
+        self.ended.append(read)
+
+    def peak_between(self, first: Memory, last: Memory) -> int | None:
+        return self.peak
+
+
+def test_a_loss_in_eager_code_has_its_time_and_its_peak() -> None:
+    """Below what the process has been before, a record of the allocator tells, once."""
+    device = Device()
+    device.peak = 5000
+    record = Record(1000 + 60 + 700)
+    clock = device.clock(count=2, history=record)
+    for _ in range(2):
+        forward = run(device, clock, "forward", forward_work(device))
+        device.compute(5.0)
+        run(device, clock, "backward", backward_work(device), forward=forward)
+    assert clock.ready()
+    assert (record.begun, record.ended) == (1, [True])
+    assert clock.readings().turn_ms() == 5.0
+    assert clock.readings().turn_peak() == 760
+    assert clock.readings().step_ms() == {"forward": 2.0, "backward": 2.0}
+
+
+def test_a_record_ends_though_no_backward_is_measured() -> None:
+    device = Device()
+    record = Record(None)
+    clock = device.clock(count=1, history=record)
+    run(device, clock, "forward")
+    run(device, clock, "forward")
+    assert (record.begun, record.ended) == (1, [False])
+    run(device, clock, "backward")
+    run(device, clock, "backward")
+    assert clock.readings().turn_ms() is clock.readings().turn_peak() is None
 
 
 def test_without_a_reader_there_are_times_only() -> None:

@@ -55,6 +55,7 @@ class Recorder:
 
     Attributes:
         dropped: of a forward, whether it has ended and does not count; set by its maker.
+        turn_peak: of a backward, ``Sample.turn_peak``; likewise.
     """
 
     __slots__ = (
@@ -66,12 +67,14 @@ class Recorder:
         "_epoch",
         "_epoch_at_end",
         "_gap",
+        "_is_released",
         "_open",
         "_sources",
         "_trace",
         "dropped",
         "phase",
         "signature",
+        "turn_peak",
     )
 
     def __init__(
@@ -85,13 +88,14 @@ class Recorder:
         self.phase: Phase = phase
         self.signature = signature
         self.dropped = False
+        self.turn_peak: int | None = None
         self._sources = sources
         self._ended = ended
         self._epoch = sources.epoch() if earlier is None else earlier._epoch
         self._epoch_at_end: object = None
         self._brackets: list[_Bracket] = []
         self._open: tuple[str, Event, Memory | None] | None = None
-        self._broken = False
+        self._broken = self._is_released = False
         self._end: Event | None = None
         self._trace: AllocatorTrace | None = None
         self._gap: AllocatorTrace | None = None
@@ -145,6 +149,16 @@ class Recorder:
         assert earlier._end is not None
         return earlier._end.elapsed_ms(self._begin)
 
+    @property
+    def has_end(self) -> bool:
+        """Whether the event at its end is there: it has ended, and was not released."""
+        return self._end is not None
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether there was an earlier call, nothing was compiled since, and the allocator can be read."""
+        return self._gap is not None
+
     def ms_from(self, first: Recorder) -> float:
         """Milliseconds from the beginning of a first call to the end of this one. As ``sample``."""
         assert self._end is not None
@@ -179,12 +193,15 @@ class Recorder:
             sample.bounds = None if bounds is None else (bounds[0] - base, bounds[1] - base)
         return sample
 
-    def release(self) -> None:
-        """Give the events back."""
-        events = [self._begin, *(e for b in self._brackets for e in (b.begin, b.end))]
+    def release(self, *, keep_end: bool = False) -> None:
+        """Give the events back. ``keep_end``: but the one at the end, until the next ``release``."""
+        events = [e for b in self._brackets for e in (b.begin, b.end)]
         events += [] if self._open is None else [self._open[1]]
-        events += [] if self._end is None else [self._end]
-        self._brackets, self._open = [], None
+        events += [] if self._is_released else [self._begin]
+        if self._end is not None and not keep_end:
+            events.append(self._end)
+            self._end = None
+        self._brackets, self._open, self._is_released = [], None, True
         self._sources.events.give_back(events)
 
     def _read_memory(self) -> Memory | None:

@@ -20,6 +20,7 @@ import torch
 
 from fxoffload._torch_compat import compiled_autograd_active, in_backward, saved_tensor_hooks_active
 from fxoffload.counters import counters
+from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.clocks.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.clocks.call_recorder import Recorder, Sources
 from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings, Sample
@@ -62,6 +63,8 @@ class SegmentClock:
         events: see ``cuda_events`` and ``host_events``.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
+        history: begins a record of the allocator's events; None, or a result of None, where there is none. It tells
+            the peak between a forward and its backward, once.
 
     Attributes:
         measuring: whether ``begin`` may still return a recorder. Read it before computing a signature.
@@ -75,12 +78,16 @@ class SegmentClock:
         events: EventSource,
         memory: Callable[[], Memory] | None = None,
         epoch: Callable[[], object] = lambda: None,
+        history: Callable[[], AllocatorHistory | None] | None = None,
     ) -> None:
         if skip < 0 or count < 1:
             raise ValueError(f"expected skip of 0 or more and count of 1 or more, found skip={skip}, count={count}")
         self.measuring = True
         self._skip, self._count = skip, count
-        self._sources = Sources(events, memory, epoch)
+        self._sources = Sources(events, memory, epoch, history)
+        self._needs_turn = history is not None
+        self._record: AllocatorHistory | None = None  # Of the forward that waits.
+        self._turns: dict[Recorder, Recorder] = {}  # Backward -> its forward.
         self._lock = threading.Lock()
         self._calls: dict[Phase, _Calls] = {phase: _Calls() for phase in PHASES}
         self._unread: deque[Recorder] = deque()
@@ -100,6 +107,7 @@ class SegmentClock:
         never more than one did; then the backward counts for times, without bytes.
         """
         if not self.measuring:
+            self._end_record(None)
             return None
         with self._lock:
             self._read_completed()
@@ -112,11 +120,32 @@ class SegmentClock:
                 forward = waiting if isinstance(waiting, Recorder) else None
                 ruled_out = ruled_out or waiting == "ruled out" or (forward is not None and forward.dropped)
                 signature = signature if forward is None else forward.signature
-            if ruled_out or not self._needs(phase, signature):
-                if phase == "forward":
-                    self._wait("ruled out" if ruled_out else "not needed")
-                return None
-        return Recorder(self._sources, phase, signature, forward, self._ended)
+            is_measured = not ruled_out and self._needs(phase, signature)
+            if not is_measured and phase == "forward":
+                self._wait("ruled out" if ruled_out else "not needed")
+        if not is_measured or phase == "forward":
+            self._end_record(None)
+        if not is_measured:
+            return None
+        if phase == "forward" and self._needs_turn and self._sources.history is not None:
+            self._record = self._sources.history()
+        recorder = Recorder(self._sources, phase, signature, forward, self._ended)
+        if phase == "backward":
+            self._end_record(recorder)
+            if forward is not None and recorder.has_gap:
+                self._turns[recorder] = forward
+            elif forward is not None and forward not in self._unread:
+                forward.release()
+        return recorder
+
+    def _end_record(self, backward: Recorder | None) -> None:
+        """The record of the allocator, if one is open, ends. ``backward``: that begins now; None: it tells nothing."""
+        record, self._record = self._record, None
+        if record is not None:
+            record.end(read=backward is not None and backward.has_gap)
+        if backward is not None:
+            backward.turn_peak = backward.gap_peak(record)
+            self._needs_turn = self._needs_turn and backward.turn_peak is None
 
     def _needs(self, phase: Phase, signature: Hashable) -> bool:
         """Whether a call that begins now is to be recorded. Counts it."""
@@ -153,6 +182,7 @@ class SegmentClock:
             calls = self._calls[recorder.phase]
             counts = counts and self.measuring and calls.counted[recorder.signature] < self._count
             if not counts:
+                self._turns.pop(recorder, None)
                 recorder.release()
                 return
             self._unread.append(recorder)
@@ -174,8 +204,16 @@ class SegmentClock:
             if not recorder.has_completed():
                 self._unread.append(recorder)
                 continue
-            self._samples.setdefault((recorder.phase, recorder.signature), []).append(recorder.sample())
-            recorder.release()
+            self._samples.setdefault((recorder.phase, recorder.signature), []).append(self._sample(recorder))
+            recorder.release(keep_end=recorder.phase == "forward")
+
+    def _sample(self, recorder: Recorder) -> Sample:
+        sample, forward = recorder.sample(), self._turns.pop(recorder, None)
+        sample.turn_peak = recorder.turn_peak
+        if forward is not None and forward.has_end and forward not in self._unread:
+            sample.turn_ms = recorder.ms_behind(forward)
+            forward.release()
+        return sample
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -212,11 +250,12 @@ class SegmentClock:
         return sorted(found, key=lambda s: not all((phase, s) in self._samples for phase in PHASES))
 
 
-def clock_for(device: torch.device, *, skip: int = 1, count: int = 3) -> SegmentClock:
-    """A clock for graphs that run on ``device``."""
+def clock_for(device: torch.device, *, skip: int = 1, count: int = 3, records: bool = True) -> SegmentClock:
+    """A clock for graphs that run on ``device``. ``records``: whether it may record the allocator's events."""
     if device.type == "cuda" and torch.cuda.is_available():
         events, memory = cuda_events(device), cuda_memory(device)
-        return SegmentClock(skip=skip, count=count, events=events, memory=memory, epoch=compilations)
+        history = cuda_history(device) if records else None
+        return SegmentClock(skip=skip, count=count, events=events, memory=memory, epoch=compilations, history=history)
     return SegmentClock(skip=skip, count=count, events=host_events(), epoch=compilations)
 
 

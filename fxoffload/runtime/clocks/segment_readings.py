@@ -14,7 +14,7 @@
 
 - The time of a phase runs from its begin to its end on the compute stream, waits included: the simulator's
   ``forward_ms``. The simulator's ``backward_ms`` begins at the forward's end, the measured one where the backward graph
-  begins. Code that the user runs between them (a loss outside of the graph) is in neither.
+  begins. Code that the user runs between them (a loss outside of the graph) is in neither: ``turn_ms`` has it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Sample:
         temp_bytes: most bytes while each segment ran, above those when it began; None where that is not known.
         gap_peaks: of a chain, most bytes between two calls, by the empty segment that stands there; None where that is
             not known.
+        turn_ms: of a backward, from the end of its forward to its beginning; None where that is not known.
+        turn_peak: most bytes between the two, or None.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
         bounds: at least and at most the same, or None.
     """
@@ -52,6 +54,8 @@ class Sample:
     peaks: dict[str, int | None] = field(default_factory=dict)
     temp_bytes: dict[str, int | None] = field(default_factory=dict)
     gap_peaks: dict[str, int | None] = field(default_factory=dict)
+    turn_ms: float | None = None
+    turn_peak: int | None = None
     peak: int | None = None
     bounds: tuple[int, int] | None = None
 
@@ -108,6 +112,15 @@ class Readings:
         first step."""
         found = _largest((*(s.gap_peaks for of in self.samples.values() for s in of), *self.skipped_gaps))
         return {name: peak for name, peak in found.items() if peak is not None}
+
+    def turn_ms(self) -> float | None:
+        """Milliseconds from the end of a forward to the beginning of its backward: the median; None: not known."""
+        found = [s.turn_ms for s in self.samples["backward"] if s.turn_ms is not None]
+        return statistics.median(found) if found else None
+
+    def turn_peak(self) -> int | None:
+        """Most bytes between the two, above those at the beginning of the forward; None where that is not known."""
+        return max((s.turn_peak for s in self.samples["backward"] if s.turn_peak is not None), default=None)
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that
