@@ -1,4 +1,4 @@
-# make demo       a small Qwen3 trained with and without offloading, in its own environment
+# make demo       a small Qwen3 trained with and without offloading, and the plan of its real size for an H200
 # make test       lint, types and the CPU tests, in their own environment
 # make test-all   the same, with the tests that take long
 # make types      types alone
@@ -57,7 +57,7 @@ $(demo_stamp): pyproject.toml Makefile
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
 	rm -f .venv-demo/.installed-*
 	.venv-demo/bin/python -m pip install $(TORCH)
-	.venv-demo/bin/python -m pip install -e ".[transformers]"
+	.venv-demo/bin/python -m pip install -e ".[transformers,plot]"
 	touch $@
 
 $(test_stamp): pyproject.toml Makefile

@@ -64,12 +64,13 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        _show(found, ranks)
+        show(found, ranks)
     if not found.fits(found.rows[-1]):
         raise typer.Exit(1)
 
 
-def _show(found: Fit, ranks: int) -> None:
+def show(found: Fit, ranks: int = 1) -> None:
+    """Print tables: what stays on the device, the ways to train, the budgets that are met."""
     console, stays = Console(), found.lasting
     each = f" on each of {ranks}" if ranks > 1 else ""
     console.print(f"{found.model}; {found.plan.device}, {stays.device / _GIB:.1f} GiB\n")
