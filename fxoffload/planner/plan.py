@@ -131,7 +131,7 @@ class Plan:
     Attributes:
         graph: place among the plans of this process; -1 (``NO_GRAPH``) in a plan made ahead.
         label: what was planned, in words, or "".
-        device: name of the device that was planned for, from its profile; says so where that is from a data sheet.
+        device: name of the device that was planned for, from its profile.
         shape: what the step was planned for, for example "1 x 16384 tokens", or "".
         activation_budget: most bytes that were asked for, or None.
         max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
