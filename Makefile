@@ -1,9 +1,10 @@
-# make demo       a small Qwen3 trained with and without offloading, in its own environment
+# make demo       a small Qwen3 trained with and without offloading, and the plan of its real size for an H200
 # make test       lint, types and the CPU tests, in their own environment
 # make test-all   the same, with the tests that take long
 # make types      types alone
 # make pytest     the CPU tests alone; PYTEST_ARGS="-k budget" some of them
 # make docs       the documentation, served on http://127.0.0.1:8000
+# make dist       sdist and wheel of a release, in dist/
 # make clean      removes the environments and what was built
 #
 # TORCH may carry pip arguments: make test TORCH="torch==2.11.0 --index-url https://..."
@@ -22,7 +23,7 @@ test_stamp := .venv-test/$(stamp)
 # What make test leaves out.
 LEFT_OUT := gpu or slow
 
-.PHONY: help demo test test-all types pytest docs clean
+.PHONY: help demo test test-all types pytest docs dist clean
 
 help:
 	@sed -n 's/^# \(make [a-z]\)/\1/p' Makefile
@@ -47,12 +48,16 @@ pytest: $(test_stamp)
 docs: $(test_stamp)
 	.venv-test/bin/python -m mkdocs serve --strict
 
+dist: $(test_stamp)
+	rm -rf dist
+	.venv-test/bin/python -m build
+
 # torch goes first and alone, so that no other requirement chooses its build.
 $(demo_stamp): pyproject.toml Makefile
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
 	rm -f .venv-demo/.installed-*
 	.venv-demo/bin/python -m pip install $(TORCH)
-	.venv-demo/bin/python -m pip install -e ".[transformers]"
+	.venv-demo/bin/python -m pip install -e ".[transformers,plot]"
 	touch $@
 
 $(test_stamp): pyproject.toml Makefile

@@ -74,8 +74,6 @@ PHASES = (
     "`stream_weights`, of the link",
     "bits",
 )
-PLAIN = ("plain copies of the same memory, GB/s: to the host, back", "of plain copies: to the host, back")
-PHASES_PLAIN = (*PHASES[:4], *PLAIN, *PHASES[4:])
 STRATEGIES = {
     "fxoffload": "fxoffload",
     "verl": "verl's strategy",
@@ -85,6 +83,7 @@ STRATEGIES = {
     "module_to": "`Module.to`",
     "torch_memory_saver": "torch_memory_saver",
 }
+FSDP_BUDGET = {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"}
 BESIDE_COLLECTIVES = {"idle": "nothing", "matmul": "matrix products"}
 EAGER_PEERS = {
     "eager": "eager",
@@ -251,76 +250,14 @@ TABLES = (
         ),
     ),
     Table(
-        "plan-moe24-chains",
-        PLAN,
-        (
-            Rows(
-                "2026-11-22-h200-plan-moe24-chains.json",
-                BASELINES | DEFAULT | _of_peak("0.4", "inductor", "10.99") | _budgets("3", "2.4"),
-            ),
-        ),
-    ),
-    Table(
-        "plan-moe24-default-later",
+        "plan-moe24",
         PLAN,
         (Rows("2026-11-22-h200-plan-moe24-default-later.json", BASELINES | DEFAULT | _budgets("2.4")),),
     ),
     Table(
-        "plan-moe24-calibrated",
-        PLAN,
-        (
-            Rows(
-                "2026-11-22-h200-plan-moe24-default.json",
-                {"inductor": "inductor"} | DEFAULT | _budgets("3"),
-                of="first",
-            ),
-            Rows(
-                "2026-11-22-h200-plan-moe24-budgets.json",
-                BASELINES | _of_peak("0.4", "inductor", "10.99") | _budgets("2.4"),
-                of="second",
-            ),
-        ),
-        of="call",
-    ),
-    Table(
-        "plan-moe24-per-layer",
-        PLAN[:-1],
-        (
-            Rows(
-                "2026-11-21-h200-plan-moe24-per-layer.json",
-                BASELINES | DEFAULT | _of_peak("0.4", "inductor", "10.99") | _budgets("3", "2.4"),
-            ),
-        ),
-    ),
-    Table(
-        "plan-moe24-first-calibrated",
-        ("step ms", "peak GiB", "first step", "predicted ms", "calibrated ms"),
-        (Rows("2026-11-21-h200-plan-moe24-calibrated.json", {"inductor": "inductor"} | _budgets("3")),),
-    ),
-    Table(
-        "plan-stack-later",
-        PLAN_LONG,
-        (
-            Rows(
-                "2026-11-21-h200-plan-stack-later.json",
-                BASELINES | DEFAULT | _of_peak("1.02", "checkpoint", "9.13") | _budgets("16"),
-            ),
-        ),
-    ),
-    Table(
         "plan-stack65k",
         PLAN,
-        (Rows("2026-11-22-h200-plan-stack65k.json", BASELINES | _of_peak("0.25", "inductor", "21.39")),),
-    ),
-    Table(
-        "plan-stack65k-parts",
-        PLAN,
         (Rows("2026-11-22-h200-plan-stack65k-parts.json", BASELINES | _of_peak("0.25", "inductor", "21.39")),),
-    ),
-    Table(
-        "plan-stack65k-first",
-        PLAN,
-        (Rows("2026-11-21-h200-plan-stack65k.json", {"inductor": "inductor"} | _of_peak("0.25", "inductor", "21.39")),),
     ),
     Table(
         "longest",
@@ -343,41 +280,7 @@ TABLES = (
         ),
     ),
     Table(
-        "plan-stack",
-        (*PLAN[:5], "of peak, cal.", *PLAN[5:], "compile s"),
-        (
-            Rows(
-                "2026-11-21-h200-plan-stack.json",
-                BASELINES
-                | DEFAULT
-                | _budgets("8")
-                | _of_peak("1.02", "checkpoint", "9.13")
-                | _budgets("10.5", "13", "16", "20", "25", "30")
-                | _torch("0.3", "0.6", "0.8")
-                | POLICIES,
-            ),
-        ),
-    ),
-    Table(
-        "plan-other-cases",
-        ("step ms", "against inductor", "peak GiB", "without gradients", *PLAN[4:]),
-        (
-            Rows(
-                "2026-11-21-h200-plan-stack65k-before.json",
-                {"inductor": "inductor"} | _of_peak("0.25", "inductor", "21.39") | DEFAULT,
-                of="10 layers x 65,536",
-            ),
-            Rows(
-                "2026-11-21-h200-plan-causal-lm.json",
-                BASELINES | DEFAULT | AT_CHECKPOINT | {"keep_all": "keep_all"},
-                of="causal_lm 8 x 8,192",
-            ),
-            Rows("2026-11-21-h200-plan-moe8.json", BASELINES | DEFAULT, of="MoE, 8 layers x 8,192"),
-        ),
-        of="case",
-    ),
-    Table(
-        "plan-causal-lm-9gib",
+        "plan-causal-lm",
         ("step ms", "against inductor", "peak GiB", "of time", "limited to budget + 10 %"),
         (Rows("2026-11-21-h200-plan-causal-lm-9gib.json", BASELINES | _budgets("9")),),
     ),
@@ -437,11 +340,7 @@ TABLES = (
     Table(
         "activations-by-layer",
         PEERS,
-        (
-            Rows("2026-11-22-h200-activations-by-layer.json", BASELINES | DEFAULT, of="2026-11-22"),
-            Rows("2026-11-24-h200-activations-by-layer.json", BASELINES | DEFAULT, of="2026-11-24 (6da7a45)"),
-        ),
-        of="run",
+        (Rows("2026-11-24-h200-activations-by-layer.json", BASELINES | DEFAULT),),
     ),
     Table(
         "activations-bounds",
@@ -449,21 +348,6 @@ TABLES = (
         tuple(
             Rows("2026-11-21-h200-activations.json", {"offload_all": "offload_all"}, case=case, of=of)
             for case, of in ((STACK_CASE, "stack"), (LM_CASE, "causal_lm"))
-        ),
-        of="case",
-    ),
-    Table(
-        "activations-recompute",
-        ("step ms", "against inductor", "peak GiB", "without gradients"),
-        tuple(
-            Rows(
-                "2026-11-21-h200-activations-recompute.json",
-                BASELINES
-                | {"keep_all@recompute=cheap": "keep_all, cheap", "offload_all@recompute=cheap": "offload_all, cheap"},
-                case=case,
-                of=of,
-            )
-            for case, of in ((STACK_CASE, "stack 16 x 16,384"), (LM_CASE, "causal_lm 8 x 8,192"))
         ),
         of="case",
     ),
@@ -491,7 +375,7 @@ TABLES = (
                     "2026-11-21-h200-compile-time.json",
                     {"inductor": "inductor", "keep_all": "keep_all"},
                     case=f"stack {layers}x2048",
-                    of=f"{layers}, commit 2d5fb37",
+                    of=f"{layers}, `keep_all`",
                 )
                 for layers in ("16", "36")
             ),
@@ -499,100 +383,15 @@ TABLES = (
         of="layers (2,048 tokens)",
     ),
     Table(
-        "fsdp-plans",
+        "fsdp",
         (*PLAN[:5], "of peak, cal.", "of time, cal.", "exposed ms"),
         (
-            Rows("2026-11-22-2xh200-fsdp-before.json", BASELINES | DEFAULT, of="`-before` (423d60a)"),
-            Rows(
-                "2026-11-22-2xh200-fsdp-watched.json", BASELINES | DEFAULT | _budgets("6.6"), of="`-watched` (929712b)"
-            ),
-            Rows("2026-11-22-2xh200-fsdp-cut.json", BASELINES | DEFAULT | _budgets("6.6"), of="`-cut` (1378781)"),
-            Rows(
-                "2026-11-22-2xh200-fsdp-measured-second-step.json",
-                {"inductor": "inductor"} | DEFAULT | _budgets("6.6"),
-                of="`-measured-second-step`",
-            ),
-            Rows(
-                "2026-11-22-2xh200-fsdp-reserve.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-reserve` (9550c2e)"
-            ),
-            Rows("2026-11-22-2xh200-fsdp-verl.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-verl` (6c820d5)"),
-            Rows(
-                "2026-11-22-2xh200-fsdp-trimmed.json", BASELINES | DEFAULT | _budgets("6.35"), of="`-trimmed` (4374b1a)"
-            ),
-            Rows("2026-11-23-2xh200-fsdp.json", BASELINES | DEFAULT | _budgets("6.35"), of="`2026-11-23` (78b03c8)"),
-            Rows(
-                "2026-11-23-2xh200-fsdp-pieces.json",
-                {"inductor": "inductor"} | _budgets("6.35"),
-                of="`-pieces` (a6cc629)",
-            ),
-            Rows(
-                "2026-11-23-2xh200-fsdp-bursts.json",
-                {"inductor": "inductor"} | DEFAULT | _budgets("6.35"),
-                of="`-bursts` (27013bb)",
-            ),
-            Rows(
-                "2026-11-23-2xh200-fsdp-gaps.json",
-                {"inductor": "inductor"} | _budgets("6.65"),
-                of="`-gaps` (b3a9f41)",
-            ),
-            Rows(
-                "2026-11-23-h200-fsdp-fake.json",
-                BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="one GPU (5210940)",
-            ),
-            Rows(
-                "2026-11-23-h200-fsdp-unpaced.json",
-                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="one GPU, `-unpaced` (77af3f3)",
-            ),
-            Rows(
-                "2026-11-23-h200-fsdp-paced.json",
-                BASELINES | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="one GPU, `-paced` (8482b78)",
-            ),
-            Rows(
-                "2026-11-24-h200-fsdp-alone.json",
-                BASELINES
-                | {
-                    "auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB",
-                    "auto@activation_budget=1.1*checkpoint@disable=pacing": "auto, 6.67 GiB, unpaced",
-                },
-                of="one GPU, `-alone` (d6b728b)",
-            ),
-            Rows(
-                "2026-11-24-2xh200-fsdp-cut-forwards.json",
-                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="`-cut-forwards` (cc2f591)",
-            ),
-            Rows(
-                README_FSDP,
-                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="`2026-11-25` (91fbee2)",
-            ),
-            Rows(
-                README_FSDP_PEERS,
-                BASELINES | DEFAULT | {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"},
-                of="`-2xh100-fsdp-verl` (two H100s)",
-            ),
-            Rows(
-                "2026-11-25-2xh100-fsdp-idle-copies.json",
-                DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
-                of="`-idle-copies` (two H100s, 746e470)",
-            ),
-            Rows(
-                "2026-11-25-2xh100-fsdp-kept-variants.json",
-                DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
-                of="`-kept-variants` (two H100s, b523031)",
-            ),
-            Rows(
-                "2026-11-25-2xh100-fsdp-recorded.json",
-                {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
-                of="`-recorded` (two H100s, 27c2f44)",
-            ),
+            Rows(README_FSDP, BASELINES | DEFAULT | FSDP_BUDGET, of="two H200s"),
+            Rows(README_FSDP_PEERS, BASELINES | DEFAULT | FSDP_BUDGET, of="two H100s, beside verl"),
             Rows(
                 "2026-11-25-2xh100-fsdp-recorded-again.json",
                 DEFAULT | {"auto@activation_budget=7100000000": "auto, 6.61 GiB"},
-                of="`-recorded-again` (two H100s, 743ffc9)",
+                of="two H100s, another machine",
             ),
         ),
         of="run",
@@ -617,7 +416,7 @@ TABLES = (
             Rows(
                 "2026-11-24-h200-fsdp-tensor-parallel-shared.json",
                 BASELINES | DEFAULT,
-                of="6 layers x 8,192 tokens (6da7a45)",
+                of="6 layers x 8,192 tokens",
             ),
             Rows(
                 "2026-11-24-h200-fsdp-tensor-parallel-shared-later.json",
@@ -628,64 +427,17 @@ TABLES = (
         of="run",
     ),
     Table(
-        "fsdp",
-        ACTIVATIONS[:4],
-        (
-            Rows(
-                "2026-11-21-2xh200-fsdp.json",
-                BASELINES
-                | POLICIES
-                | {"offload_all@disable=cross_graph_prefetch": "offload_all without prefetch across graphs"},
-            ),
-        ),
-    ),
-    Table(
         "phases",
         PHASES,
         (
             Rows("2026-11-22-h200-phases-yield.json", {k: STRATEGIES[k] for k in ("fxoffload", "verl", "packed")}),
             Rows("2026-11-22-h200-phases-fp32.json", {"fxoffload": "fxoffload, fp32 state"}),
             Rows(
-                "2026-11-22-2xh200-phases-whole.json",
-                {"fxoffload": "fxoffload, 2 GPUs, all of it each", "packed": "packed, 2 GPUs"},
+                "2026-11-23-2xh200-phases-copied-straight.json",
+                {"fxoffload": "fxoffload, 2 GPUs, all of it each, pages of 64 MiB"},
             ),
             Rows("2026-11-22-2xh200-phases.json", {"fxoffload": "fxoffload, 2 GPUs, half of it each"}),
             Rows("2026-11-22-4xh200-phases.json", {"fxoffload": "fxoffload, 4 GPUs, a quarter each"}),
-        ),
-        across=True,
-    ),
-    Table(
-        "phases-two-gpus",
-        PHASES_PLAIN,
-        (
-            Rows("2026-11-22-2xh200-phases-alone.json", {"fxoffload": "expandable segments"}),
-            Rows("2026-11-22-2xh200-phases-malloc-before.json", {"fxoffload": "default allocator, before"}),
-            Rows("2026-11-22-2xh200-phases-malloc.json", {"fxoffload": "default allocator"}),
-            Rows("2026-11-22-2xh200-phases-later.json", {"fxoffload": "expandable segments, less host time"}),
-        ),
-        across=True,
-    ),
-    Table(
-        "phases-pages",
-        PHASES_PLAIN,
-        (
-            Rows("2026-11-23-2xh200-phases.json", {"fxoffload": "pages of 20 MiB"}),
-            Rows("2026-11-23-2xh200-phases-pages-64.json", {"fxoffload": "64 MiB"}),
-            Rows("2026-11-23-2xh200-phases-pages-128.json", {"fxoffload": "128 MiB"}),
-            Rows("2026-11-23-2xh200-phases-pieces.json", {"fxoffload": "64 MiB, small copies"}),
-            Rows("2026-11-23-2xh200-phases-bursts.json", {"fxoffload": "64 MiB, two streams in turn"}),
-            Rows("2026-11-23-2xh200-phases-copied-straight.json", {"fxoffload": "64 MiB, copied straight"}),
-        ),
-        across=True,
-    ),
-    Table(
-        "phases-earlier",
-        PHASES,
-        (
-            Rows(
-                "2026-11-22-h200-phases.json", {k: STRATEGIES[k] for k in ("fxoffload", "verl", "packed", "pageable")}
-            ),
-            Rows("2026-11-22-h200-phases-slices.json", {"fxoffload": "fxoffload, slices, expandable segments"}),
         ),
         across=True,
     ),
@@ -705,6 +457,13 @@ TABLES = (
         ),
     ),
     Table("moe-convert", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert.json"),)),
-    Table("moe-convert-cached", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert-cached.json"),)),
-    Table("moe-convert-cached-later", CONVERSIONS, (Rows("2026-11-22-cpu-moe-convert-cached-later.json"),)),
+    Table(
+        "moe-convert-cached",
+        CONVERSIONS,
+        (
+            Rows("2026-11-22-cpu-moe-convert-cached-later.json", of="the latest"),
+            Rows("2026-11-22-cpu-moe-convert-cached.json", of="before, with everything in RAM"),
+        ),
+        of="run",
+    ),
 )

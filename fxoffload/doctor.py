@@ -19,8 +19,8 @@ from fxoffload.errors import FxOffloadError, in_brief
 from fxoffload.machine import cache
 from fxoffload.machine.devices import identify, resolve
 from fxoffload.machine.lookup import PROFILE_VARIABLE, profile_for
-from fxoffload.machine.profile import MachineProfile
-from fxoffload.machine.shelf import shipped_names
+from fxoffload.machine.profile import MEASURED, MachineProfile
+from fxoffload.machine.shelf import load_profile, shipped_names
 from fxoffload.runtime.host_memory.limits import (
     cgroup_limit_bytes,
     default_host_budget_bytes,
@@ -117,7 +117,7 @@ def _compiler() -> Iterator[Finding]:
 
 def _profile() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("profiles to plan with", ", ".join(shipped_names()))
+        yield Finding("profiles to plan with", ", ".join(map(_with_source, shipped_names())))
         return
     try:
         found = profile_for(None, allow_measure=False)
@@ -126,14 +126,19 @@ def _profile() -> Iterator[Finding]:
         return
     here = identify(resolve(None))
     same = (found.device_name, found.driver, found.torch_version) == (here.device_name, here.driver, here.torch_version)
-    other = "" if same else f", of driver {found.driver} and torch {found.torch_version}"
-    is_other = found.device_name != here.device_name
-    yield Finding(
-        "profile",
-        f"{found.device_name}{other}",
-        f"plans are made for another device than {here.device_name}: unset {PROFILE_VARIABLE}" if is_other else "",
-    )
+    is_measured = found.source == MEASURED
+    other = "" if same or not is_measured else f", of driver {found.driver} and torch {found.torch_version}"
+    problem = ""
+    if found.device_name != here.device_name:
+        problem = f"plans are made for another device than {here.device_name}: unset {PROFILE_VARIABLE}"
+    elif not is_measured:
+        problem = f"unset {PROFILE_VARIABLE}: then this GPU is measured, in seconds"
+    yield Finding("profile", f"{found.title}{other}", problem)
     yield Finding("link", _rates(found))
+
+
+def _with_source(name: str) -> str:
+    return f"{name} ({load_profile(name).source})"
 
 
 def _rates(profile: MachineProfile) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import OptionsError
+from fxoffload.machine.shelf import load_profile
 from fxoffload.memory_budget import DEVICE_FRACTION, Lasting, lasting
 from fxoffload.planner.plan import Plan
 
@@ -65,7 +66,13 @@ class Fit:
         """For JSON."""
         rows = [{**asdict(row), "fits": self.fits(row)} for row in self.rows]
         points = [asdict(point) for point in self.plan.frontier]
-        return {"model": self.model, "lasting": asdict(self.lasting), "rows": rows, "frontier": points}
+        return {
+            "model": self.model,
+            "device": self.plan.device,
+            "lasting": asdict(self.lasting),
+            "rows": rows,
+            "frontier": points,
+        }
 
 
 def plan_config(
@@ -102,6 +109,7 @@ def plan_config(
     """
     _check(optimizer, OPTIMIZERS, "optimizer")
     _check(dtype, DTYPES, "dtype")
+    load_profile(device)  # raises before seconds go by
     model = _model(path, layers, DTYPES[dtype])
     if lora is not None:
         model = _with_lora(model, lora)

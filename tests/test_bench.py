@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fxoffload.bench import processes, run, sizing, worker
+from fxoffload.bench import here, processes, run, sizing
 from fxoffload.bench.decoder import build
 from fxoffload.bench.records import Machine, Report, Request, Row, Spread, Steps, Switches, Work
 from fxoffload.bench.show import render
@@ -21,17 +21,10 @@ GIB = 1 << 30
 TINY = Work("cpu", "float32", 3, 32, 32, 64, 4, 2, 8, inner="aot_eager", warmup=1, steps=2, cycles=2)
 
 
-def in_this_process(request: Request, limit_s: float) -> processes.Ended:
-    """The measurement itself, without the seconds that a process takes to import torch."""
-    torch.compiler.reset()
-    answer = dataclasses.asdict(worker._measure(request))
-    return processes.Ended("ok", "", 0.1, json.loads(json.dumps(answer)))
-
-
 @pytest.fixture(scope="module")
 def whole_run() -> Report:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "run", in_this_process)
+        patch.setattr(processes, "run", here.run)  # the probe too, without the seconds of a process
         return run.bench(60.0, work=TINY)
 
 
@@ -196,15 +189,15 @@ def test_the_second_plan_takes_checkpointings_peak() -> None:
 
 
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(request: Request, limit_s: float) -> processes.Ended:
-        if request.kind == "probe":
-            return in_this_process(request, limit_s)
-        return processes.Ended("failed", f"no {request.kind} today", 0.1, None)
+    def fail(request: Request) -> None:
+        raise RuntimeError(f"no {request.kind} today")
 
-    monkeypatch.setattr(processes, "run", fail)
+    probe = processes.Ended("ok", "", 0.1, {"gpu": None, "torch": "2"})
+    monkeypatch.setattr(processes, "run", lambda request, limit_s: probe)
+    monkeypatch.setattr(here, "measure", fail)
     report = run.bench(60.0, work=TINY)
     assert [row.status for row in report.rows] == ["failed", "failed", "failed", "skipped", "failed"]
-    assert "no plain today" in render(report)
+    assert "RuntimeError: no plain today" in render(report)
 
 
 def test_a_machine_whose_torch_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -49,7 +50,8 @@ def test_a_machine_without_a_gpu() -> None:
     found = {f["subject"]: f for f in json.loads(done.output)}
     assert done.exit_code == 1
     assert "nothing is offloaded. Planning works" in found["GPU"]["problem"]
-    assert "h200" in found["profiles to plan with"]["found"]
+    assert "a100 (data sheet), " in found["profiles to plan with"]["found"]
+    assert found["profiles to plan with"]["found"].endswith("h200 (measured)")
     shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert "of 12 need a look" in shown.output and "nothing is offloaded" in shown.output
 
@@ -63,6 +65,15 @@ def test_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["profile"].found.startswith("NVIDIA H200, of driver 580")
     assert found["link"].found == "55.3 GB/s to the host, 55.5 back; both at once 50.7 and 52.0"
     assert not [f for f in found.values() if f.problem]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_profile_from_a_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    sheet = dataclasses.replace(load_profile("a100"), device_name="NVIDIA H200")
+    monkeypatch.setattr(doctor, "profile_for", lambda device, allow_measure: sheet)
+    found = findings()["profile"]
+    assert found.found == "NVIDIA H200 (profile from a data sheet, not measured)"
+    assert found.problem.startswith("unset FXOFFLOAD_PROFILE: then this GPU is measured")
 
 
 @pytest.mark.usefixtures("h200")

@@ -34,6 +34,18 @@ def test_plan_ahead(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.slow
+def test_demo() -> None:
+    pytest.importorskip("transformers")
+    text = run_example("demo.py")
+    assert "gradients and weights identical: yes" in text
+    assert "NVIDIA H200" in text and "Inductor + checkpointing" in text and "of its 36 layers" in text
+    picture = re.search(r"picture of memory over the step: (\S+)", text)
+    assert picture is not None and Path(picture[1]).stat().st_size > 10_000
+    ignored = subprocess.run(["git", "check-ignore", "--quiet", picture[1]], cwd=ROOT)
+    assert ignored.returncode == 0, f"{picture[1]} would be committed"
+
+
 def test_moe_checkpoints(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = run_example("moe_checkpoints.py", str(tmp_path))

@@ -31,8 +31,8 @@ import importlib.metadata as metadata, sys
 metadata.entry_points = lambda **params: ["fxoffload"]
 from typer.testing import CliRunner
 from fxoffload.cli.app import app
-for line in (["--help"], ["--version"], ["moe", "--help"], ["moe", "merge", "--help"], ["bench", "--help"]):
-    found = CliRunner().invoke(app, line)
+for line in ("--help", "--version", "moe --help", "moe merge --help", "bench --help", "plan --help", "doctor --help"):
+    found = CliRunner().invoke(app, line.split())
     assert found.exit_code == 0, found.output
     print(found.output.splitlines()[0])
 print("torch" in sys.modules)

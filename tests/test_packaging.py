@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
     "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
     "README.md",
     "Makefile",
     "CHANGELOG.md",
@@ -101,6 +104,12 @@ for name in ("phases", "checkpoints", "cli.app"):
     assert "torch._inductor.compile_fx" not in sys.modules, name
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_make_help_lists_all_targets() -> None:
+    targets = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^make ([\w-]+) ", done.stdout, re.MULTILINE)) == set(" ".join(targets).split()) - {"help"}
 
 
 def test_top_level_listing() -> None:

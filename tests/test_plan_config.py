@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from fxoffload import plan_config as plan_config_module
 from fxoffload.cli.app import app
 from fxoffload.errors import OptionsError
+from fxoffload.machine import shipped_names
 from fxoffload.plan_config import plan_config
 
 pytest.importorskip("transformers")
@@ -77,12 +79,19 @@ def test_what_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"optimizer": "adam"}, "optimizer is 'adam'; expected one of adamw, "),
         ({"dtype": "int4"}, "dtype is 'int4'; expected one of bfloat16, "),
+        ({"device": "v100"}, "expected a machine profile's file or a shipped name, found 'v100' .*shipped are a100, "),
         ({"path": Path("nowhere")}, "expected a folder with a config.json, or such a file, found none at nowhere"),
     ],
 )
 def test_bad_arguments(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionsError, match=message):
         plan_config(**{"path": folder, "tokens": 16, **changes})
+
+
+def test_the_help_names_all_devices() -> None:
+    command = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    words = next(p.help for p in command.params if p.name == "device").replace(",", "").split()
+    assert set(shipped_names()) <= set(words)
 
 
 @pytest.mark.parametrize("content", ['{"model_type": "t5"}', '{"model_type": "none of them"}', "{}", "["])

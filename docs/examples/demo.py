@@ -1,7 +1,8 @@
 """Trains a small Qwen3 twice, keeping and offloading its activations, and compares the two.
 
 Run by ``make demo``. On a GPU: bf16, 4096 tokens a sequence, Inductor. Without one: a rehearsal of the same steps on
-the CPU with a tiny model, which says nothing about time or memory. Exits with 1 when a single bit differs.
+the CPU with a tiny model, which says nothing about time or memory. Then it plans the model at its real size for an
+H200, which need not be here, and draws that plan. Exits with 1 when a single bit differs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # cuBLAS reads this when it starts; without it, it may choose another algorithm each run.
@@ -23,7 +25,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fxoffload
+from fxoffload.cli.plan import show
 from fxoffload.integrations.transformers import CAUSAL_ATTENTION
+from fxoffload.plan_config import plan_config
 from fxoffload.sizes import format_bytes
 
 NUM_STEPS = 4
@@ -38,6 +42,22 @@ else:
     DTYPE, BATCH, SEQUENCE, VOCABULARY = torch.float32, 2, 64, 512
     HIDDEN, LAYERS, HEADS = 64, 4, 4
     OPTIONS = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
+
+
+# Qwen3-8B, as its config.json has it. Of its 36 layers, which are alike, some are enough for a plan in half a minute.
+REAL_SIZE = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+PLANNED_LAYERS, PLANNED_TOKENS = 4, 8192
+# Ignored by git.
+PICTURES = Path(__file__).parents[2] / "build" / "demo"
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,21 @@ def print_table(results: dict[str, Result]) -> None:
     print(tabulate(rows, headers=["", *results], disable_numparse=True))
 
 
+def plan_real_size() -> None:
+    """Print the plan of an H200 for the real model, and draw it. No weights and no GPU are needed."""
+    layers = f"{PLANNED_LAYERS} of its {REAL_SIZE.num_hidden_layers} layers"
+    print(f"\nThe same model at its real size (Qwen3-8B, {layers}), planned for an H200 (half a minute) ...\n")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    REAL_SIZE.save_pretrained(PICTURES)
+    found = plan_config(PICTURES, tokens=PLANNED_TOKENS, layers=PLANNED_LAYERS, device="h200")
+    show(found)
+    try:
+        found.plan.plot(PICTURES / "plan.png")
+        print(f"\npicture of memory over the step: {PICTURES / 'plan.png'}")
+    except ImportError as error:
+        print(f"\nno picture: {error}")
+
+
 def main() -> int:
     where = torch.cuda.get_device_name() if ON_GPU else "CPU rehearsal: no time or memory claims"
     print(f"fxoffload demo, torch {torch.__version__}, {where}")
@@ -133,6 +168,7 @@ def main() -> int:
         print(f"different: {', '.join(differing[:8])} ({len(differing)} in all)")
     if not offload.stats.bytes_offloaded:
         print("offload_all offloaded nothing: the comparison says nothing")
+    plan_real_size()
     return 1 if differing or not offload.stats.bytes_offloaded else 0
 
 

@@ -1,4 +1,4 @@
-"""The variants in turn, each in a process of its own, and the report that they make."""
+"""The variants in turn, each in a process of its own (a rehearsal: in this one), and the report that they make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Tell = Callable[[str], None]
 
 
 def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = None) -> Report:
-    """Measure all variants; one that fails or takes more than ``limit_s`` seconds is a row that says so.
+    """Measure all variants; one that fails or takes more than ``limit_s`` seconds is a row that says so. A rehearsal
+    has no limit.
 
     ``tell`` hears the name of each variant before it begins. ``work``: instead of the decoder that fits the GPU.
 
@@ -65,7 +66,13 @@ def _budget(checkpoint: Row, default: Row) -> tuple[int | None, str]:
 
 
 def _measure(name: str, request: Request, limit_s: float) -> Row:
-    ended = processes.run(request, limit_s)
+    assert request.work is not None
+    if request.work.device == "cpu":
+        from fxoffload.bench import here  # imports torch
+
+        ended = here.run(request, limit_s)
+    else:
+        ended = processes.run(request, limit_s)
     row = Row(name, ended.status, ended.reason, ended.wall_s, request.activation_budget)
     if ended.answer is None:
         return row

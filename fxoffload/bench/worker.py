@@ -15,10 +15,10 @@ from fxoffload.bench.records import Machine, Request, request_from_json
 
 def serve(asked: Path, answer: Path) -> None:
     """Do the measurement that the file ``asked`` requests and write it to ``answer``."""
-    answer.write_text(json.dumps(dataclasses.asdict(_measure(request_from_json(asked.read_text())))))
+    answer.write_text(json.dumps(dataclasses.asdict(measure(request_from_json(asked.read_text())))))
 
 
-def _measure(request: Request) -> Any:
+def measure(request: Request) -> Any:
     if request.kind == "probe":
         return probe()
     if request.work is None:

@@ -23,7 +23,7 @@ def bench(
     """Train a decoder that fits the GPU's free memory in four ways, then offload it whole and bring it back.
 
     Plain Inductor, with checkpointing, fxoffload's default, fxoffload at checkpointing's peak: step time and peak
-    memory, each in a process of its own. Without a GPU: a rehearsal in seconds, which says that it is one.
+    memory, each in a process of its own. Without a GPU: a rehearsal in less than a minute, which says that it is one.
     """
     from fxoffload.bench.run import bench as measure
     from fxoffload.bench.show import is_measured, render

@@ -22,7 +22,9 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in each row of the batch.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of as many as the configuration says.")] = None,
-    device: Annotated[str, typer.Option(help="A shipped profile, or the file of one.")] = "h200",
+    device: Annotated[
+        str, typer.Option(help="a100, a100-40gb, b200, gh200, h100 or h200, or the file of a profile.")
+    ] = "h200",
     budget: Annotated[str | None, typer.Option(help="activation_budget, for example 12GiB.")] = None,
     slowdown: Annotated[float | None, typer.Option(min=0.0, help="max_slowdown; 0.02 without a budget.")] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="Rank of adapters on all linear layers.")] = None,
@@ -62,12 +64,13 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        _show(found, ranks)
+        show(found, ranks)
     if not found.fits(found.rows[-1]):
         raise typer.Exit(1)
 
 
-def _show(found: Fit, ranks: int) -> None:
+def show(found: Fit, ranks: int = 1) -> None:
+    """Print tables: what stays on the device, the ways to train, the budgets that are met."""
     console, stays = Console(), found.lasting
     each = f" on each of {ranks}" if ranks > 1 else ""
     console.print(f"{found.model}; {found.plan.device}, {stays.device / _GIB:.1f} GiB\n")

@@ -267,7 +267,7 @@ class Planning:
             baseline=baseline,
             simulation=baseline,
             goal=self.goal,
-            device=self.rates.profile.device_name,
+            device=self.rates.profile.title,
             summary=summary,
             smallest_budget_bytes=baseline.peak_bytes,
         )
@@ -304,7 +304,7 @@ class Planning:
             baseline=baseline,
             simulation=found,
             goal=self.goal,
-            device=self.rates.profile.device_name,
+            device=self.rates.profile.title,
             summary=f"{aim_of(self.goal)}: {gain}",
             smallest_budget_bytes=frontier[0].budget_bytes,
             frontier=frontier,

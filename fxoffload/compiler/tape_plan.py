@@ -519,7 +519,7 @@ class TapePlanning:
         return Plan(
             graph=-1,
             label=f"a step {self._over}",
-            device=self.rates.profile.device_name,
+            device=self.rates.profile.title,
             activation_budget=self.goal.budget_bytes,
             max_slowdown=self.goal.max_slowdown,
             source=self.goal.source,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxoffload.machine.profile import MachineProfile
+from fxoffload.machine.profile import MEASURED, MachineProfile
 from fxoffload.sizes import format_bytes
 
 
 def describe(profile: MachineProfile) -> str:
     """The profile as lines of text."""
+    made = f", driver {profile.driver}, torch {profile.torch_version}" if profile.source == MEASURED else ""
     lines = [
-        f"{profile.device_name}, {format_bytes(profile.device_memory_bytes)}, driver {profile.driver}, "
-        f"torch {profile.torch_version}",
+        f"{profile.title}, {format_bytes(profile.device_memory_bytes)}{made}",
         "",
         "copy size      d2h GB/s   h2d GB/s   at once: d2h   h2d",
     ]

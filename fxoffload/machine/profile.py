@@ -23,6 +23,7 @@ Direction = Literal["d2h", "h2d"]
 # Of the JSON form. A file of another version is refused: its numbers may mean something else.
 SCHEMA = 1
 DEVICE_TYPES = ("cuda", "cpu")
+MEASURED, DATA_SHEET = "measured", "data sheet"
 TF32, FLOAT8 = "tf32", "float8"
 
 _CURVES = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
@@ -49,6 +50,7 @@ class MachineProfile:
     kernel_floor_us: microseconds of device time of the smallest kernel in a queue of kernels.
     notes: where the numbers come from.
     estimate_error: how far steps were off that were predicted from this profile alone; None: not measured yet.
+    source: ``"measured"``, or ``"data sheet"``: derived from another device's by ``machine/data_sheets.py``.
 
     Raises OptionsError (a ValueError) for a field that no machine can have.
     """
@@ -70,6 +72,7 @@ class MachineProfile:
     kernel_floor_us: float
     notes: str = ""
     estimate_error: EstimateError | None = None
+    source: str = MEASURED
 
     def __post_init__(self) -> None:
         for name in ("device_name", "driver", "torch_version"):
@@ -78,6 +81,8 @@ class MachineProfile:
             raise OptionsError(
                 f"expected device_type to be one of {', '.join(DEVICE_TYPES)}, found {self.device_type!r}"
             )
+        if self.source not in (MEASURED, DATA_SHEET):
+            raise OptionsError(f"expected source to be one of {MEASURED}, {DATA_SHEET}, found {self.source!r}")
         if not isinstance(self.notes, str):
             raise OptionsError(f"expected notes to be a string, found {self.notes!r}")
         checks.positive_int("device_memory_bytes", self.device_memory_bytes)
@@ -90,6 +95,11 @@ class MachineProfile:
             raise OptionsError(f"expected estimate_error to be an EstimateError, found {self.estimate_error!r}")
         for name in _TABLES:
             object.__setattr__(self, name, _within(name, lambda name=name: Rates(getattr(self, name))))
+
+    @property
+    def title(self) -> str:
+        """The device's name, and where it was not measured, that."""
+        return self.device_name + ("" if self.source == MEASURED else f" (profile from a {self.source}, not measured)")
 
     def copy_ms(self, nbytes: int, direction: Direction, duplex: bool = False) -> float:
         """Milliseconds of one copy of ``nbytes`` bytes; never less for more bytes.

@@ -1,4 +1,4 @@
-"""Profiles in files: those that come with the package, and those that a user names."""
+"""Profiles that come with the package, measured or from data sheets, and those in files that a user names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from pathlib import Path
 
 from fxoffload.environment import suggestion
 from fxoffload.errors import OptionsError
-from fxoffload.machine.profile import MachineProfile
+from fxoffload.machine.data_sheets import SHEETS, profile_from
+from fxoffload.machine.profile import MEASURED, MachineProfile
+
+# All others that come from data sheets are derived from it.
+_REFERENCE = "h200"
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the profiles that come with the package, for ``load_profile``."""
+    """Names of the profiles that come with the package, for ``load_profile``; some are from data sheets."""
     return tuple(sorted(_shipped()))
 
 
@@ -37,15 +41,18 @@ def load_profile(path_or_name: str | Path) -> MachineProfile:
 
 
 def shipped_for(device_name: str) -> MachineProfile | None:
-    """The shipped profile of the device of that name; None where there is none."""
-    return next((p for p in _shipped().values() if p.device_name == device_name), None)
+    """The shipped profile of the device of that name; None where there is none. Measured ones only: a device that is
+    here is measured rather than looked up in a data sheet."""
+    return next((p for p in _shipped().values() if p.device_name == device_name and p.source == MEASURED), None)
 
 
 @functools.cache
 def _shipped() -> dict[str, MachineProfile]:
     folder = files("fxoffload.machine") / "shipped"
     found = [item for item in folder.iterdir() if item.name.endswith(".json")]
-    return {
+    measured = {
         item.name.removesuffix(".json"): MachineProfile.from_json(item.read_text(encoding="utf-8"), item.name)
-        for item in sorted(found, key=lambda item: item.name)
+        for item in found
     }
+    derived = {name: profile_from(sheet, measured[_REFERENCE]) for name, sheet in SHEETS.items()}
+    return dict(sorted({**derived, **measured}.items()))

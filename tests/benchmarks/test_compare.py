@@ -17,7 +17,7 @@ from benchmarks.schema import Case, Memory, Protocol, Record, Report, Result, Su
 from benchmarks.tables import render as render_table
 
 RESULTS = ROOT / "benchmarks" / "results"
-NO_REPORTS = ("-plans", "-sustained-rates", "-bench", "-ablation", "2026-11-22-h200-pinning")
+NO_REPORTS = ("-plans", "-bench", "-ablation", "2026-11-22-h200-pinning")
 REPORTS = sorted(path for path in RESULTS.glob("*.json") if not path.stem.endswith(NO_REPORTS))
 
 

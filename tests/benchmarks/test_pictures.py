@@ -16,7 +16,7 @@ from benchmarks.schema import Report
 from fxoffload.planner.plan import Plan
 
 RESULTS = ROOT / "benchmarks" / "results"
-SWEEP, PHASES = RESULTS / "2026-11-21-h200-plan-stack-later.json", RESULTS / "2026-11-22-h200-phases.json"
+SWEEP, PHASES = RESULTS / "2026-11-21-h200-plan-stack-sweep.json", RESULTS / "2026-11-22-h200-phases.json"
 CONVERSIONS = RESULTS / "2026-11-22-cpu-moe-convert.json"
 PNG = b"\x89PNG"
 

@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,18 @@ def copy(tmp_path: Path) -> Path:
 def test_the_documents_are_what_publish_would_write() -> None:
     found = publish.differences()
     assert not found, f"run python -m benchmarks publish; found\n{found}"
+
+
+def test_results_hold_only_what_is_used() -> None:
+    """By a table, a test, a comment or a sentence; the rest is in ``archive/`` or in git's history."""
+    listing = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout
+    texts = [(ROOT / name).read_text() for name in listing.split() if "results/archive" not in name]
+    patterns = {name for text in texts for name in re.findall(r"20\d\d-\d\d-\d\d-[\w*-]+\.json", text)}
+    if not patterns:
+        pytest.skip("not a git checkout with tracked files")
+    files = {path.name for path in (ROOT / publish.RESULTS).glob("*.json")}
+    reports = {name.replace("-plans.json", ".json") for name in files}
+    assert not [name for name in sorted(reports) if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def test_the_command_checks_without_writing() -> None:

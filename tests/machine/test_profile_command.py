@@ -10,6 +10,7 @@ import pytest
 
 from fxoffload.cli.app import main
 from fxoffload.machine import load_profile, shipped_names
+from fxoffload.machine.data_sheets import SHEETS
 from tests.machine.example import example
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def test_the_shipped_profiles_are_installed() -> None:
     folder = ROOT / "fxoffload" / "machine"
     installed = {path for pattern in data["fxoffload.machine"] for path in folder.glob(pattern)}
     assert installed == {path for path in (folder / "shipped").iterdir() if path.is_file()}
-    assert {path.stem for path in installed} == set(shipped_names())
+    assert {path.stem for path in installed} | set(SHEETS) == set(shipped_names())
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -224,14 +224,16 @@ def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
 def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:
     model, batch = Tower(3), (example_input(),)
     h200 = load_profile("h200")
-    slower = replace(h200, device_name="half an H200", memory_gb_per_s=h200.memory_gb_per_s / 2)
+    slower = replace(h200, device_name="half an H200", memory_gb_per_s=h200.memory_gb_per_s / 2, source="data sheet")
     file = tmp_path / "half.json"
     file.write_text(slower.to_json())
     by_name, by_file, by_profile = (
         plan(model, example_args=batch, device=d, **SMALL, **LONG) for d in ("h200", file, slower)
     )
     assert by_file == by_profile
-    assert (by_name.device, by_file.device) == ("NVIDIA H200", "half an H200")
+    told = "half an H200 (profile from a data sheet, not measured)"
+    assert (by_name.device, by_file.device) == ("NVIDIA H200", told)
+    assert told in str(by_file) and told in by_file.to_json() and "data sheet" not in str(by_name)
     assert by_file.baseline_step_ms > by_name.baseline_step_ms
 
 
