@@ -561,3 +561,16 @@ def compiled_functions() -> list[tuple[Any, list[Any]]]:
         if isinstance(hooks, list):
             found.append((one.__dict__["_torchdynamo_orig_callable"], hooks))
     return found
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def first_of_ranks(key: str, value: str) -> str | None:
+    """What the first rank that asked for ``key`` gave, by the store of the default process group: no collective, and
+    nobody waits for another rank. None: the store cannot do that."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set(key, "", value).decode()
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+        return None

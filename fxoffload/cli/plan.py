@@ -23,7 +23,9 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of as many as the configuration says.")] = None,
     device: Annotated[str, typer.Option(help="A shipped profile, or the file of one.")] = "h200",
-    budget: Annotated[str | None, typer.Option(help="activation_budget, for example 12GiB.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="activation_budget: 12GiB, auto (what the rest leaves) or 80%.")
+    ] = None,
     slowdown: Annotated[float | None, typer.Option(min=0.0, help="max_slowdown; 0.02 without a budget.")] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="Rank of adapters on all linear layers.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adafactor, sgd or none.")] = "adamw",

@@ -183,9 +183,7 @@ class CompileSession:
         self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
         self._own_budget: int | None = None  # of a plan for this graph alone
         self._checkpointed: Checkpointed | None = None  # what that plan replaces
-        self._goal = PlanGoal.of(
-            options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
-        )
+        self._goal = PlanGoal.of(options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine())
         self._replan: Replan[SegmentClock] | None = None
         self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
