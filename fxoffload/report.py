@@ -10,6 +10,7 @@ from fxoffload.compiled_graph import graphs as graphs
 from fxoffload.compiled_graph import override_policy as override_policy
 from fxoffload.counters import Stats, counters
 from fxoffload.runtime.engine import Budgets, engine_for, engines
+from fxoffload.runtime.host_memory.limits import host_memory_in_words, locked_memory_in_words
 from fxoffload.sizes import format_bytes, parse_bytes
 
 
@@ -60,8 +61,9 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     nbytes, engine, budgets = parse_bytes(size, "size"), engine_for(torch.device(device)), Budgets(None, None, None)
     if nbytes > (most := engine.host_budget_bytes(budgets)):
         warnings.warn(
-            f"expected at most {format_bytes(most)}, which is what this process may pin of the machine's memory, or of "
-            f"its control group's, found {format_bytes(nbytes)}: {format_bytes(most)} are reserved",
+            f"expected at most {format_bytes(most)}, which is what this process may pin (host memory: "
+            f"{host_memory_in_words()}; ulimit -l: {locked_memory_in_words()}), found {format_bytes(nbytes)}: "
+            f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory",
             stacklevel=2,
         )
     engine.reserve(nbytes, budgets, stays=True)

@@ -57,7 +57,7 @@ def nbytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("auto", "auto"), (" AUTO ", "auto"), ("100%", "auto"), ("80%", "80%"), (" 62.5 % ", "62.5%"), ("12G", 12 * 10**9)],
+    [("auto", "auto"), (" AUTO ", "auto"), ("100%", "auto"), ("80%", "80%"), (" 62.5 % ", "62.5%"), ("2G", 2 * 10**9)],
 )
 def test_forms(given: str, kept: str | int) -> None:
     assert Options(activation_budget=given).activation_budget == kept
@@ -196,7 +196,7 @@ def test_one_that_is_too_small_says_what_gradients_have_to_do_with_it() -> None:
     model = layers()
     trained = optim.AdamW(model.parameters())
     compiled = fxoffload.compile(model, activation_budget="0.001%", **REHEARSED)
-    with pytest.raises(BudgetError, match=r"leaves 48\.8 KiB for gradients that stay .* gradients_persist=False") as told:
+    with pytest.raises(BudgetError, match=r"leaves 48\.8 KiB for gradients .* gradients_persist=False") as told:
         compiled(torch.ones(64, 64)).sum().backward()
     assert told.value.smallest_bytes > 8000
     del trained
