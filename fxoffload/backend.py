@@ -19,6 +19,7 @@ from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.devices import memory_bytes
 from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
+from fxoffload.progress import working
 from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
 from fxoffload.sizes import format_bytes
@@ -92,7 +93,8 @@ def _compile(
         return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
     with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
         try:
-            found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+            with working("compiling a graph"):
+                found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
         except BudgetError as error:
             if device is None or not isinstance(asked, str):
                 raise

@@ -35,6 +35,7 @@ _VARIABLES = (
     environment.DISABLE_VARIABLE,
     environment.PHASES_DEVICE_TYPES_VARIABLE,
     environment.MEASURED_DEVICE_TYPES_VARIABLE,
+    environment.PROGRESS_VARIABLE,
     PROFILE_VARIABLE,
     cache.CACHE_VARIABLE,
 )

@@ -41,9 +41,9 @@ def plan(
     Exit status 1 where fxoffload's plan does not fit.
     """
     from fxoffload.plan_config import plan_config
+    from fxoffload.progress import working
 
-    console = Console(stderr=True)
-    with console.status("planning: some seconds for each layer's kind"):
+    with working(f"planning {model}"):
         found = plan_config(
             model,
             tokens=tokens,

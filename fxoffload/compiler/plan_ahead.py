@@ -31,6 +31,7 @@ from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
+from fxoffload.progress import working
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -109,7 +110,8 @@ def plan(
         chosen = _options(options, profile, activation_budget=activation_budget, max_slowdown=max_slowdown)
         chosen = in_bytes_elsewhere(chosen, model, optimizer, load_profile(profile))
         args, kwargs = tuple(example_args), dict(example_kwargs or {})
-        found = _trace(model, args, kwargs, chosen)
+        with working("planning ahead"):
+            found = _trace(model, args, kwargs, chosen)
     return replace(found, label=type(model).__name__, shape=_shape(model, args, kwargs))
 
 

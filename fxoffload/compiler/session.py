@@ -73,6 +73,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
+from fxoffload.progress import working
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.engine import engine_for
@@ -348,7 +349,8 @@ class CompileSession:
             num_points=self._num_points,
             checkpointed=None if tagged is gm else tagged,
         )
-        found = plan_for_sizes(planning)
+        with working(f"planning {len(self._layers.layers)} layers"):
+            found = plan_for_sizes(planning)
         if found is None:
             return None
         self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
@@ -382,7 +384,8 @@ class CompileSession:
                 note_estimated("graphs", "the plan is for another device")
                 return
             self._meter, self._allowance = meter_for(self.device), allowance_of_step()
-            self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
+            with working("measuring operators"):
+                self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
         except Exception as error:  # a bad profile is for planning to report
             note_estimated("graphs", reason_of(error))
 
@@ -764,7 +767,8 @@ class CompileSession:
         meter, self._meter = self._meter, None
         if meter is not None and self._forward is not None:
             try:
-                self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
+                with working("measuring segments"):
+                    self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
             except Exception as error:
                 note_estimated("graphs", reason_of(error))
         return self._ran
