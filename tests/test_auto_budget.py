@@ -219,7 +219,7 @@ def test_plans_for_a_device_that_is_not_here() -> None:
 
 @pytest.mark.usefixtures("gpu_like")
 def test_all_ranks_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
+    store = dist.distributed_c10d.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
