@@ -567,8 +567,8 @@ def compiled_functions() -> list[tuple[Any, list[Any]]]:
 
 
 def first_of_ranks(key: str, value: str) -> str | None:
-    """What the first rank that asked for ``key`` gave, by the store of the default process group: no collective, and
-    nobody waits for another rank. None: the store cannot do that."""
+    """The value of the rank that asked first for ``key``, by the store of the default process group. No collective: no
+    rank waits for another. None: the store cannot do that."""
     try:
         store = dist.distributed_c10d._get_default_store()
         return store.compare_set(key, "", value).decode()

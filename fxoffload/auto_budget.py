@@ -38,13 +38,13 @@ from fxoffload.sizes import format_bytes, share_of
 
 log = logging.getLogger(__name__)
 
-# Devices with memory of their own, which says what is left.
+# Devices with memory of their own.
 _DEVICE_TYPES = ("cuda",)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """``refs``: to what it was worked out for."""
+    """``refs``: to the optimizers, or else the parameters, that were counted."""
 
     room: Room
     left_bytes: int
@@ -149,7 +149,7 @@ def _trained(device: torch.device) -> tuple[list[Any], list[Tensor]]:
     optimizers: list[Any] = []
     for one in leaves([thing for thing in living if isinstance(thing, torch.optim.Optimizer)]):
         own = {id(p): p for p in parameters_of(one) if _is_trained(p, device)}
-        if not own.keys() <= found.keys():  # a wrapper with state of its own has the parameters of what it wraps
+        if not own.keys() <= found.keys():  # a wrapper has the parameters of the optimizer that it wraps
             optimizers.append(one)
             found |= own
     if not optimizers:
@@ -172,7 +172,7 @@ def _is_trained(parameter: Tensor, device: torch.device) -> bool:
 
 
 def _agreed(room: Room, device: torch.device, parameters: Sequence[Tensor]) -> int:
-    """What is left, the same on all ranks that train the same; see [Note: One budget for all ranks]."""
+    """The bytes left, equal on all ranks that train the same; see [Note: One budget for all ranks]."""
     mine = room.left_bytes()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return mine

@@ -60,7 +60,7 @@ class Room:
 
     Attributes:
         total: its memory.
-        takes: what is in use or will be, in words.
+        takes: bytes in use now or later, by their purpose in words.
         fraction: of the memory that is counted on.
     """
 
@@ -70,7 +70,7 @@ class Room:
 
     @property
     def limit(self) -> int:
-        """What is counted on."""
+        """Bytes that are counted on."""
         return int(self.fraction * self.total)
 
     def left_bytes(self) -> int:
@@ -221,7 +221,7 @@ class Lasting:
     state: int
 
     def room(self) -> Room:
-        """What they leave."""
+        """The rest of the device."""
         takes = {"parameters and buffers": self.parameters, GRADIENTS: self.gradients, "optimizer state": self.state}
         return Room(self.device, takes)
 

@@ -34,11 +34,11 @@ class Options:
         ``"offload_all"`` offloads every candidate (what a forward saves last stays for a backward that follows at
         once, see ``fxoffload.passes.find_turn``), ``"keep_all"`` nothing. A graph without layers (a layer compiled on
         its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except what is saved last.
-    activation_budget: the least step time whose peak stays within so many bytes: what the compiled graph adds on the
-        device to what was allocated when the step began (saved activations, working set, copies under way, gradients
-        that the backward returns). A budget that cannot be met raises BudgetError, with the smallest that can; on a GPU
-        one that is missed by a little on paper is tried, and a warning says if its steps exceed it. ``"auto"`` is what
-        the device leaves when the first training graph is compiled: 90 % of its memory, less what is in use, less
+    activation_budget: the least step time whose peak stays within this many bytes. The peak is all that the step adds
+        to the memory allocated when it began: saved activations, working set, copies under way, gradients that the
+        backward returns. A budget that cannot be met raises BudgetError, with the smallest that can. On a GPU one that
+        is missed by a little on paper is tried, and a warning says if its steps exceed it. ``"auto"``: the room on the
+        device when the first training graph is compiled. That is 90 % of its memory, less the memory in use, less
         gradients and optimizer state that are not there yet. ``"80%"``: of that.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several

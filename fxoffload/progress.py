@@ -5,8 +5,8 @@
             work.what = f"compiling segment {i + 1} of {len(segments)}"
 
 [Note: Progress] Work within work shares one line. On a terminal the line is renewed until the work ends, and then says
-what it took; elsewhere one line is written when two seconds have passed. Rank 0 alone writes. Until then a timer is all
-that there is, so no step uses this: a step that waits for host memory does not mind.
+how long that took. Elsewhere one line is written when two seconds have passed. Rank 0 alone writes. Each use starts a
+timer thread, so nothing in a step uses this, except a step that stands still for host memory.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Work:
 
 
 @contextlib.contextmanager
-def working(what: str, *, beside: bool = False) -> Iterator[Work]:
+def working(what: str, *, in_background: bool = False) -> Iterator[Work]:
     """See [Note: Progress].
 
     Args:
         what: is being done, in words.
-        beside: training steps go on meanwhile. The line is not renewed: it would fight with a progress bar's.
+        in_background: training steps go on. The line is not renewed: it would fight with a progress bar's.
     """
     work = Work(what)
     if not shows_progress() or not _is_main_rank():
         yield work
         return
-    board = _boards[beside]
+    board = _boards[in_background]
     try:
         board.begin(work)
         yield work
@@ -64,7 +64,7 @@ def working(what: str, *, beside: bool = False) -> Iterator[Work]:
 
 
 class _Board:
-    """What is being done now, by any thread, and the line about it."""
+    """The works that go on, of any thread, and the line about them."""
 
     def __init__(self, *, renews: bool) -> None:
         self._renews = renews

@@ -1,4 +1,4 @@
-"""``activation_budget="auto"``: what is counted, when, and what is said where it cannot be."""
+"""``activation_budget="auto"``: its bytes, when it is worked out, and messages where it cannot be."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gpu_like(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU stands for a device of 1 GiB with memory of its own, of which 100 MiB are in use by others. Of what is
-    alive, only what a test makes is found."""
+    """The CPU stands for a device of 1 GiB with memory of its own, of which 100 MiB are in use by others. Only
+    objects that the test makes are found."""
     before = {id(thing) for thing in auto_budget._living()}
     living = auto_budget._living
     monkeypatch.setattr(auto_budget, "_DEVICE_TYPES", ("cpu", "cuda"))
@@ -38,7 +38,7 @@ def gpu_like(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def room(taken: int) -> int:
-    """What ``gpu_like`` leaves where a training takes so many bytes."""
+    """The bytes that ``gpu_like`` leaves where training takes ``taken``."""
     return int(0.9 * GIB) - (100 << 20) - taken
 
 
@@ -52,7 +52,7 @@ def nbytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-# -- what is accepted --------------------------------------------------------------------------------------------------
+# -- forms -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_shares_have_keys_of_their_own() -> None:
         _ = Options(activation_budget="auto").budget_bytes
 
 
-# -- what is counted ---------------------------------------------------------------------------------------------------
+# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("gpu_like")

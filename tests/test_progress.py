@@ -86,9 +86,9 @@ def test_a_terminal_has_a_line_that_is_renewed(monkeypatch: pytest.MonkeyPatch) 
     assert out.getvalue() == written
 
 
-def test_beside_steps_the_line_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_background_the_line_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     out = stderr(monkeypatch, is_terminal=True)
-    with working("planning a step", beside=True):
+    with working("planning a step", in_background=True):
         until(lambda: "\n" in out.getvalue())
     assert out.getvalue().startswith("fxoffload: planning a step, 0 s so far") and out.getvalue().count("\n") == 1
 

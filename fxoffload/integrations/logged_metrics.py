@@ -1,8 +1,8 @@
 """Numbers of fxoffload in a Trainer's logs.
 
-[Note: Logs and reporters] The Trainer hands one dict of logs to its callbacks in order, and its reporters (W&B,
-TensorBoard, ...) come before a user's callbacks: what those add comes too late. So while it trains, a small callback
-stands in front of all others and adds the numbers there. The user's callback itself keeps its place, on which more may
+[Note: Logs and reporters] The Trainer hands one dict of logs to its callbacks in order. Its reporters (W&B,
+TensorBoard, ...) come before a user's callbacks, which would add numbers too late. So while it trains, a small callback
+stands in front of all others and adds them there. The user's callback itself keeps its place, on which more may
 depend (whether a step is saved is decided by one before it).
 """
 

@@ -65,10 +65,10 @@ class OffloadCallback(TrainerCallback):
     for options that are not accepted. A second ``train()`` on the same model compiles nothing;
     other options compile it again.
 
-    Logs of training steps, and so W&B, TensorBoard and the like, have beside the loss, for one step on average since
-    the last log: ``fxoffload/offloaded_gib``, ``fxoffload/reloaded_gib``, ``fxoffload/exposed_ms``; and as they are
-    then: ``fxoffload/host_gib`` (pinned), ``fxoffload/step_peak_gib`` (of a plan whose steps were measured) and, on a
-    GPU, ``fxoffload/device_peak_gib`` (torch's own peak).
+    It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
+    log: ``fxoffload/offloaded_gib``, ``fxoffload/reloaded_gib``, ``fxoffload/exposed_ms``. As they are then:
+    ``fxoffload/host_gib`` (pinned), ``fxoffload/step_peak_gib`` (of a plan whose steps were measured) and, on a GPU,
+    ``fxoffload/device_peak_gib`` (torch's own peak).
     """
 
     def __init__(self, **options: Any) -> None:

@@ -39,9 +39,9 @@ class PhaseCallback(TrainerCallback):
     changes its mode (schedule-free ones turn the parameters over with what is in the state). Whoever generates on the
     same GPU in another engine wraps that in ``with phases.rollout():``, which sends everything else away too.
 
-    Logs of training steps, and so W&B, TensorBoard and the like, have beside the loss, for one step on average since
-    the last log: ``fxoffload/phases/offload_gib``, ``fxoffload/phases/onload_gib``, ``fxoffload/phases/exposed_ms``
-    (time that calls and streams waited for these copies); and as it is then: ``fxoffload/phases/host_gib``.
+    It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
+    log: ``fxoffload/phases/offload_gib``, ``.../onload_gib`` and ``.../exposed_ms``, the time that calls and streams
+    waited for these copies. As it is then: ``fxoffload/phases/host_gib``.
 
     Args:
         early: the state returns when a step begins, hidden behind forward and backward, which then have less room. Not

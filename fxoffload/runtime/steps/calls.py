@@ -596,7 +596,7 @@ class StepCalls:
             chain.meanwhile = chain.meanwhile or plan
 
         try:
-            with working(f"planning a step of {len(sites)} compiled graphs", beside=self._in_background):
+            with working(f"planning a step of {len(sites)} compiled graphs", in_background=self._in_background):
                 plan = first.planner(sites, seen, sizes, meanwhile if self._in_background else None)
         except Exception as error:
             if background.is_ending():
