@@ -100,7 +100,7 @@ def test_gradients_and_state_of_what_the_optimizer_trains(caplog: pytest.LogCapt
     assert left == room(3 * nbytes(model) + steps)
     assert "optimizer state 32.5 KiB" in caplog.text and "others 100.0 MiB" in caplog.text
     assert budget("50%") == left // 2
-    # It stays as it is: graphs of one step have to agree. Only what is worked out anew sees what has changed.
+    # It stays as it is: graphs of one step have to agree. After a reset the change counts.
     trained.add_param_group({"params": frozen.parameters()})
     assert budget() == left
     reset()

@@ -113,7 +113,7 @@ def test_switched_off_or_another_rank(setting: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is begun, and what it is called then."""
+    """The words with which works begin."""
     found: list[str] = []
 
     def begin(board: Any, work: Work) -> None:
