@@ -158,9 +158,10 @@ def _trained(device: torch.device) -> tuple[list[Any], list[Tensor]]:
 
 
 def _living() -> list[Any]:
-    """Optimizers and parameters. Their types are asked, not they themselves: a proxy might answer."""
-    wanted = (torch.optim.Optimizer, nn.Parameter)
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), wanted)]
+    """Optimizers and parameters. Their types are asked first: a proxy would answer for another object. A parameter that
+    is a DTensor has DTensor's type."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), (torch.optim.Optimizer, Tensor))]
+    return [thing for thing in found if not isinstance(thing, Tensor) or isinstance(thing, nn.Parameter)]
 
 
 def _is_trained(parameter: Tensor, device: torch.device) -> bool:

@@ -22,8 +22,7 @@ from fxoffload.options import Options
 from fxoffload.progress import working
 from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
-from fxoffload.sizes import format_bytes
-from fxoffload.tell import is_new, warn_once
+from fxoffload.tell import budget_above_memory, is_new
 
 log = logging.getLogger(__name__)
 
@@ -151,13 +150,7 @@ def _tell_of_memory(chosen: Options, device: torch.device) -> None:
     if chosen.profile is not None:
         profile = load_profile(chosen.profile)
         total, name = profile.device_memory_bytes, profile.device_name
-    if budget > total:
-        warn_once(
-            ("budget above the device's memory", budget),
-            f"expected an activation_budget within the memory of {name}, {format_bytes(total)}, found "
-            f"{format_bytes(budget)}: it bounds nothing. fxoffload.activation_budget(model, optimizer) says what is "
-            "left for activations",
-        )
+    budget_above_memory(budget, total, name)
 
 
 fxoffload.reset = reset  # type: ignore[attr-defined]

@@ -145,6 +145,17 @@ def test_without_an_optimizer_adamw_is_counted_and_told() -> None:
     assert budget() == room(3 * model.weight.nbytes)  # told once
 
 
+def test_parameters_of_other_types_are_found() -> None:
+    class Sharded(torch.Tensor):  # as a DTensor
+        pass
+
+    plain, kept = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2).as_subclass(Sharded))
+    assert type(kept) is Sharded
+    found = auto_budget._living()
+    assert any(one is plain for one in found) and any(one is kept for one in found)
+    assert not any(type(one) is torch.Tensor for one in found)
+
+
 @pytest.mark.usefixtures("gpu_like")
 def test_an_optimizer_that_cannot_be_tried_is_told() -> None:
     model = nn.Linear(64, 64)
@@ -208,6 +219,8 @@ def test_plans_for_a_device_that_is_not_here() -> None:
     total = int(0.9 * load_profile("h200").device_memory_bytes)
     found = fxoffload.plan(model, example_args=(x,), device="h200", activation_budget="auto", min_bytes=1)
     assert found.activation_budget == total - 4 * sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+    with pytest.warns(UserWarning, match=r"NVIDIA H200, 139\.\d GiB, found 838190\.3 GiB: it bounds nothing"):
+        fxoffload.plan(model, example_args=(x,), device="h200", activation_budget="900TB", min_bytes=1)
     sgd = optim.SGD(model.parameters(), lr=0.1)
     half: dict[str, Any] = {"activation_budget": "50%", "optimizer": sgd}
     found = fxoffload.plan(model, example_args=(x,), device="h200", min_bytes=1, **half)
@@ -219,7 +232,7 @@ def test_plans_for_a_device_that_is_not_here() -> None:
 
 @pytest.mark.usefixtures("gpu_like")
 def test_all_ranks_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.distributed_c10d.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)

@@ -32,6 +32,7 @@ from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
 from fxoffload.progress import working
+from fxoffload.tell import budget_above_memory
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -108,7 +109,9 @@ def plan(
         )
     with _profile_name(device) as profile:
         chosen = _options(options, profile, activation_budget=activation_budget, max_slowdown=max_slowdown)
-        chosen = in_bytes_elsewhere(chosen, model, optimizer, load_profile(profile))
+        machine = load_profile(profile)
+        chosen = in_bytes_elsewhere(chosen, model, optimizer, machine)
+        budget_above_memory(chosen.budget_bytes or 0, machine.device_memory_bytes, machine.device_name)
         args, kwargs = tuple(example_args), dict(example_kwargs or {})
         with working("planning ahead"):
             found = _trace(model, args, kwargs, chosen)
