@@ -82,6 +82,11 @@ def is_of_training(logs: Mapping[str, Any] | None) -> bool:
     return logs is not None and "loss" in logs
 
 
+def step_of(state: TrainerState | None) -> int:
+    """How many steps have ended; None: a loop that is no Trainer's begins at 0."""
+    return 0 if state is None else state.global_step
+
+
 def add_to_logs(state: TrainerState, logs: dict[str, Any], found: Mapping[str, float]) -> None:
     """Put numbers into logs, and into the history that the Trainer has written them to already."""
     rounded = {name: round(value, 4) for name, value in found.items()}

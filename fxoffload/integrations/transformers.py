@@ -30,7 +30,7 @@ except ImportError as error:
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION as CAUSAL_ATTENTION
 from fxoffload.integrations.full_masks import MaskDroppingCollator as MaskDroppingCollator
 from fxoffload.integrations.full_masks import drop_full_mask as drop_full_mask
-from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first
+from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
 from fxoffload.report import metrics
 
 _GAUGES = {
@@ -96,7 +96,7 @@ class OffloadCallback(TrainerCallback):
             )
         self._end_logging()
         self._end_logging = put_first(self._add_metrics)
-        self._per_step.begin(state.global_step if state is not None else 0, _counters(metrics()))
+        self._per_step.begin(step_of(state), _counters(metrics()))
         key = self.options.cache_key()
         if _compiled.get(model) == key:
             return

@@ -24,7 +24,7 @@ except ImportError as error:
         "fxoffload.integrations.trl needs transformers; install it with pip install 'fxoffload[transformers]'"
     ) from error
 
-from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first
+from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
 
 
 class PhaseCallback(TrainerCallback):
@@ -111,7 +111,7 @@ class PhaseCallback(TrainerCallback):
         self._manager.offload(OPTIMIZER, wait=False)
         self._undo.append(put_first(self._add_metrics))
         self._moved = _Moved(self._manager)
-        self._per_step.begin(state.global_step, self._moved.sums())
+        self._per_step.begin(step_of(state), self._moved.sums())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
