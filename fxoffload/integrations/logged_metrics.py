@@ -89,7 +89,7 @@ def step_of(state: TrainerState | None) -> int:
 
 def add_to_logs(state: TrainerState, logs: dict[str, Any], found: Mapping[str, float]) -> None:
     """Put numbers into logs, and into the history that the Trainer has written them to already."""
-    rounded = {name: round(value, 4) for name, value in found.items()}
+    rounded = {name: float(f"{value:.5g}") for name, value in found.items()}
     logs.update(rounded)
     history = state.log_history
     if history and history[-1].get("step") == state.global_step and "loss" in history[-1]:
