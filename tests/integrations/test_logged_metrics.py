@@ -78,7 +78,8 @@ def test_reporters_see_what_steps_moved(
     assert len(steps) == NUM_STEPS // 2 and all(logs.keys() >= OURS | PHASES for logs in steps)
     assert len(others) >= 2 and not any(OURS & logs.keys() for logs in others)  # an evaluation, the whole training
     moved = fxoffload.metrics()["fxoffload/bytes_offloaded"]
-    assert moved > 0 and steps[0]["fxoffload/offloaded_gib"] > 0 and added["fxoffload/offloaded_gib"] == pytest.approx(moved / NUM_STEPS / 2**30)
+    assert steps[0]["fxoffload/offloaded_gib"] > 0
+    assert added["fxoffload/offloaded_gib"] == pytest.approx(moved / NUM_STEPS / 2**30)
     history = [logs for logs in trainer.state.log_history if "loss" in logs]
     assert [{name: logs[name] for name in OURS | PHASES} for logs in history] == [
         {name: logs[name] for name in OURS | PHASES} for logs in steps
