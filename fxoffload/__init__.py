@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fxoffload.planner.shown import plans as plans
     from fxoffload.ranks import check_ranks as check_ranks
     from fxoffload.report import graphs as graphs
+    from fxoffload.report import metrics as metrics
     from fxoffload.report import override_policy as override_policy
     from fxoffload.report import release_host_memory as release_host_memory
     from fxoffload.report import reserve_host_memory as reserve_host_memory
@@ -69,6 +70,7 @@ _LATE = {
     "plans": "fxoffload.planner.shown",
     "check_ranks": "fxoffload.ranks",
     "graphs": "fxoffload.report",
+    "metrics": "fxoffload.report",
     "override_policy": "fxoffload.report",
     "release_host_memory": "fxoffload.report",
     "reserve_host_memory": "fxoffload.report",

@@ -571,3 +571,16 @@ def compiled_functions() -> list[tuple[Any, list[Any]]]:
         if isinstance(hooks, list):
             found.append((one.__dict__["_torchdynamo_orig_callable"], hooks))
     return found
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def first_of_ranks(key: str, value: str) -> str | None:
+    """The value of the rank that asked first for ``key``, by the store of the default process group. No collective: no
+    rank waits for another. None: the store cannot do that."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.compare_set(key, "", value).decode()
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError):
+        return None

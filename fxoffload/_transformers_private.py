@@ -37,6 +37,18 @@ def is_saved_in_another_way(model: Any) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None
 
 
+def callback_handler_of_event() -> Any:
+    """The ``CallbackHandler`` whose event is under way, in a callback that it has called; None where there is none.
+    Events are given no Trainer: it is found among the callers."""
+    kind = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
+    frame = sys._getframe(1)
+    while kind is not None and frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
+        frame = frame.f_back
+    return None
+
+
 def knows_what_is_saved() -> bool:
     """Whether this version of transformers can be asked; if not, says so once."""
     if _missing := [name for name, found in _apis().items() if found is None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch.fx as fx
 from fxoffload._torch_breaks import log_after_graph
 from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.environment import disabled_pieces, everything_disabled
+from fxoffload.errors import BudgetError, FxOffloadError
 from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.devices import memory_bytes
 from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
+from fxoffload.progress import working
 from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
-from fxoffload.sizes import format_bytes
-from fxoffload.tell import is_new, warn_once
+from fxoffload.tell import budget_above_memory, is_new
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,16 @@ def fxoffload(
         PassError, SegmentCompileError: with ``on_error="raise"``.
     """
     keep_reset(fxoffload)
+    try:
+        return _compile(gm, example_inputs, mode, options)
+    except FxOffloadError as error:
+        error.first_useful_frame = sys._getframe()  # Dynamo leaves its own frames before it out of the traceback
+        raise
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | Options | None
+) -> Callable[..., Any]:
     chosen = Options.from_torch_compile(mode, options)
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
@@ -62,11 +74,14 @@ def fxoffload(
         device = None
     else:
         device = _device_to_offload(example_inputs, chosen.device_types)
-    if device is not None:
-        _tell_of_memory(chosen, device)
     inner: Any = None  # whole graphs, by Inductor
-    session = None
+    session, asked = None, chosen.activation_budget
     if device is not None and torch.is_grad_enabled():
+        if isinstance(asked, str):
+            from fxoffload.auto_budget import in_bytes
+
+            chosen = in_bytes(chosen, device)
+        _tell_of_memory(chosen, device)
         session = CompileSession(chosen, disabled, device, parameters_of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
@@ -76,7 +91,15 @@ def fxoffload(
     if inner is None:
         return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
     with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
-        found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        try:
+            with working("compiling a graph"):
+                found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        except BudgetError as error:
+            if device is None or not isinstance(asked, str):
+                raise
+            from fxoffload.auto_budget import told_of_gradients
+
+            raise told_of_gradients(error, asked, device) from None
     if session is not None and session.makes_zeros:
         found = _leaving_gradients_undefined(found)  # type: ignore[arg-type]
     return UNCOMPILED.counted(found)  # type: ignore[arg-type]
@@ -121,19 +144,13 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
 
 def _tell_of_memory(chosen: Options, device: torch.device) -> None:
     budget, name = chosen.activation_budget, "this device"
-    if budget is None:
+    if not isinstance(budget, int):
         return
     total = memory_bytes(device)
     if chosen.profile is not None:
         profile = load_profile(chosen.profile)
         total, name = profile.device_memory_bytes, profile.device_name
-    if budget > total:
-        warn_once(
-            ("budget above the device's memory", budget),
-            f"expected an activation_budget within the memory of {name}, {format_bytes(total)}, found "
-            f"{format_bytes(budget)}: it bounds nothing. fxoffload.activation_budget(model, optimizer) says what is "
-            "left for activations",
-        )
+    budget_above_memory(budget, total, name)
 
 
 fxoffload.reset = reset  # type: ignore[attr-defined]

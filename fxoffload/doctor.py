@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from fxoffload.machine.lookup import PROFILE_VARIABLE, profile_for
 from fxoffload.machine.profile import MEASURED, MachineProfile
 from fxoffload.machine.shelf import load_profile, shipped_names
 from fxoffload.runtime.host_memory.limits import (
-    cgroup_limit_bytes,
     default_host_budget_bytes,
-    processes_on_this_machine,
+    host_memory_in_words,
+    locked_memory_in_words,
 )
 from fxoffload.runtime.host_memory.numa import cpus_of, memory_nodes, node_of
 from fxoffload.sizes import format_bytes
@@ -36,6 +35,7 @@ _VARIABLES = (
     environment.DISABLE_VARIABLE,
     environment.PHASES_DEVICE_TYPES_VARIABLE,
     environment.MEASURED_DEVICE_TYPES_VARIABLE,
+    environment.PROGRESS_VARIABLE,
     PROFILE_VARIABLE,
     cache.CACHE_VARIABLE,
 )
@@ -151,10 +151,7 @@ def _rates(profile: MachineProfile) -> str:
 
 
 def _pinned_memory() -> Iterator[Finding]:
-    budget, memory, limit = default_host_budget_bytes(), psutil.virtual_memory(), cgroup_limit_bytes()
-    of = format_bytes(memory.total) + ("" if limit is None else f", control group {format_bytes(limit)}")
-    ranks = processes_on_this_machine()
-    shared = f", shared by {ranks} processes" if ranks > 1 else ""
+    budget, available = default_host_budget_bytes(), psutil.virtual_memory().available
     device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     problem = ""
     if budget < _SMALL_SHARE * device:
@@ -162,12 +159,11 @@ def _pinned_memory() -> Iterator[Finding]:
             f"that is little beside the GPU's {format_bytes(device)}: what does not fit stays on the device, with a "
             "warning. Give the container more memory, or run fewer processes"
         )
-    elif memory.available < budget:
-        problem = f"only {format_bytes(memory.available)} are free now"
-    yield Finding("memory to pin", f"{format_bytes(budget)} of {of}{shared}", problem)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    elif available < budget:
+        problem = f"only {format_bytes(available)} are free now"
+    yield Finding("memory to pin", f"{format_bytes(budget)} of {host_memory_in_words()}", problem)
     # CUDA's driver pins for a process whatever this says; containers that enforce it fail to start it at all.
-    yield Finding("locked memory (ulimit -l)", "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft))
+    yield Finding("locked memory (ulimit -l)", locked_memory_in_words())
 
 
 def _nodes() -> Iterator[Finding]:

@@ -11,6 +11,9 @@
 ``FXOFFLOAD_MEASURED_DEVICE_TYPES``
     Comma-separated device types on which operators and segments are timed for a plan: ``cuda``, or ``cpu`` for a
     rehearsal. Unset or empty: ``cuda``.
+
+``FXOFFLOAD_PROGRESS``
+    ``0`` or ``false``: no line about work that takes longer than two seconds. Anything else, or unset: such lines.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from fxoffload.errors import OptionsError
 DISABLE_VARIABLE = "FXOFFLOAD_DISABLE"
 PHASES_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_PHASES_DEVICE_TYPES"
 MEASURED_DEVICE_TYPES_VARIABLE = "FXOFFLOAD_MEASURED_DEVICE_TYPES"
+PROGRESS_VARIABLE = "FXOFFLOAD_PROGRESS"
 
 PIECES = (
     "segments",  # Off: the graph is compiled in one piece.
@@ -84,6 +88,11 @@ def measured_device_types() -> tuple[str, ...]:
     Raises OptionsError (a ValueError) for an unknown one.
     """
     return _device_types(MEASURED_DEVICE_TYPES_VARIABLE)
+
+
+def shows_progress() -> bool:
+    """Whether there are lines about work that takes long. Never raises."""
+    return os.environ.get(PROGRESS_VARIABLE, "").strip().lower() not in _OFF[1:]
 
 
 def _device_types(variable: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class FxOffloadError(ShortenTraceback):
     """Base of the errors that a backend call raises; see Note [errors through Dynamo]."""
 
     def __init__(self, *args: object) -> None:
-        # Without a first useful frame Dynamo keeps the traceback whole: our frames say where.
+        # Dynamo keeps the traceback whole, until the backend says where its frames begin.
         super().__init__(*args, first_useful_frame=None)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ _HOOKS = (
 
 # Part of a device's memory that is counted on: the rest is for fragments, for libraries' memory, and for errors.
 DEVICE_FRACTION = 0.9
+GRADIENTS = "gradients"
+# AdamW keeps two values for each parameter.
+_ASSUMED_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,47 @@ class DeviceMemory:
     total: int
     here: int = 0
     others: int = 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device leaves for activations, in bytes.
+
+    Attributes:
+        total: its memory.
+        takes: bytes in use now or later, by their purpose in words.
+        fraction: of the memory that is counted on.
+    """
+
+    total: int
+    takes: Mapping[str, int]
+    fraction: float = DEVICE_FRACTION
+
+    @property
+    def limit(self) -> int:
+        """Bytes that are counted on."""
+        return int(self.fraction * self.total)
+
+    def left_bytes(self) -> int:
+        """Raises OptionsError, with what takes how much, where nothing is left."""
+        left = self.limit - sum(self.takes.values())
+        if left <= 0:
+            raise OptionsError(
+                f"expected room for activations in {self._of()}, found {format_bytes(-left)} too little: "
+                f"{self.listed()}. Shard the model, use an optimizer with less state, "
+                "or raise device_fraction (of fxoffload.activation_budget)"
+            )
+        return left
+
+    def listed(self) -> str:
+        """What takes how much, in words."""
+        return ", ".join(f"{what} {format_bytes(n)}" for what, n in self.takes.items() if n) or "nothing"
+
+    def _of(self) -> str:
+        return f"{format_bytes(self.limit)} ({100 * self.fraction:g} % of {format_bytes(self.total)})"
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.left_bytes())} are left of {self._of()}, after {self.listed()}"
 
 
 @dataclass(frozen=True)
@@ -111,19 +155,53 @@ def activation_budget(
             f"in use by this process on {target.device}": target.memory.here,
             "in use by others": target.memory.others,
             "parameters and buffers to be moved there": _to_move(existing, target),
-            "gradients": _gradient_bytes(model.parameters(), target, gradients_persist),
+            GRADIENTS: _gradient_bytes(model.parameters(), target, gradients_persist),
             "optimizer state": _state_bytes(optimizer, target, state_bytes),
         }
-    limit = int(device_fraction * target.memory.total)
-    left = limit - sum(takes.values())
-    if left <= 0:
-        listed = ", ".join(f"{what} {format_bytes(n)}" for what, n in takes.items() if n)
-        raise OptionsError(
-            f"expected room for activations in {format_bytes(limit)} ({100 * device_fraction:g} % of "
-            f"{format_bytes(target.memory.total)}), found {format_bytes(-left)} too little: {listed}. Shard the model, "
-            "use an optimizer with less state, or raise device_fraction"
+    return Room(target.memory.total, takes, device_fraction).left_bytes()
+
+
+def room_on(
+    device: torch.device, parameters: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer | None]
+) -> Room:
+    """What a device leaves, for parameters that are trained on it.
+
+    Args:
+        device: as ``resolve`` gives it.
+        parameters: each once; those elsewhere are left out.
+        optimizers: those that train them; None stands for one of which nothing is known: AdamW's state is assumed.
+
+    Raises:
+        UnsupportedError: (a NotImplementedError) an optimizer cannot be tried.
+    """
+    target = _Target(device, device_memory(device))
+    with torch.no_grad():
+        there = [p for p in parameters if target.holds(_local(p))]
+        state = sum(
+            assumed_state_bytes(there, target) if one is None else _state_bytes(one, target, None) for one in optimizers
         )
-    return left
+        takes = {
+            f"in use by this process on {device}": target.memory.here,
+            "in use by others": target.memory.others,
+            GRADIENTS: _gradient_bytes(there, target, persist=True),
+            "optimizer state": state,
+        }
+    return Room(target.memory.total, takes)
+
+
+def room_elsewhere(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile
+) -> Room:
+    """What an empty device leaves for a model that is trained there. ``optimizer``: as one of those of ``room_on``."""
+    target = _target(model, device)
+    with torch.no_grad():
+        unknown = assumed_state_bytes(model.parameters(), target)
+        return Lasting(
+            target.memory.total,
+            _to_move([*model.parameters(), *model.buffers()], target),
+            _gradient_bytes(model.parameters(), target, persist=True),
+            unknown if optimizer is None else _state_bytes(optimizer, target, None),
+        ).room()
 
 
 @dataclass(frozen=True)
@@ -141,6 +219,11 @@ class Lasting:
     parameters: int
     gradients: int
     state: int
+
+    def room(self) -> Room:
+        """The rest of the device."""
+        takes = {"parameters and buffers": self.parameters, GRADIENTS: self.gradients, "optimizer state": self.state}
+        return Room(self.device, takes)
 
 
 def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile) -> Lasting:
@@ -204,8 +287,8 @@ def _to_move(tensors: Iterable[Tensor], target: _Target) -> int:
     return sum(target.nbytes(t) for t in parts.values() if not target.holds(t))
 
 
-def _gradient_bytes(parameters: Iterable[nn.Parameter], target: _Target, persist: bool) -> int:
-    """Bytes that gradients will take beyond their present ones; negative where existing ones will be freed."""
+def _gradient_bytes(parameters: Iterable[Tensor], target: _Target, persist: bool) -> int:
+    """Bytes that gradients will take beyond what they do; negative where those that exist will be freed."""
     found = 0
     for parameter in parameters:
         grad = parameter.grad
@@ -247,6 +330,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, target: _Target, given
         return 0
     missing = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and not optimizer.state.get(p)]
     return moved + (_missing_state_bytes(optimizer, missing, target) if missing else 0)
+
+
+def assumed_state_bytes(parameters: Iterable[Tensor], target: _Target) -> int:
+    """What AdamW would keep for those that require grad."""
+    return _ASSUMED_STATES * sum(target.nbytes(_local(p)) for p in parameters if p.requires_grad)
 
 
 class _AnyNumber(TorchDispatchMode):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from fxoffload.environment import check_device_types, check_pieces, distinct_names, suggestion
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.shelf import load_profile
-from fxoffload.sizes import parse_bytes
+from fxoffload.sizes import parse_budget, parse_bytes
 
 Policy = Literal["auto", "offload_all", "keep_all"]
 Recompute = Literal["auto", "default", "cheap"]
@@ -39,6 +39,8 @@ class Options:
         graph adds to those allocated on the device when the step began: saved activations, working set, copies under
         way, gradients that the backward returns. A budget that cannot be met raises BudgetError, with the smallest that
         can. On a GPU, a budget that the plan misses by a little is tried, and a warning says if its steps exceed it.
+        ``"auto"``: the room on the device when the first training graph is compiled, which is 90 % of its memory, less
+        the memory in use, less gradients and optimizer state that are not there yet. ``"80%"``: of that.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several
         processes of one machine train, 0.006 less is aimed at: they wait for each other.
@@ -68,13 +70,13 @@ class Options:
     device_types: devices whose activations are offloaded, out of ``"cuda"`` and ``"cpu"``.
     disable: pieces to switch off, out of ``fxoffload.environment.PIECES``.
 
-    Sizes are given as bytes or as strings such as ``"1.5GB"`` or ``"512 MiB"`` and stored as bytes.
+    Sizes are given as bytes or as strings such as ``"1.5GB"``, ``"12G"`` or ``"512 MiB"`` and stored as bytes.
     Raises OptionsError (a ValueError) for a value that is not accepted, UnsupportedError (a
     NotImplementedError) for CUDA graphs.
     """
 
     policy: Policy
-    activation_budget: int | None
+    activation_budget: int | str | None
     max_slowdown: float | None
     profile: str | None
     recompute: Recompute
@@ -111,7 +113,9 @@ class Options:
     ) -> None:
         values = {
             "policy": _one_of("policy", policy, get_args(Policy)),
-            "activation_budget": _bytes_or_none(activation_budget, "activation_budget"),
+            "activation_budget": None
+            if activation_budget is None
+            else parse_budget(activation_budget, "activation_budget"),
             "max_slowdown": _check_slowdown(max_slowdown),
             "profile": _check_profile(profile),
             "recompute": _one_of("recompute", recompute, get_args(Recompute)),
@@ -164,6 +168,13 @@ class Options:
         if not implied:
             return result
         return dataclasses.replace(result, inductor={**implied, **result.inductor_config()})
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``activation_budget``, once it is in bytes: see ``fxoffload.auto_budget``."""
+        if isinstance(self.activation_budget, str):
+            raise AssertionError(f"expected a budget in bytes, found {self.activation_budget!r}")
+        return self.activation_budget
 
     def inductor_config(self) -> dict[str, Any]:
         """A fresh dict of the Inductor options, the caller's to change."""

@@ -15,6 +15,7 @@ from fxoffload.errors import OptionsError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.memory_budget import DEVICE_FRACTION, Lasting, lasting
 from fxoffload.planner.plan import Plan
+from fxoffload.sizes import parse_budget, share_of
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
     "adamw": torch.optim.AdamW,
@@ -101,7 +102,8 @@ def plan_config(
         ranks: that share parameters, gradients and state evenly, as FSDP does. The parameters that it gathers for a
             layer are not counted.
         dtype: one of ``DTYPES``, of parameters.
-        goal: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given.
+        goal: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given. "auto" and "80%" are of what
+            parameters, gradients and state leave of each device.
 
     Raises:
         OptionsError: a bad argument, or a configuration that transformers does not take.
@@ -125,6 +127,8 @@ def plan_config(
     # The cache is for generation; with checkpointing on transformers would switch it off, and say so.
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     asked = {name: value for name, value in goal.items() if value is not None} or {"max_slowdown": 0.02}
+    if isinstance(budget := parse_budget(asked.get("activation_budget", 1), "activation_budget"), str):
+        asked["activation_budget"] = int(share_of(budget) * shared.room().left_bytes())
     found = plan(model.train(), inputs, device=device, **asked)
     predictions = {
         "Inductor": found.baseline,

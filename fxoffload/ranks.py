@@ -15,7 +15,8 @@ from fxoffload.planner.shown import plans
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> Comparison:
     """Compare the plans of all ranks of a group. Every rank of it has to call this, at the same place of the program:
-    it gathers the plans, which is a collective. Nothing else of fxoffload communicates.
+    it gathers the plans, which is a collective. Nothing else of fxoffload is one; the ranks of a budget "auto" share
+    it by the process group's store.
 
     Recompute choices of one compiled graph have to be the same on every rank, and so has the number of graphs with a
     plan. Keep and offload may differ, and so may plans for a step over several graphs.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 
 from fxoffload.compiled_graph import graphs as graphs
 from fxoffload.compiled_graph import override_policy as override_policy
 from fxoffload.counters import Stats, counters
+from fxoffload.planner.shown import plans
 from fxoffload.runtime.engine import Budgets, engine_for, engines
+from fxoffload.runtime.host_memory.limits import host_memory_in_words, locked_memory_in_words
 from fxoffload.sizes import format_bytes, parse_bytes
 
 
@@ -24,6 +27,33 @@ def stats() -> Stats:
         exposed_copy_ms=sum(e.streams.exposed_ms() for e in found),
         num_groups_on_tape=sum(len(e.tape) for e in found),
     )
+
+
+def metrics() -> dict[str, float]:
+    """What a training loop may log: ``stats()`` and the last plan in one flat dict, names to numbers.
+
+    Names begin with ``fxoffload/``. Counters count from the start of the process or the last ``reset_stats()``; those
+    by reason are summed. Of the last plan there are ``planned_step_ms``, ``planned_exposed_ms`` and
+    ``planned_peak_bytes``, and ``measured_...`` of the same once its steps were measured. ``device_peak_bytes``, where
+    CUDA is used, is torch's own peak of this process. Waits for copies that are still running, as ``stats()`` does.
+    """
+    found: dict[str, float] = {}
+    for name, value in vars(stats()).items():
+        found[name] = float(sum(value.values()) if isinstance(value, Mapping) else value)
+    for plan in plans()[-1:]:
+        paper = plan.calibrated or plan.predicted
+        numbers = {
+            "planned_step_ms": paper.step_ms,
+            "planned_exposed_ms": paper.exposed_ms,
+            "planned_peak_bytes": paper.peak_bytes,
+            "measured_step_ms": plan.measured_step_ms,
+            "measured_exposed_ms": plan.measured_exposed_ms,
+            "measured_peak_bytes": plan.measured_peak_bytes,
+        }
+        found |= {name: float(number) for name, number in numbers.items() if number is not None}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["device_peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    return {f"fxoffload/{name}": number for name, number in found.items()}
 
 
 def reset_stats() -> None:
@@ -60,8 +90,9 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     nbytes, engine, budgets = parse_bytes(size, "size"), engine_for(torch.device(device)), Budgets(None, None, None)
     if nbytes > (most := engine.host_budget_bytes(budgets)):
         warnings.warn(
-            f"expected at most {format_bytes(most)}, which is what this process may pin of the machine's memory, or of "
-            f"its control group's, found {format_bytes(nbytes)}: {format_bytes(most)} are reserved",
+            f"expected at most {format_bytes(most)}, which is what this process may pin (host memory: "
+            f"{host_memory_in_words()}; ulimit -l: {locked_memory_in_words()}), found {format_bytes(nbytes)}: "
+            f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory",
             stacklevel=2,
         )
     engine.reserve(nbytes, budgets, stays=True)

@@ -13,6 +13,9 @@ _UNITS = (
     | {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate(_PREFIXES)}
 )
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
+# What the device leaves for activations.
+AUTO = "auto"
 _ACCEPTED = (
     "a number of bytes such as 1048576, or a string with a unit such as '1.5GB', '512 MiB' or "
     "'2GiB' (kB, MB, GB, TB are powers of 1000, and so are k, M, G, T; KiB, MiB, GiB, TiB powers of 1024)"
@@ -30,6 +33,32 @@ def parse_bytes(value: int | str, name: str, *, allow_zero: bool = False) -> int
         least = "0 or at least 1 byte" if allow_zero else "at least 1 byte"
         raise _no_size(f"{name} is {value!r}; expected {least}: {_ACCEPTED}")
     return int(amount.to_integral_value(ROUND_HALF_EVEN))
+
+
+def parse_budget(value: int | str, name: str) -> int | str:
+    """As ``parse_bytes``; or a share of what a device leaves, as "auto" (all of it) or in the form "80%".
+
+    Raises OptionsError (a ValueError) as ``parse_bytes`` does, and for shares that are not above 0 and at most 100 %.
+    """
+    if isinstance(value, str):
+        if value.strip().lower() == AUTO:
+            return AUTO
+        if match := _PERCENT.fullmatch(value):
+            percent = float(match[1])
+            if not 0 < percent <= 100:
+                raise _no_size(f"{name} is {value!r}; expected more than 0 % and at most 100 % of what {AUTO!r} gives")
+            return AUTO if percent == 100 else f"{percent:.17g}%"
+    elif isinstance(value, float) and 0 < value < 1:
+        raise _no_size(f"{name} is {value!r}; expected bytes, or '{100 * value:g}%' of what the device leaves")
+    try:
+        return parse_bytes(value, name)
+    except ValueError as error:
+        raise _no_size(f"{error}; or {AUTO!r} for what the device leaves, '80%' for a share of that") from None
+
+
+def share_of(budget: str) -> float:
+    """The share that a budget of ``parse_budget`` stands for: 1.0 for "auto", 0.8 for "80%"."""
+    return 1.0 if budget == AUTO else float(budget.removesuffix("%")) / 100
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable
 
 from fxoffload.reset import on_reset
+from fxoffload.sizes import format_bytes
 
 _TOLD: set[Hashable] = set()
 on_reset(_TOLD.clear)
@@ -26,7 +27,17 @@ def warn_once(key: Hashable, message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-# The switches of activation checkpointing, by the module of the framework.
+def budget_above_memory(budget_bytes: int, memory_bytes: int, device: str) -> None:
+    """Tell of a budget that is larger than a device's memory."""
+    if budget_bytes > memory_bytes:
+        warn_once(
+            ("budget above the device's memory", budget_bytes),
+            f"expected an activation_budget within the memory of {device}, {format_bytes(memory_bytes)}, found "
+            f"{format_bytes(budget_bytes)}: it bounds nothing. activation_budget='auto' is the room for activations",
+        )
+
+
+# What switches activation checkpointing on, by the module of the framework.
 _SWITCHES = {
     "trl": "gradient_checkpointing=False in SFTConfig, GRPOConfig and the like",
     "transformers": "gradient_checkpointing=False in TrainingArguments, or model.gradient_checkpointing_disable()",

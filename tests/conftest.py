@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ def pytest_configure() -> None:
     # pytest captures by adding handlers to every logger that does not propagate. With a handler, torch takes it that
     # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
     trace_log.propagate = True
+
+    # On a machine that is busy, anything may take longer than two seconds.
+    os.environ.setdefault("FXOFFLOAD_PROGRESS", "0")
 
     # How long drawing an example takes says what else the machine does meanwhile. Tests on GPUs run without hypothesis.
     with contextlib.suppress(ImportError):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -146,6 +147,9 @@ def test_bad_options_are_value_errors_of_the_first_call(options: dict[str, Any],
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)) as caught:
         model(example_input())
     assert type(caught.value) is OptionsError
+    # Between the call and fxoffload there is Dynamo's wrapper alone.
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert sum("_dynamo" in file for file in files) <= 2 and len(files) < 20
 
 
 @pytest.mark.usefixtures("untraced")

@@ -74,6 +74,23 @@ def test_what_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert shown.stdout.count("does not fit") == 2 and "on each of 2" in shown.stdout
 
 
+@pytest.mark.parametrize(("asked", "share"), [("auto", 1.0), ("50%", 0.5)])
+def test_a_budget_is_what_each_rank_leaves(
+    asked: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+    nothing = SimpleNamespace(peak_bytes=0, peak_without_gradients_bytes=0, step_ms=1.0)
+
+    def plan(model: Any, inputs: Any, **goal: Any) -> Any:
+        found.update(goal)
+        return SimpleNamespace(baseline=nothing, checkpointing=None, predicted=nothing)
+
+    monkeypatch.setattr(plan_config_module, "plan", plan)
+    stays = plan_config(folder, tokens=64, ranks=2, activation_budget=asked).lasting
+    left = int(0.9 * stays.device) - stays.parameters - stays.gradients - stays.state
+    assert found["activation_budget"] == int(share * left)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

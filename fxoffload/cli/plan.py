@@ -25,7 +25,9 @@ def plan(
     device: Annotated[
         str, typer.Option(help="a100, a100-40gb, b200, gh200, h100 or h200, or the file of a profile.")
     ] = "h200",
-    budget: Annotated[str | None, typer.Option(help="activation_budget, for example 12GiB.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="activation_budget: 12GiB, auto (what the rest leaves) or 80%.")
+    ] = None,
     slowdown: Annotated[float | None, typer.Option(min=0.0, help="max_slowdown; 0.02 without a budget.")] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="Rank of adapters on all linear layers.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adafactor, sgd or none.")] = "adamw",
@@ -41,9 +43,9 @@ def plan(
     Exit status 1 where fxoffload's plan does not fit.
     """
     from fxoffload.plan_config import plan_config
+    from fxoffload.progress import working
 
-    console = Console(stderr=True)
-    with console.status("planning: some seconds for each layer's kind"):
+    with working(f"planning {model}"):
         found = plan_config(
             model,
             tokens=tokens,

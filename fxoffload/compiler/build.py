@@ -16,6 +16,7 @@ from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.errors import PassError
 from fxoffload.options import Options
 from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.progress import working
 from fxoffload.runtime.engine import Budgets
 from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
 
@@ -76,8 +77,12 @@ class Builder:
         return without(steps, *(s.name for s in steps if s.name in PROOFS))
 
     def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
-        for segment in state.segmentation.segments:
-            self._compiler.compile(state.gm, segment, state.modules[segment.name], kwargs)
+        segments = state.segmentation.segments
+        direction = "backward" if kwargs.get("is_backward") else "forward"
+        with working(f"compiling the {direction}") as work:
+            for i, segment in enumerate(segments):
+                work.what = f"compiling segment {i + 1} of {len(segments)} of the {direction}"
+                self._compiler.compile(state.gm, segment, state.modules[segment.name], kwargs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +151,8 @@ class Builder:
         run_steps(steps if self.donates else without(steps, "choose_donations"), state, "backward")
         assert state.outer is not None
         self._compile_segments(state, kwargs)
-        self.pending.finish(save=True)
+        with working("compiling kernels"):
+            self.pending.finish(save=True)
         rank_movables(movables, forward.saved.candidates, state)
         overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
         program = OuterProgram(

@@ -21,14 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 from fxoffload._torch_breaks import GraphBreak, forgotten, graph_breaks, log_after_graph, user_line
 from fxoffload._torch_sizes import without_learnt_sizes
+from fxoffload.auto_budget import in_bytes_elsewhere
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.compiler.step_ahead import plan_fake_step
 from fxoffload.environment import disabled_pieces
 from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
 from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
+from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
+from fxoffload.progress import working
+from fxoffload.tell import budget_above_memory
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,6 +58,7 @@ def plan(
     device: str | Path | MachineProfile = "h200",
     activation_budget: int | str | None = None,
     max_slowdown: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Plan:
     """The plan that ``torch.compile(model, backend="fxoffload")`` would make for a step on ``device``.
@@ -78,8 +83,10 @@ def plan(
         example_kwargs: keyword arguments of one call; tensors of the sizes to plan for, on any device.
         example_args: positional arguments of the same call.
         device: a shipped profile's name, a profile's file (``fxoffload profile measure``), or a profile.
-        activation_budget: in bytes or as "12GiB", see ``Options``.
+        activation_budget: in bytes or as "12GiB", see ``Options``. "auto" and "80%" are of what parameters, buffers,
+            gradients and optimizer state leave of an empty ``device``.
         max_slowdown: see ``Options``; 0.02 where neither is given.
+        optimizer: for such a budget; None: AdamW's two values for each parameter that requires grad.
         options: further fields of ``Options``, as in training. Without ``host_budget`` the host's memory bounds
             nothing: that of this machine says nothing about the other. ``device_types`` and ``on_error`` have no
             effect.
@@ -102,8 +109,12 @@ def plan(
         )
     with _profile_name(device) as profile:
         chosen = _options(options, profile, activation_budget=activation_budget, max_slowdown=max_slowdown)
+        machine = load_profile(profile)
+        chosen = in_bytes_elsewhere(chosen, model, optimizer, machine)
+        budget_above_memory(chosen.budget_bytes or 0, machine.device_memory_bytes, machine.device_name)
         args, kwargs = tuple(example_args), dict(example_kwargs or {})
-        found = _trace(model, args, kwargs, chosen)
+        with working("planning ahead"):
+            found = _trace(model, args, kwargs, chosen)
     return replace(found, label=type(model).__name__, shape=_shape(model, args, kwargs))
 
 

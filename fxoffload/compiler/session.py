@@ -73,6 +73,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
+from fxoffload.progress import working
 from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.engine import engine_for
@@ -180,12 +181,10 @@ class CompileSession:
         self._ran: RanSegments | None = None  # Of the compiled graphs, before the first step.
         self._calibration: PlanAgain | None = None  # Until the first step.
         self._plan_box: PlanBox | None = None
-        self._watched_graph: PlannedAlone | None = None  # Where a budget let it be plain Inductor's.
-        self._own_budget: int | None = None  # Of a plan for this graph alone.
-        self._checkpointed: Checkpointed | None = None  # Activation checkpointing that the plan replaces.
-        self._goal = PlanGoal.of(
-            options.activation_budget, options.max_slowdown, num_processes=processes_on_this_machine()
-        )
+        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
+        self._own_budget: int | None = None  # of a plan for this graph alone
+        self._checkpointed: Checkpointed | None = None  # what that plan replaces
+        self._goal = PlanGoal.of(options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine())
         self._replan: Replan[SegmentClock] | None = None
         self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
@@ -352,7 +351,8 @@ class CompileSession:
             num_points=self._num_points,
             checkpointed=None if tagged is gm else tagged,
         )
-        found = plan_for_sizes(planning)
+        with working(f"planning {len(self._layers.layers)} layers"):
+            found = plan_for_sizes(planning)
         if found is None:
             return None
         self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
@@ -386,7 +386,8 @@ class CompileSession:
                 note_estimated("graphs", "the plan is for another device")
                 return
             self._meter, self._allowance = meter_for(self.device), allowance_of_step()
-            self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
+            with working("measuring operators"):
+                self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
         except Exception as error:  # a bad profile is for planning to report
             note_estimated("graphs", reason_of(error))
 
@@ -774,7 +775,8 @@ class CompileSession:
         meter, self._meter = self._meter, None
         if meter is not None and self._forward is not None:
             try:
-                self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
+                with working("measuring segments"):
+                    self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
             except Exception as error:
                 note_estimated("graphs", reason_of(error))
         return self._ran

@@ -40,6 +40,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.planner.words import aim_of, gain_of
+from fxoffload.progress import working
 from fxoffload.runtime import background
 from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
 from fxoffload.runtime.engine import engine_for
@@ -408,8 +409,10 @@ class TapePlanning:
 
         def prepare() -> None:
             began = time.perf_counter()
-            for (recipe, _), number in dict.fromkeys(zip(wanted, numbers, strict=True)):
-                if recipe is not None and number:
+            missing = [(r, n) for (r, _), n in dict.fromkeys(zip(wanted, numbers, strict=True)) if r is not None and n]
+            with working("compiling variants") as work:
+                for i, (recipe, number) in enumerate(missing):
+                    work.what = f"compiling variant {i + 1} of {len(missing)}"
                     recipe.compile(number)
             log.info("compiled variants in %.1f s", time.perf_counter() - began)
 

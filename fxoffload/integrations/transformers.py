@@ -5,6 +5,7 @@ Importing this module registers ``attn_implementation="fxoffload_causal_sdpa"``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,24 @@ except ImportError as error:
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION as CAUSAL_ATTENTION
 from fxoffload.integrations.full_masks import MaskDroppingCollator as MaskDroppingCollator
 from fxoffload.integrations.full_masks import drop_full_mask as drop_full_mask
+from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
+from fxoffload.report import metrics
+
+_GAUGES = {
+    "fxoffload/host_bytes_reserved": "fxoffload/host_gib",
+    "fxoffload/measured_peak_bytes": "fxoffload/step_peak_gib",
+    "fxoffload/device_peak_bytes": "fxoffload/device_peak_gib",
+}
+_ADDED = frozenset(_GAUGES.values())
+
+
+def _counters(now: Mapping[str, float]) -> dict[str, float]:
+    return {
+        "fxoffload/offloaded_gib": gib(now["fxoffload/bytes_offloaded"]),
+        "fxoffload/reloaded_gib": gib(now["fxoffload/bytes_reloaded"]),
+        "fxoffload/exposed_ms": now["fxoffload/exposed_copy_ms"],
+    }
+
 
 # The cache key of the options each model was compiled with; weak, so that no model is kept alive.
 _compiled: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
@@ -45,10 +64,17 @@ class OffloadCallback(TrainerCallback):
     Takes the keyword options of ``fxoffload.Options``. Raises OptionsError (a ValueError) at once
     for options that are not accepted. A second ``train()`` on the same model compiles nothing;
     other options compile it again.
+
+    It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
+    log: ``fxoffload/offloaded_gib``, ``fxoffload/reloaded_gib``, ``fxoffload/exposed_ms``. As they are then:
+    ``fxoffload/host_gib`` (pinned), ``fxoffload/step_peak_gib`` (of a plan whose steps were measured) and, on a GPU,
+    ``fxoffload/device_peak_gib`` (torch's own peak).
     """
 
     def __init__(self, **options: Any) -> None:
         self.options = Options.from_torch_compile(None, options)
+        self._per_step = PerStep()
+        self._end_logging: Callable[[], None] = lambda: None
 
     def on_train_begin(
         self,
@@ -68,6 +94,9 @@ class OffloadCallback(TrainerCallback):
                 "on_train_begin was called without a model; register OffloadCallback with a "
                 "transformers.Trainer rather than calling it"
             )
+        self._end_logging()
+        self._end_logging = put_first(self._add_metrics)
+        self._per_step.begin(step_of(state), _counters(metrics()))
         key = self.options.cache_key()
         if _compiled.get(model) == key:
             return
@@ -81,6 +110,33 @@ class OffloadCallback(TrainerCallback):
             )
         model.compile(backend="fxoffload", options=self.options)
         _compiled[model] = key
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds to the logs, where that was not done before reporters saw them."""
+        if logs is not None and not _ADDED & logs.keys():
+            self._add_metrics(state, logs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the Trainer's callbacks as they were."""
+        self._end_logging()
+        self._end_logging = lambda: None
+
+    def _add_metrics(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        if not is_of_training(logs) or not state.is_world_process_zero:
+            return
+        now = metrics()
+        found = self._per_step.read(state.global_step, _counters(now))
+        found |= {logged: gib(now[name]) for name, logged in _GAUGES.items() if name in now}
+        add_to_logs(state, logs, found)
 
     def _check_not_compiled(self, args: TrainingArguments, model: torch.nn.Module) -> None:
         if args.torch_compile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 from fxoffload.environment import phases_device_types
 from fxoffload.phases import PhaseManager, Where
 from fxoffload.phases.guarding.overrides import Override
+from fxoffload.phases.metrics import Transition
 from fxoffload.phases.optimizers import leaves
 from fxoffload.phases.phase import GROUPS, OPTIMIZER
 
@@ -21,6 +23,8 @@ except ImportError as error:
     raise ImportError(
         "fxoffload.integrations.trl needs transformers; install it with pip install 'fxoffload[transformers]'"
     ) from error
+
+from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
 
 
 class PhaseCallback(TrainerCallback):
@@ -37,6 +41,10 @@ class PhaseCallback(TrainerCallback):
     schedule-free ones then convert the parameters, with the help of the state. If another engine generates on the same
     GPU, wrap that in ``with phases.rollout():``, which sends everything else away too.
 
+    It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
+    log: ``fxoffload/phases/offload_gib``, ``.../onload_gib`` and ``.../exposed_ms``, the time that calls and streams
+    waited for these copies. As it is then: ``fxoffload/phases/host_gib``.
+
     Args:
         early: the state returns when a step begins, hidden by forward and backward, which then have less room. Not for
             trainers that generate inside the step (GRPO), unless in ``rollout()``.
@@ -50,6 +58,8 @@ class PhaseCallback(TrainerCallback):
         self._manager: PhaseManager | None = None
         self._undo: list[Callable[[], None]] = []
         self._waits_for_save = False
+        self._per_step = PerStep()
+        self._moved: _Moved | None = None
 
     @property
     def manager(self) -> PhaseManager:
@@ -101,6 +111,9 @@ class PhaseCallback(TrainerCallback):
         for one in leaves(optimizer):
             self._undo += _returned_for_modes(one, self._manager)
         self._manager.offload(OPTIMIZER, wait=False)
+        self._undo.append(put_first(self._add_metrics))
+        self._moved = _Moved(self._manager)
+        self._per_step.begin(step_of(state), self._moved.sums())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -143,11 +156,29 @@ class PhaseCallback(TrainerCallback):
             self._waits_for_save = False
             self.manager.offload(OPTIMIZER, wait=False)
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds to the logs, where that was not done before reporters saw them."""
+        if logs is not None and _HOST not in logs:
+            self._add_metrics(state, logs)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Everything is back."""
         self._close()
+
+    def _add_metrics(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        if self._manager is None or self._moved is None or not is_of_training(logs) or not state.is_world_process_zero:
+            return
+        found = self._per_step.read(state.global_step, self._moved.sums())
+        add_to_logs(state, logs, {**found, _HOST: gib(self._manager.image.reserved_bytes)})
 
     def _return_for_save(self) -> None:
         self._waits_for_save = True
@@ -160,7 +191,35 @@ class PhaseCallback(TrainerCallback):
             self._undo.pop()
         if self._manager is not None:
             self._manager.close()
-            self._manager = None
+            self._manager = self._moved = None
+
+
+_HOST = "fxoffload/phases/host_gib"
+
+
+class _Moved:
+    """What the transitions of a manager came to. It keeps the last ones only: each is counted once, when it is over."""
+
+    def __init__(self, manager: PhaseManager) -> None:
+        self._manager = manager
+        self._counted: weakref.WeakSet[Transition] = weakref.WeakSet()
+        self._recent: list[tuple[Transition, float]] = []  # with the waits that were counted: streams may wait still
+        self._gib = {"offload": 0.0, "onload": 0.0}
+        self._exposed_s = 0.0
+
+    def sums(self) -> dict[str, float]:
+        """Since the manager was made."""
+        self._exposed_s += sum(one.exposed_seconds - before for one, before in self._recent)
+        self._recent = []
+        for one in list(self._manager.transitions):
+            if one.is_over and one not in self._counted:
+                self._counted.add(one)
+                if one.kind in self._gib and not one.failed:
+                    self._gib[one.kind] += gib(one.nbytes)
+                    self._exposed_s += (exposed := one.exposed_seconds)
+                    self._recent.append((one, exposed))
+        found = {f"fxoffload/phases/{kind}_gib": moved for kind, moved in self._gib.items()}
+        return {**found, "fxoffload/phases/exposed_ms": 1e3 * self._exposed_s}
 
 
 def _returned_for_modes(optimizer: Any, manager: PhaseManager) -> list[Callable[[], None]]:

@@ -17,6 +17,7 @@ from fxoffload.machine.clocks import Clock, CpuClock, CudaClock
 from fxoffload.machine.copies import CopyCurves, cpu_curves, cuda_curves
 from fxoffload.machine.devices import identify, memory_bytes
 from fxoffload.machine.profile import MachineProfile
+from fxoffload.progress import working
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +28,10 @@ def measure(device: torch.device) -> MachineProfile:
     Device and host memory that it used is free again afterwards, except cuBLAS's workspace, which belongs to torch.
     Raises ProfileError (a RuntimeError) where memory is short.
     """
-    # A thread of its own, because settings that would disturb the measurement are per thread: autocast, inference mode,
-    # a default device, saved-tensor hooks, and AOTAutograd's fake tensors when a compile asks for a profile.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxoffload-measure") as thread:
+    # A thread of its own, because what would disturb the measurement is set per thread: autocast, inference mode, a
+    # default device, saved-tensor hooks, and AOTAutograd's fake tensors when a compile asks for a profile.
+    line = working(f"measuring the link, matrix units and memory of {device}, once for this machine")
+    with line, ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxoffload-measure") as thread:
         return thread.submit(_measure, device).result()
 
 

@@ -38,6 +38,16 @@ def test_version_2(machine: Path) -> None:
     assert default_host_budget_bytes() == 16 * GIB
 
 
+def test_what_there_is_in_words(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_limits.host_memory_in_words() == "100.0 GiB"
+    (machine / "memory.max").write_text(f"{20 * GIB}\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert host_limits.host_memory_in_words() == "100.0 GiB, control group 20.0 GiB, shared by 2 processes"
+    for soft, said in ((64 << 10, "64.0 KiB"), (host_limits.resource.RLIM_INFINITY, "unlimited")):
+        monkeypatch.setattr(host_limits.resource, "getrlimit", lambda which, soft=soft: (soft, soft))
+        assert host_limits.locked_memory_in_words() == said
+
+
 def test_version_2_without_a_limit(machine: Path) -> None:
     (machine / "memory.max").write_text("max\n")
     assert cgroup_limit_bytes() is None

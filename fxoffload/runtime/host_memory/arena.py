@@ -60,6 +60,7 @@ from typing import TypeVar
 import torch
 
 from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
+from fxoffload.progress import working
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
 from fxoffload.runtime.host_memory import numa
@@ -310,7 +311,12 @@ class HostArena:
 
     def wait_until_grown(self, patience_s: float = 60.0) -> bool:
         """Return when no memory is being pinned: True; or False after ``patience_s`` seconds."""
-        end = time.monotonic() + patience_s
+        if not self.is_growing:
+            return True
+        with working("pinning host memory"):
+            return self._wait_until_grown(time.monotonic() + patience_s)
+
+    def _wait_until_grown(self, end: float) -> bool:
         while True:
             changed = self._changes.next
             if not self.is_growing:
@@ -342,11 +348,16 @@ class HostArena:
         """
         size = block_bytes(nbytes)
         changed = self._changes.next
-        while isinstance(found := self._allocate(size, limit_bytes), _Busy):
-            began = time.perf_counter()
-            changed.wait(_PATIENCE_S)
-            self.wait_ms += 1e3 * (time.perf_counter() - began)
-            changed = self._changes.next
+        found = self._allocate(size, limit_bytes)
+        if not isinstance(found, _Busy):
+            return found
+        with working("pinning host memory"):
+            while isinstance(found, _Busy):
+                began = time.perf_counter()
+                changed.wait(_PATIENCE_S)
+                self.wait_ms += 1e3 * (time.perf_counter() - began)
+                changed = self._changes.next
+                found = self._allocate(size, limit_bytes)
         return found
 
     @transaction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import psutil
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from fxoffload.runtime.host_memory.cgroups import Group, limited_groups
 from fxoffload.runtime.host_memory.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
+from fxoffload.sizes import format_bytes
 
 # Pinned memory cannot be swapped or reclaimed, so some of the machine is left to everything else.
 DEFAULT_SHARE = 0.8
@@ -36,6 +38,21 @@ def default_host_budget_bytes() -> int:
     total = psutil.virtual_memory().total
     limit = cgroup_limit_bytes()
     return int(DEFAULT_SHARE * min(total, limit if limit is not None else total)) // processes_on_this_machine()
+
+
+def host_memory_in_words() -> str:
+    """What there is, and what bounds it: "62.8 GiB, control group 30.0 GiB, shared by 2 processes"."""
+    limit, ranks = cgroup_limit_bytes(), processes_on_this_machine()
+    found = [format_bytes(psutil.virtual_memory().total)]
+    found += [] if limit is None else [f"control group {format_bytes(limit)}"]
+    found += [f"shared by {ranks} processes"] if ranks > 1 else []
+    return ", ".join(found)
+
+
+def locked_memory_in_words() -> str:
+    """``ulimit -l``."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
 def memory_limits() -> tuple[str, list[Group]]:

@@ -32,6 +32,7 @@ from fxoffload._torch_compat import (
     version_of,
 )
 from fxoffload.errors import in_brief
+from fxoffload.progress import working
 from fxoffload.runtime import background
 from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
 from fxoffload.runtime.clocks.allocator_trace import Memory
@@ -599,7 +600,8 @@ class StepCalls:
             chain.meanwhile = chain.meanwhile or plan
 
         try:
-            plan = first.planner(sites, seen, sizes, meanwhile if self._in_background else None)
+            with working(f"planning a step of {len(sites)} compiled graphs", in_background=self._in_background):
+                plan = first.planner(sites, seen, sizes, meanwhile if self._in_background else None)
         except Exception as error:
             if background.is_ending():
                 return
