@@ -96,6 +96,15 @@ def _path_of(node: fx.Node) -> _Path | None:
     return _Path(deepest, classes)
 
 
+def module_path(node: fx.Node) -> str:
+    """The module that a node was traced in, "model.layers.3.mlp.gate_proj"; "" where Dynamo says nothing."""
+    path = _path_of(node)
+    if path is None:
+        return ""
+    parts = path.parts[len(_DECORATED) :] if path.parts[: len(_DECORATED)] == _DECORATED else path.parts
+    return ".".join(parts)
+
+
 class AnnotateLayers:
     """Write ``meta["fxoffload_layer"]`` on the nodes of a joint graph. See the module docstring."""
 

@@ -21,6 +21,7 @@ from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
 from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.measured import measured_step_of
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
@@ -149,6 +150,9 @@ class Replan(Generic[_C]):
             measured_step_ms=total,
             measured_peak_bytes=readings.peak_bytes(),
             measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
+            measured_step=measured_step_of(
+                readings, {(b.phase, b.segment): b.layer for b in self._box.plan.boundaries}
+            ),
         )
 
 

@@ -96,14 +96,38 @@ def layer_ranges(layers: Sequence[str]) -> str:
     """Labels of layers, with consecutive numbers as ranges, and how many there are: "layers.0-14 (15)"."""
     if not layers:
         return "outside"
-    families: dict[tuple[str, ...], list[list[str]]] = {}
-    for label in dict.fromkeys(layers):
-        parts = _NUMBER.split(label)
-        families.setdefault(tuple(parts[::2]), []).append(parts)
-    shown = [text for family in families.values() for text in _family(family)]
+    shown = [text for family in _families(layers) for text in _family(family)]
     if len(shown) > _MOST_RANGES:
         shown = [*shown[: _MOST_RANGES - 1], "..."]
     return "; ".join(shown) + (f" ({len(layers)})" if len(layers) > 1 else "")
+
+
+def value_ranges(decision: Decision) -> str:
+    """The values of a decision by module path, shape and dtype, with consecutive layers as ranges; the name of the
+    first where nothing more is known."""
+    values = decision.values or ((decision.value,) if decision.value else ())
+    if not values:
+        return decision.name
+    paths: dict[str, list[str]] = {}  # shape and dtype -> module paths
+    for value in dict.fromkeys(values):
+        path, bracket, rest = value.partition(" [")
+        paths.setdefault(bracket + rest, []).append(path)
+    shown = [
+        text + shape
+        for shape, found in paths.items()
+        for family in _families(found)
+        for text in _family(family)
+    ]
+    return "; ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
+
+
+def _families(labels: Iterable[str]) -> Iterable[list[list[str]]]:
+    """Labels, split at their numbers, by what is between those."""
+    families: dict[tuple[str, ...], list[list[str]]] = {}
+    for label in dict.fromkeys(labels):
+        parts = _NUMBER.split(label)
+        families.setdefault(tuple(parts[::2]), []).append(parts)
+    return families.values()
 
 
 def _family(labels: Sequence[list[str]]) -> list[str]:
@@ -218,9 +242,17 @@ def _limits(plan: Plan) -> list[str]:
 
 def _decisions(plan: Plan) -> str:
     unit = Unit.of(plan)
-    headers = ("layers", "candidate", "producer", f"{unit.name} each", unit.name, "decision", "reason")
+    headers = ("layers", "value", "producer", f"{unit.name} each", unit.name, "decision", "reason")
     rows = [
-        [layer_ranges(d.layers), d.name, d.producer, unit.show(d.nbytes), unit.show(d.total_bytes), d.action, d.reason]
+        [
+            layer_ranges(d.layers),
+            value_ranges(d),
+            d.producer,
+            unit.show(d.nbytes),
+            unit.show(d.total_bytes),
+            d.action,
+            d.reason,
+        ]
         for d in plan.decisions
         if d.action != "mask"
     ]
@@ -230,7 +262,7 @@ def _decisions(plan: Plan) -> str:
 
 def _mask(plan: Plan, mask: Decision) -> str:
     where = f" in each of {layer_ranges(mask.layers)}" if len(mask.layers) > 1 else ""
-    return f"{mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
+    return f"{mask.value or mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
 
 
 def _totals(plan: Plan) -> str:

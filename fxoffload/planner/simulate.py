@@ -28,12 +28,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fxoffload.planner.link import CopyRates, Link
+from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.windows import Windows
 
 Track = Literal["compute", "d2h", "h2d"]
+
+
+def place_of(segment: str, layer: str) -> str:
+    """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs its
+    call stands before that."""
+    call, slash, name = segment.rpartition("/")
+    own = layer or name
+    return f"{call} {own}" if slash else own
 
 
 class Boundary(NamedTuple):
@@ -52,6 +60,7 @@ class Boundary(NamedTuple):
         peak_bytes: the most while it runs.
         after_bytes: everything, right behind the call.
         outside_bytes: what eager code and FSDP have while it runs, beside the compiled graphs.
+        layer: label of its layer, "layers.3"; "" outside the layers.
     """
 
     phase: Literal["forward", "backward"]
@@ -66,16 +75,36 @@ class Boundary(NamedTuple):
     peak_bytes: int
     after_bytes: int
     outside_bytes: int = 0
+    layer: str = ""
+
+    @property
+    def place(self) -> str:
+        """See ``place_of``."""
+        return place_of(self.segment, self.layer)
 
 
 class Event(NamedTuple):
-    """One bar of the timeline. ``name``: of a segment or a storage, or "wait"."""
+    """One bar of the timeline.
+
+    Attributes:
+        name: of a segment or a storage, or "wait".
+        nbytes: that a copy moves.
+        label: of a copy, its value by module path, shape and dtype; of a wait, the copies that it waits for, "D2H" or
+            "H2D".
+        at: of a segment, its boundary; of a wait, that of the segment that it stands behind (in the forward) or before
+            (in the backward); of a copy, that of the segment behind which its value left, -1 for what the graph is
+            given.
+        candidate: of a copy, its place among the step's candidates.
+    """
 
     track: Track
     name: str
     begin_ms: float
     end_ms: float
     nbytes: int = 0
+    label: str = ""
+    at: int = -1
+    candidate: int = -1
 
 
 @dataclass(frozen=True)
@@ -126,6 +155,10 @@ class Simulation:
         """Forward and backward."""
         return self.forward_ms + self.backward_ms
 
+    def copy_ms(self, nbytes: int, direction: Direction) -> float:
+        """Milliseconds that a copy of so many bytes takes on this step's link, while nothing else is copied."""
+        return self._recording.link.rates.copy_ms(nbytes, direction, False)
+
     @property
     def live_bytes(self) -> list[int]:
         """Bytes on the device before each call of a segment."""
@@ -142,15 +175,21 @@ class _Recording:
     """What the timeline needs; turned into events when somebody asks."""
 
     names: tuple[str, ...]
+    labels: tuple[str, ...]
     moved_bytes: list[int]
     link: Link
     downs: list[int]  # candidates, in the order of their copies to the host
     ups: list[int]
-    waits: list[tuple[float, float]] = field(default_factory=list)
+    left_at: dict[int, int] = field(default_factory=dict)  # candidate -> boundary behind which it left
+    waits: list[tuple[float, float, str, int]] = field(default_factory=list)  # begin, end, for which way, boundary
 
     def events(self, boundaries: Sequence[Boundary]) -> list[Event]:
-        found = [Event("compute", b.segment, b.begin_ms, b.end_ms) for b in boundaries]
-        found.extend(Event("compute", "wait", begin, end) for begin, end in self.waits)
+        found = [Event("compute", b.segment, b.begin_ms, b.end_ms, at=i) for i, b in enumerate(boundaries)]
+        last = len(boundaries) - 1
+        found.extend(
+            Event("compute", "wait", begin, end, label=way, at=min(max(at, 0), last))
+            for begin, end, way, at in self.waits
+        )
         found.sort(key=lambda event: (event.begin_ms, event.end_ms))
         copies: tuple[tuple[Track, list[int], list[tuple[float, float]]], ...] = (
             ("d2h", self.downs, self.link.downs()),
@@ -158,7 +197,7 @@ class _Recording:
         )
         for track, which, times in copies:
             found.extend(
-                Event(track, self.names[i], begin, end, self.moved_bytes[i])
+                Event(track, self.names[i], begin, end, self.moved_bytes[i], self.labels[i], self.left_at.get(i, -1), i)
                 for i, (begin, end) in zip(which, times, strict=True)
             )
         return found
@@ -233,7 +272,8 @@ class _Run:
         self.copy_number = [-1] * len(candidates.names)
         self.reload_end = [0.0] * len(candidates.names)
         self.state = [_AWAY] * len(candidates.names)
-        self.recording = _Recording(candidates.names, candidates.moved_bytes, self.link, [], [])
+        self.is_backward = False
+        self.recording = _Recording(candidates.names, candidates.labels, candidates.moved_bytes, self.link, [], [])
 
     def decide(self, decisions: Sequence[bool], *, keeps_turn: bool) -> None:
         """Which candidates really move."""
@@ -246,9 +286,10 @@ class _Run:
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
-    def _wait(self, until: float) -> None:
+    def _wait(self, until: float, way: Literal["D2H", "H2D"] = "D2H") -> None:
         if until > self.now:
-            self.recording.waits.append((self.now, until))
+            at = len(self.boundaries) - (not self.is_backward)
+            self.recording.waits.append((self.now, until, way, at))
             self.now = until
 
     def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, at: int, saved_after: int) -> None:
@@ -281,6 +322,7 @@ class _Run:
                 peak,
                 after,
                 segment.outside_bytes,
+                segment.layer,
             )
         )
         self.saved = saved_after
@@ -319,6 +361,7 @@ class _Run:
                 self.copy_number[i] = self.link.down(nbytes, now)
                 self.in_flight.append(i)
                 self.recording.downs.append(i)
+                self.recording.left_at[i] = len(self.boundaries) - 1
                 total += nbytes
                 if c.paces_forward[i]:
                     paced += nbytes
@@ -345,6 +388,7 @@ class _Run:
     def backward(self, segments: Sequence[SegmentStep]) -> None:
         """Run the backward behind the forward."""
         program, c = self.program, self.program.candidates
+        self.is_backward = True
         first = len(program.made)
         end = len(segments)
         # Bytes of candidates that die in each segment; [end]: those that do not.
@@ -440,7 +484,7 @@ class _Run:
                 dies[last_reader] += c.moved_bytes[i]
             state[i] = _TAKEN
         self._wait(taken_back)
-        self._wait(reloaded)
+        self._wait(reloaded, "H2D")
 
     # -- result --------------------------------------------------------------------------------------------------------
 
@@ -454,7 +498,7 @@ class _Run:
             peak_phase=phase,
             forward_ms=self.forward_ms,
             backward_ms=self.now - self.forward_ms,
-            exposed_ms=sum(end - begin for begin, end in self.recording.waits),
+            exposed_ms=sum(end - begin for begin, end, *_ in self.recording.waits),
             bytes_offloaded=self.offloaded,
             bytes_reloaded=self.reloaded,
             bytes_reclaimed=self.reclaimed,
