@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from fxoffload.files import replace_file
 from fxoffload.machine.estimate_error import EstimateError
 from fxoffload.planner import plan_json, plan_plot, plan_table
+from fxoffload.planner.blocks import as_html
 from fxoffload.planner.measured import MeasuredStep, why_not_measured
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.timeline import to_chrome_trace
@@ -230,6 +231,10 @@ class Plan:
     def __str__(self) -> str:
         return plan_table.render(self)
 
+    def _repr_html_(self) -> str:
+        """The same table in a notebook."""
+        return as_html(plan_table.blocks_of(self))
+
     def __repr__(self) -> str:
         return f"<{plan_table.describe(self)}>"
 
@@ -253,8 +258,8 @@ class Plan:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and
-        H2D, with arrows from each offload to its reload, and the bytes on the device. Beside it the measured step, where
-        there is one; else ``otherData`` in the file says why there is none.
+        H2D, with arrows from each offload to its reload, and the bytes on the device. Beside it stands the measured
+        step, where there is one; else ``otherData`` in the file says why there is none.
 
         Raises:
             RuntimeError: the plan has no simulation.

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tabulate import tabulate
-
 from fxoffload.machine.estimate_error import in_words
+from fxoffload.planner.blocks import Block, Lines, Points, Table, as_text
 
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Decision, Plan, Prediction
@@ -19,24 +18,28 @@ _ACTIONS = ("keep", "offload", "recompute", "stay")
 
 
 def render(plan: Plan) -> str:
+    """The whole plan as text."""
+    return as_text(blocks_of(plan))
+
+
+def blocks_of(plan: Plan) -> list[Block]:
     """The whole plan."""
-    parts = [
-        "\n".join((_title(plan), *_knobs(plan), plan.summary, _basis(plan))),
-        _costs(plan),
-        "\n".join(_limits(plan)),
+    parts: list[Block] = [
+        Lines((_title(plan), *_knobs(plan), plan.summary, basis(plan))),
+        costs(plan),
+        Lines(tuple(_limits(plan))),
     ]
     if any(d.action != "mask" for d in plan.decisions):
-        parts += [_decisions(plan), _totals(plan)]
+        parts += [decisions(plan, plan.decisions), Lines((totals(plan, plan.decisions),))]
     else:
-        parts.append("the forward saves nothing")
+        parts.append(Lines(("the forward saves nothing",)))
     if plan.breaks:
-        title = "graph breaks (what runs between the graphs is not in the plan):"
-        parts.append("\n".join((title, *(f"- {text}" for text in plan.breaks))))
+        parts.append(Points("graph breaks (what runs between the graphs is not in the plan):", plan.breaks))
     if masks := [d for d in plan.decisions if d.action == "mask"]:
-        parts.append("\n".join(("attention masks:", *(f"- {_mask(plan, d)}" for d in masks))))
+        parts.append(Points("attention masks:", tuple(mask_in_words(plan, d) for d in masks)))
     if plan.floors:
-        parts.append("\n".join(("what sets the peak, whatever is planned:", *(f"- {floor}" for floor in plan.floors))))
-    return "\n\n".join(parts)
+        parts.append(Points("what sets the peak, whatever is planned:", plan.floors))
+    return parts
 
 
 def describe(plan: Plan) -> str:
@@ -103,21 +106,20 @@ def layer_ranges(layers: Sequence[str]) -> str:
 
 
 def value_ranges(decision: Decision) -> str:
-    """The values of a decision by module path, shape and dtype, with consecutive layers as ranges; the name of the
-    first where nothing more is known."""
+    """The values of a decision by module path, shape and dtype: inside of their layers, or, where they are not, with
+    consecutive numbers as ranges. The name of the first where nothing more is known."""
     values = decision.values or ((decision.value,) if decision.value else ())
     if not values:
         return decision.name
+    if len(values) == len(decision.layers):
+        pairs = list(zip(values, decision.layers, strict=True))
+        if all(value.startswith((f"{layer}.", f"{layer} ")) for value, layer in pairs):
+            values = tuple(value.removeprefix(layer).lstrip(". ") for value, layer in pairs)
     paths: dict[str, list[str]] = {}  # shape and dtype -> module paths
     for value in dict.fromkeys(values):
         path, bracket, rest = value.partition(" [")
         paths.setdefault(bracket + rest, []).append(path)
-    shown = [
-        text + shape
-        for shape, found in paths.items()
-        for family in _families(found)
-        for text in _family(family)
-    ]
+    shown = [text + shape for shape, found in paths.items() for family in _families(found) for text in _family(family)]
     return "; ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
 
 
@@ -163,7 +165,7 @@ def _knobs(plan: Plan) -> list[str]:
     return lines
 
 
-def _basis(plan: Plan) -> str:
+def basis(plan: Plan) -> str:
     """What the predictions rest on."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
@@ -173,7 +175,8 @@ def _basis(plan: Plan) -> str:
     return f"predicted from the device's profile: an estimate; {known}"
 
 
-def _costs(plan: Plan) -> str:
+def costs(plan: Plan) -> Table:
+    """What it takes: of plain Inductor, as predicted, calibrated, measured."""
     unit = Unit.of(plan)
     columns = [
         ("plain Inductor", _cost(unit, plan.baseline, None)),
@@ -189,9 +192,7 @@ def _costs(plan: Plan) -> str:
         columns.append(("measured", _measured(unit, plan)))
     quantities = dict.fromkeys(name for _, column in columns for name in column)
     rows = [[name, *(column.get(name, "-") for _, column in columns)] for name in quantities]
-    # Without number parsing, or 12.30 would become 12.3.
-    align = ("left", *["right"] * len(columns))
-    return tabulate(rows, ("", *(title for title, _ in columns)), disable_numparse=True, colalign=align)
+    return Table(("", *(title for title, _ in columns)), rows, ("left", *["right"] * len(columns)))
 
 
 def _cost(unit: Unit, found: Prediction, base: Prediction | None) -> dict[str, str]:
@@ -240,7 +241,8 @@ def _limits(plan: Plan) -> list[str]:
     return [*where, f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
 
 
-def _decisions(plan: Plan) -> str:
+def decisions(plan: Plan, some: Iterable[Decision]) -> Table:
+    """What happens to some of the plan's values, without its masks."""
     unit = Unit.of(plan)
     headers = ("layers", "value", "producer", f"{unit.name} each", unit.name, "decision", "reason")
     rows = [
@@ -253,21 +255,22 @@ def _decisions(plan: Plan) -> str:
             d.action,
             d.reason,
         ]
-        for d in plan.decisions
+        for d in some
         if d.action != "mask"
     ]
-    align = ("left", "left", "left", "right", "right", "left", "left")
-    return tabulate(rows, headers, disable_numparse=True, colalign=align)
+    return Table(headers, rows, ("left", "left", "left", "right", "right", "left", "left"))
 
 
-def _mask(plan: Plan, mask: Decision) -> str:
+def mask_in_words(plan: Plan, mask: Decision) -> str:
+    """A mask, its bytes, and what to change."""
     where = f" in each of {layer_ranges(mask.layers)}" if len(mask.layers) > 1 else ""
     return f"{mask.value or mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
 
 
-def _totals(plan: Plan) -> str:
-    totals = {action: sum(d.total_bytes for d in plan.decisions if d.action == action) for action in _ACTIONS}
+def totals(plan: Plan, some: Sequence[Decision]) -> str:
+    """Bytes of some of the plan's values, by action."""
+    found = {action: sum(d.total_bytes for d in some if d.action == action) for action in _ACTIONS}
     unit = Unit.of(plan)
     return "saved by the forward: " + ", ".join(
-        f"{action} {unit.show(total)} {unit.name}" for action, total in totals.items()
+        f"{action} {unit.show(total)} {unit.name}" for action, total in found.items()
     )

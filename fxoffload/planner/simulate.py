@@ -37,8 +37,8 @@ Track = Literal["compute", "d2h", "h2d"]
 
 
 def place_of(segment: str, layer: str) -> str:
-    """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs its
-    call stands before that."""
+    """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs
+    its call stands before that."""
     call, slash, name = segment.rpartition("/")
     own = layer or name
     return f"{call} {own}" if slash else own

@@ -20,9 +20,9 @@ _TraceEvent = dict[str, Any]
 
 
 def to_chrome_trace(simulation: Simulation, measured: MeasuredStep | None = None) -> dict[str, Any]:
-    """The trace as JSON values. The process "simulated step" has the tracks compute, D2H and H2D, and the counter "bytes
-    on device": the allocator's bytes at the time at which compute gets there. The process "measured step", where one was
-    measured, has compute and the counter; copies were not timed one by one."""
+    """The trace as JSON values. The process "simulated step" has the tracks compute, D2H and H2D. Its counter "bytes on
+    device" has the allocator's bytes at the time at which compute gets there. The process "measured step", where one
+    was measured, has compute and the counter; copies were not timed one by one."""
     events = list(_process(_SIMULATED, "simulated step", tuple(_TRACKS.values())))
     numbers = {track: number for number, track in enumerate(_TRACKS)}
     boundaries = simulation.boundaries

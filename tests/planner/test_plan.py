@@ -20,8 +20,8 @@ from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, 
 from fxoffload.planner.compare import compare_plans
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep, why_not_measured
 from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Plan, Prediction
-from fxoffload.planner.timeline import to_chrome_trace
 from fxoffload.planner.plan_table import gib, layer_ranges, number_ranges
+from fxoffload.planner.timeline import to_chrome_trace
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -72,8 +72,8 @@ DECISIONS = (
         384 * MIB,
         "offload",
         "its copy hides",
-        value="model.layers.0.mlp.gate_proj [16384, 12288] bf16",
-        values=tuple(f"{label}.mlp.gate_proj [16384, 12288] bf16" for label in labels(0, 14)),
+        value="model.layers.0.up [8] bf16",
+        values=tuple(f"{label}.up [8] bf16" for label in labels(0, 14)),
     ),
     Decision(labels(15, 15), "mm_107", "aten.mm.default", 384 * MIB, "keep", "the backward begins with it"),
     Decision(labels(0, 15), "silu", "aten.silu.default", 384 * MIB, "recompute", "0.4 ms per GiB"),
@@ -87,7 +87,14 @@ def measured() -> MeasuredStep:
     known."""
     segments = [
         MeasuredSegment(
-            "forward", f"layers_{k}", f"layers.{k}", 10.0 * k, 10.0 * k + 10, 64 * MIB * k, None, 64 * MIB * k + 64 * MIB
+            "forward",
+            f"layers_{k}",
+            f"layers.{k}",
+            10.0 * k,
+            10.0 * k + 10,
+            64 * MIB * k,
+            None,
+            64 * MIB * k + 64 * MIB,
         )
         for k in range(4)
     ]
@@ -215,13 +222,13 @@ offloaded GiB                           0.00            0.00         5.62       
 the peak is in backward segment layers_3
 the smallest budget is about 8.00 GiB
 
-layers                  value                                                producer                  GiB each    GiB  decision    reason
-----------------------  ---------------------------------------------------  ----------------------  ----------  -----  ----------  ---------------------------
-model.layers.0-14 (15)  model.layers.0-14.mlp.gate_proj [16384, 12288] bf16  aten.mm.default               0.38   5.62  offload     its copy hides
-model.layers.15         mm_107                                               aten.mm.default               0.38   0.38  keep        the backward begins with it
-model.layers.0-15 (16)  silu                                                 aten.silu.default             0.38   6.00  recompute   0.4 ms per GiB
-model.layers.0-15 (16)  rsqrt                                                aten.rsqrt.default           <0.01  <0.01  stay        smaller than min_bytes
-outside                 embedding                                            aten.embedding.default        0.12   0.12  stay        the caller sees it
+layers                  value        producer                  GiB each    GiB  decision    reason
+----------------------  -----------  ----------------------  ----------  -----  ----------  ---------------------------
+model.layers.0-14 (15)  up [8] bf16  aten.mm.default               0.38   5.62  offload     its copy hides
+model.layers.15         mm_107       aten.mm.default               0.38   0.38  keep        the backward begins with it
+model.layers.0-15 (16)  silu         aten.silu.default             0.38   6.00  recompute   0.4 ms per GiB
+model.layers.0-15 (16)  rsqrt        aten.rsqrt.default           <0.01  <0.01  stay        smaller than min_bytes
+outside                 embedding    aten.embedding.default        0.12   0.12  stay        the caller sees it
 
 saved by the forward: keep 0.38 GiB, offload 5.62 GiB, recompute 6.00 GiB, stay 0.13 GiB
 
@@ -477,7 +484,10 @@ def test_the_trace_has_the_tracks_and_the_times_of_the_simulation(tmp_path: Path
     assert trace["otherData"]["summary"] == made.summary
     events = trace["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and not e["pid"]}
-    bars = {title: [e for e in events if e["ph"] == "X" and not e["pid"] and tracks[e["tid"]] == title] for title in tracks.values()}
+    bars = {
+        title: [e for e in events if e["ph"] == "X" and not e["pid"] and tracks[e["tid"]] == title]
+        for title in tracks.values()
+    }
     assert list(bars) == ["compute", "D2H", "H2D"]
     assert [len(found) for found in bars.values()][1:] == [3, 2]
     # Compute has no gaps: what is no segment is a wait.
