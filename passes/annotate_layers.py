@@ -7,8 +7,8 @@ Before (Dynamo's metadata, one path per module on the way down)::
 
 After::
 
-    %mm   = mm(%view, %permute)     fxoffload_layer: "model.layers.0"
-    %mm_9 = mm(%grad, %permute_3)   fxoffload_layer: "model.layers.0"
+    %mm   = mm(%view, %permute)     fxoffload_layer: "model.layers.0"   fxoffload_module: "model.layers.0.self_attn"
+    %mm_9 = mm(%grad, %permute_3)   fxoffload_layer: "model.layers.0"   ... the same
 
 A label is a module path, never a bare integer: an encoder's and a decoder's ``block.0`` are two layers. Its depth is
 chosen once for forward and backward. Where modules say nothing (one block called in a loop, a fragment after a graph
@@ -29,6 +29,7 @@ import torch.fx as fx
 from fxoffload.passes.values import tensor_of
 
 LAYER_KEY = "fxoffload_layer"
+_MODULE_KEY = "fxoffload_module"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
 # ``L['args'][0]``: a model whose ``forward`` is behind a decorator (``forward(*args, **kwargs)``; transformers 5.24).
@@ -98,9 +99,14 @@ def _path_of(node: fx.Node) -> _Path | None:
 
 def module_path(node: fx.Node) -> str:
     """The module that a node was traced in, "model.layers.3.mlp.gate_proj"; "" where Dynamo says nothing."""
-    path = _path_of(node)
-    if path is None:
-        return ""
+    found = node.meta.get(_MODULE_KEY)
+    if found is None:
+        path = _path_of(node)
+        found = "" if path is None else _in_words(path)
+    return found
+
+
+def _in_words(path: _Path) -> str:
     parts = path.parts[len(_DECORATED) :] if path.parts[: len(_DECORATED)] == _DECORATED else path.parts
     return ".".join(parts)
 
@@ -112,7 +118,10 @@ class AnnotateLayers:
 
     def __call__(self, gm: fx.GraphModule) -> LayerReport:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-        labels = _labels_from_modules(nodes)
+        paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+        for node, path in paths.items():
+            node.meta[_MODULE_KEY] = _in_words(path)  # every draft asks for it
+        labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
             labels, source = _labels_from_repeats(nodes), "repeats"
@@ -125,8 +134,7 @@ class AnnotateLayers:
         return LayerReport(ordered, source, len(labels), len(nodes))
 
 
-def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
-    paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+def _labels_from_modules(paths: dict[fx.Node, _Path]) -> dict[fx.Node, str]:
     if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
         paths = {n: path.below(_DECORATED) for n, path in paths.items()}
     candidates = {n: labels for n, p in paths.items() if (labels := p.labels())}

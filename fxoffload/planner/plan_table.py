@@ -99,10 +99,16 @@ def layer_ranges(layers: Sequence[str]) -> str:
     """Labels of layers, with consecutive numbers as ranges, and how many there are: "layers.0-14 (15)"."""
     if not layers:
         return "outside"
-    shown = [text for family in _families(layers) for text in _family(family)]
-    if len(shown) > _MOST_RANGES:
-        shown = [*shown[: _MOST_RANGES - 1], "..."]
-    return "; ".join(shown) + (f" ({len(layers)})" if len(layers) > 1 else "")
+    return label_ranges(layers) + (f" ({len(layers)})" if len(layers) > 1 else "")
+
+
+def label_ranges(labels: Iterable[str]) -> str:
+    """Labels with consecutive numbers as ranges: "layers.0-14; norm"."""
+    return _few([text for family in _families(labels) for text in _family(family)])
+
+
+def _few(shown: list[str]) -> str:
+    return "; ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
 
 
 def value_ranges(decision: Decision) -> str:
@@ -119,8 +125,7 @@ def value_ranges(decision: Decision) -> str:
     for value in dict.fromkeys(values):
         path, bracket, rest = value.partition(" [")
         paths.setdefault(bracket + rest, []).append(path)
-    shown = [text + shape for shape, found in paths.items() for family in _families(found) for text in _family(family)]
-    return "; ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
+    return _few([t + shape for shape, found in paths.items() for f in _families(found) for t in _family(f)])
 
 
 def _families(labels: Iterable[str]) -> Iterable[list[list[str]]]:

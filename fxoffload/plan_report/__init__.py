@@ -1,0 +1,1 @@
+"""What ``fxoffload.explain()`` says: what was planned, what happened, and what to change."""
