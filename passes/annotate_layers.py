@@ -102,13 +102,8 @@ def module_path(node: fx.Node) -> str:
     found = node.meta.get(_MODULE_KEY)
     if found is None:
         path = _path_of(node)
-        found = "" if path is None else _in_words(path)
+        found = "" if path is None else ".".join(path.parts)
     return found
-
-
-def _in_words(path: _Path) -> str:
-    parts = path.parts[len(_DECORATED) :] if path.parts[: len(_DECORATED)] == _DECORATED else path.parts
-    return ".".join(parts)
 
 
 class AnnotateLayers:
@@ -119,8 +114,10 @@ class AnnotateLayers:
     def __call__(self, gm: fx.GraphModule) -> LayerReport:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+        if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
+            paths = {n: path.below(_DECORATED) for n, path in paths.items()}
         for node, path in paths.items():
-            node.meta[_MODULE_KEY] = _in_words(path)  # every draft asks for it
+            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every draft asks for it
         labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
@@ -135,8 +132,6 @@ class AnnotateLayers:
 
 
 def _labels_from_modules(paths: dict[fx.Node, _Path]) -> dict[fx.Node, str]:
-    if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
-        paths = {n: path.below(_DECORATED) for n, path in paths.items()}
     candidates = {n: labels for n, p in paths.items() if (labels := p.labels())}
     if not candidates:
         return {}

@@ -179,7 +179,8 @@ def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Itera
             mask.nbytes,
             "mask",
             f"a mask of {mask.tokens} x {mask.tokens}, {source}, with which {calls} the {mask.kernel} kernel, for all "
-            f"{mask.tokens**2:,} pairs of tokens ({mask.tokens * (mask.tokens + 1) // 2:,} are causal). Causal attention needs none where nothing is padded or packed: {_WITHOUT_MASK}",
+            f"{mask.tokens**2:,} pairs of tokens ({mask.tokens * (mask.tokens + 1) // 2:,} are causal). Causal "
+            f"attention needs none where nothing is padded or packed: {_WITHOUT_MASK}",
             mask.label,
         )
 

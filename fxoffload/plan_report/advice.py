@@ -60,10 +60,10 @@ def _with_a_faster_plan(plan: Plan) -> Iterator[str]:
     step_ms = plan.predicted.step_ms
     faster = [p for p in _frontier(plan) if p.budget_bytes > now and p.step_ms < step_ms * (1 - _FASTER)]
     if faster:
-        p = faster[0]
+        p, verb = faster[0], "raise the budget to" if plan.activation_budget else "take a budget of"
         yield (
-            f"{'raise the budget to' if plan.activation_budget else 'take a budget of'} {format_bytes(p.budget_bytes)} (activation_budget={p.budget_bytes}): "
-            f"{p.step_ms:.1f} ms a step instead of {step_ms:.1f}, by the plan's frontier"
+            f"{verb} {format_bytes(p.budget_bytes)} (activation_budget={p.budget_bytes}): {p.step_ms:.1f} ms a step "
+            f"instead of {step_ms:.1f}, by the plan's frontier"
         )
     base = plan.baseline.step_ms
     if plan.max_slowdown is not None and base and step_ms > base * (1 + plan.max_slowdown):

@@ -66,7 +66,7 @@ def explained(facts: StepFacts, module: str | None = None) -> Explanation:
     if module is not None:
         return _of_module(facts, module)
     advice = tuple(advice_on(facts))
-    blocks = [_summary(facts)]
+    blocks: list[Block] = [_summary(facts)]
     for plan in facts.plans:
         blocks += _of_plan(plan, [g for g in facts.graphs if g.plan == plan.graph])
     if others := [g for g in facts.graphs if g.plan is None]:
@@ -84,9 +84,8 @@ def _check(facts: StepFacts) -> None:
             )
         return
     plain = "; ".join(f"{count} compiled as plain Inductor does: {reason}" for reason, count in facts.plain.items())
-    calls = "; ".join(
-        f"{count} calls ran uncompiled: {reason}" for reason, count in facts.stats.calls_uncompiled.items()
-    )
+    uncompiled = facts.stats.calls_uncompiled.items()
+    calls = "; ".join(f"{_count(count, 'call')} ran uncompiled: {reason}" for reason, count in uncompiled)
     found = "; ".join(text for text in (plain, calls) if text) or "nothing that was compiled and called with gradients"
     raise NoPlanError(
         f"expected a step of a model compiled with fxoffload, found none to explain: {found}. Run one step first, with "
