@@ -40,7 +40,7 @@ class ValueNames:
 
     def __init__(self, graph: fx.Graph, storages: Storages | None = None) -> None:
         self._storages = storages or Storages(graph.nodes)
-        self._made: dict[str, list[fx.Node]] = defaultdict(list)  # module path -> what is computed in it, in order
+        self._made: dict[str, list[fx.Node]] = defaultdict(list)  # module path -> values computed in it, in order
         for node in graph.nodes:
             if node.op == "call_function" and self._is_computed(node) and (path := module_path(node)):
                 self._made[path].append(node)
@@ -70,7 +70,7 @@ class ValueNames:
 
 
 def shape_and_dtype(node: fx.Node) -> str:
-    """ "[16384, 12288] bf16"; "" of what is no tensor."""
+    """ "[16384, 12288] bf16"; "" without a tensor."""
     value = tensor_of(node)
     if value is None:
         return ""

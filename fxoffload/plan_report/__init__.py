@@ -1,1 +1,1 @@
-"""What ``fxoffload.explain()`` says: what was planned, what happened, and what to change."""
+"""The report of ``fxoffload.explain()``: plans, measurements, exposed copies, advice."""

@@ -125,7 +125,7 @@ def on_estimates(plan: Plan) -> Iterator[str]:
 
 
 def on_returned_logits(graphs: Iterable[GraphFacts]) -> Iterator[str]:
-    """A loss is there, and more is handed to the caller beside it."""
+    """The forward returns more than its loss."""
     for graph in graphs:
         if nbytes := graph.logits_bytes:
             largest = max((r for r in graph.returns if not r.is_loss), key=lambda r: r.nbytes)
@@ -137,7 +137,7 @@ def on_returned_logits(graphs: Iterable[GraphFacts]) -> Iterator[str]:
 
 
 def on_counters(facts: StepFacts) -> Iterator[str]:
-    """What was not done since the last ``reset_stats``."""
+    """Calls and bytes that were left out since the last ``reset_stats``, by reason."""
     stats = facts.stats
     for reason, count in stats.calls_uncompiled.items():
         yield f"{_calls(count)} ran uncompiled and offloaded nothing: {reason}. TORCH_LOGS=recompiles says why"

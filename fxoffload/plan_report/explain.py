@@ -1,4 +1,4 @@
-"""``fxoffload.explain()``: what was planned, what happened, where copies are exposed, and what to change."""
+"""``fxoffload.explain()``: plans and measurements, where copies are exposed, and what to change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Explanation:
 
 
 def explain(module: str | None = None) -> Explanation:
-    """What was planned, what really happened, and what to change. Call it after a step. Waits for running copies.
+    """Shows plans and measurements of the steps that ran, and says what to change. Waits for running copies.
 
     For each plan: predicted, calibrated and measured time and peak; where compute waits for copies, by layer; what
     keeps everything, and why; attention masks; whether logits are returned. For the step: calls that ran uncompiled,

@@ -1,4 +1,4 @@
-"""What is known of a step that ran: plans, compiled graphs, counters. Plain data, which advice is a function of."""
+"""Facts about a step that ran: plans, compiled graphs, counters. Plain data, which advice is a function of."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GraphFacts:
         plan: number of its own plan; None: it has none.
         keeps: why it keeps everything; "" where it does not.
         returns: what its forward hands to the caller.
-        holds_outputs: whether the caller still holds that when the backward has ended; None: nobody knows.
+        holds_outputs: whether the caller still holds that when the backward has ended; None: unknown.
         has_backward: whether a backward of it has run.
         count: how many graphs.
     """
@@ -37,7 +37,7 @@ class GraphFacts:
 
     @staticmethod
     def of(graph: CompiledGraph) -> GraphFacts:
-        """What is known of a compiled graph now."""
+        """Those of a compiled graph, now."""
         box = graph.plan_box
         return GraphFacts(
             label_ranges(graph.layer_names),
@@ -50,7 +50,7 @@ class GraphFacts:
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes that the forward returns beside its loss; 0 where it returns no loss."""
+        """Bytes of the outputs without the loss; 0 where there is no loss."""
         has_loss = any(r.is_loss for r in self.returns)
         return sum(r.nbytes for r in self.returns if not r.is_loss) if has_loss else 0
 

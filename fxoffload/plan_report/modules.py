@@ -11,7 +11,7 @@ from fxoffload.planner.plan import Decision, Plan
 
 
 def values_of(plan: Plan, module: str) -> list[Decision]:
-    """The decisions about values of a module and of what is in it, each with the layers in which it is that module's.
+    """The decisions about values of a module and its submodules, each with the layers in which it is that module's.
 
     Args:
         plan: whose values have module paths.
@@ -49,7 +49,7 @@ def near(plans: Iterable[Plan], module: str) -> list[str]:
     for plan in plans:
         for decision in plan.decisions:
             parts = path_of(decision.value).split(".")
-            # Without the numbers of layers: what is left is the same in each.
+            # Without the numbers of layers: the rest is the same in each.
             last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
             for i in range(last + 1, len(parts)):
                 names.update(dict.fromkeys((".".join(parts[last + 1 : i + 1]), parts[i])))

@@ -1,4 +1,4 @@
-"""A step that was measured, segment by segment: when each ran, and what was on the device."""
+"""A measured step, segment by segment: when each ran, and the bytes on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredSegment(NamedTuple):
-    """One call of a segment. Bytes are those above what was allocated when the step began; None: not known.
+    """One call of a segment. Bytes count from the beginning of the step; None: not known.
 
     Attributes:
         phase: "forward" or "backward".
@@ -24,7 +24,7 @@ class MeasuredSegment(NamedTuple):
         end_ms: when the device ended it.
         live_bytes: on the device right before it.
         peak_bytes: the most while it ran.
-        after_bytes: on the device right behind it.
+        after_bytes: on the device when it has ended.
     """
 
     phase: Literal["forward", "backward"]
@@ -47,7 +47,7 @@ class StandStill(NamedTuple):
 
     Attributes:
         begin_ms: from the beginning of the step.
-        end_ms: likewise.
+        end_ms: from there too.
         segment: in the forward the one that had run, whose offloads are waited for; in the backward the one that was to
             run.
     """

@@ -43,9 +43,8 @@ class Decision:
             of its own.
         reason: why, in words.
         names: the first saved value's name in each of the layers; () where only ``name`` is known.
-        value: what a person calls it in the first of the layers: module path, shape and dtype, such as
-            "layers.3.mlp.gate_proj [16384, 12288] bf16"; the op and ``name`` where Dynamo knows no module; "" in plans
-            of earlier versions.
+        value: its name in the first of the layers, for people: "layers.3.mlp.gate_proj [16384, 12288] bf16". Where
+            Dynamo knows no module, the op and ``name`` take the path's place. Plans of earlier versions have "".
         values: the same in each of the layers; () where only ``value`` is known.
     """
 
@@ -258,8 +257,8 @@ class Plan:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and
-        H2D, with arrows from each offload to its reload, and the bytes on the device. Beside it stands the measured
-        step, where there is one; else ``otherData`` in the file says why there is none.
+        H2D, with arrows from each offload to its reload, and the bytes on the device. The measured step is a process
+        of its own; where there is none, ``otherData`` in the file says why there is none.
 
         Raises:
             RuntimeError: the plan has no simulation.

@@ -22,7 +22,7 @@ from fxoffload.files import replace_file as replace_file
 T = TypeVar("T")
 
 # Of the JSON form of a plan. Every change of a field is another version. Text of a version that is not here is refused.
-# That of earlier ones lacks fields, whose defaults say what it means. The first had frontiers that no plan met.
+# Earlier ones lack fields, which get their defaults. The first had frontiers that no plan met.
 SCHEMA = 3
 _EARLIER = (1, 2)
 

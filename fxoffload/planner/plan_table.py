@@ -129,7 +129,7 @@ def value_ranges(decision: Decision) -> str:
 
 
 def _families(labels: Iterable[str]) -> Iterable[list[list[str]]]:
-    """Labels, split at their numbers, by what is between those."""
+    """Labels, split at their numbers, by the text between the numbers."""
     families: dict[tuple[str, ...], list[list[str]]] = {}
     for label in dict.fromkeys(labels):
         parts = _NUMBER.split(label)
@@ -181,7 +181,7 @@ def basis(plan: Plan) -> str:
 
 
 def costs(plan: Plan) -> Table:
-    """What it takes: of plain Inductor, as predicted, calibrated, measured."""
+    """Time and memory: of plain Inductor, as predicted, calibrated, measured."""
     unit = Unit.of(plan)
     columns = [
         ("plain Inductor", _cost(unit, plan.baseline, None)),

@@ -91,9 +91,8 @@ class Event(NamedTuple):
         nbytes: that a copy moves.
         label: of a copy, its value by module path, shape and dtype; of a wait, the copies that it waits for, "D2H" or
             "H2D".
-        at: of a segment, its boundary; of a wait, that of the segment that it stands behind (in the forward) or before
-            (in the backward); of a copy, that of the segment behind which its value left, -1 for what the graph is
-            given.
+        at: a boundary. Of a segment: its own. Of a wait: the one before it in the forward, the one after it in the
+            backward. Of a copy: the one whose end starts the offload of its value; -1: the beginning of the graph.
         candidate: of a copy, its place among the step's candidates.
     """
 
@@ -156,7 +155,7 @@ class Simulation:
         return self.forward_ms + self.backward_ms
 
     def copy_ms(self, nbytes: int, direction: Direction) -> float:
-        """Milliseconds that a copy of so many bytes takes on this step's link, while nothing else is copied."""
+        """Milliseconds of a copy of this size on the step's link, while nothing else is copied."""
         return self._recording.link.rates.copy_ms(nbytes, direction, False)
 
     @property
@@ -180,7 +179,7 @@ class _Recording:
     link: Link
     downs: list[int]  # candidates, in the order of their copies to the host
     ups: list[int]
-    left_at: dict[int, int] = field(default_factory=dict)  # candidate -> boundary behind which it left
+    left_at: dict[int, int] = field(default_factory=dict)  # candidate -> boundary after which it left
     waits: list[tuple[float, float, str, int]] = field(default_factory=list)  # begin, end, for which way, boundary
 
     def events(self, boundaries: Sequence[Boundary]) -> list[Event]:

@@ -46,7 +46,7 @@ class StorageInfo:
             write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back. None:
             for an input, the last segment; for all others, nobody else holds it.
         watched: of a lent one: nobody waits for its copy, and it is taken back (``Choice.watches``).
-        label: of a candidate, what a person calls it: module path, shape and dtype; "" where nobody says.
+        label: of a candidate, its name for people: module path, shape and dtype; "" where unknown.
     """
 
     name: str

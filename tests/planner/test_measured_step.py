@@ -1,4 +1,4 @@
-"""A step as it was measured: from the samples of a clock to what stands beside a plan."""
+"""A measured step: from the samples of a clock to ``Plan.measured_step``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fxoffload.runtime.clocks.segment_readings import Readings, Sample
 
 
 def forward(phase_ms: float, wait_ms: float = 0.0) -> Sample:
-    """Two segments; compute stands still behind the first."""
+    """Two segments; compute stands still between them."""
     return Sample(
         phase_ms,
         {"a": 4.0, "b": 5.0},
