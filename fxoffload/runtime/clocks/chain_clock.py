@@ -191,7 +191,7 @@ class StepRecording:
 
 
 def _add(whole: Sample, call: Sample, number: int, begins_ms: float) -> None:
-    """Put a call's segments into those of its phase, in which it begins at ``begins_ms``, and the step's peak so far."""
+    """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the step's peak so far."""
 
     def named(values: dict[str, int]) -> dict[str, int]:
         return {segment_of(number, name): value for name, value in values.items()}
