@@ -48,9 +48,7 @@ def on_full_link(plan: Plan) -> Iterator[str]:
             continue
         what = f"the link is full ({way})" if way else "compute stands still for copies, or for the host,"
         share = 100 * ms / exposed.step_ms
-        remedies = "; or ".join(_with_a_faster_plan(plan)) or (
-            "no budget that was planned for is faster: fxoffload.plan() plans for seven"
-        )
+        remedies = "; or ".join(_with_a_faster_plan(plan)) or _without_a_faster_plan(plan)
         where = places_of(waits)
         yield f"{what} in {where}: {in_ms(ms)} of the step ({share:.1f} %, {exposed.source}): {remedies}"
 
@@ -69,6 +67,14 @@ def _with_a_faster_plan(plan: Plan) -> Iterator[str]:
     if plan.max_slowdown is not None and base and step_ms > base * (1 + plan.max_slowdown):
         slowdown = step_ms / base - 1
         yield f"allow {100 * slowdown:.1f} % (max_slowdown={slowdown:.3f}), which this budget takes"
+
+
+def _without_a_faster_plan(plan: Plan) -> str:
+    if not plan.frontier:
+        return "the plan has no frontier that would name a faster budget"
+    return (
+        f"none of the {len(plan.frontier)} budgets of the plan's frontier is faster; fxoffload.plan() plans for seven"
+    )
 
 
 def on_exceeded_budget(plan: Plan) -> Iterator[str]:

@@ -137,7 +137,7 @@ def _of_waits(plan: Plan) -> Block:
 
 
 def _of_graph(graph: GraphFacts) -> str:
-    name = graph.layers or "a graph without layers"
+    name = graph.layers or "a graph of one layer or none"
     texts = [f"keeps everything: {graph.keeps}"] if graph.keeps else []
     texts += _of_returns(graph)
     texts += [] if graph.has_backward else ["no backward of it has run"]

@@ -41,6 +41,8 @@ def place_of(segment: str, layer: str) -> str:
     its call stands before that."""
     call, slash, name = segment.rpartition("/")
     own = layer or name
+    if slash and own == "segment":  # all of its call
+        return call
     return f"{call} {own}" if slash else own
 
 

@@ -20,6 +20,7 @@ from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.planner import ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
 from fxoffload.planner.plan import Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.simulate import place_of
 from tests.support import Stack, batch
 
 MIB = 1 << 20
@@ -127,7 +128,9 @@ def test_a_full_link_names_its_layers_and_the_budget_or_slowdown_that_helps() ->
         line,
     )
     (line,) = advice(simulation=slow)
-    assert line.endswith("no budget that was planned for is faster: fxoffload.plan() plans for seven")
+    assert line.endswith("the plan has no frontier that would name a faster budget")
+    (line,) = advice(simulation=slow, frontier=(same,))
+    assert line.endswith("none of the 1 budgets of the plan's frontier is faster; fxoffload.plan() plans for seven")
     (line,) = advice(measured_step=measured())
     assert line.startswith(
         "compute stands still for copies, or for the host, in layers.0-1: 10.0 ms of the step (7.7 %, m"
@@ -226,6 +229,11 @@ def test_advice_is_on_the_plan_of_the_step_where_there_is_one() -> None:
     assert advice_on(StepFacts((own, replace(plan(), graph=1, label="a step over 2 calls")))) == []
     first, second = advice_on(StepFacts((own, replace(own, graph=1))))
     assert first.startswith("plan of graph 0: steps take") and second.startswith("plan of graph 1: steps take")
+
+
+def test_a_call_of_a_step_over_several_graphs_is_a_place() -> None:
+    assert place_of("call 3/segment", "") == "call 3" and place_of("call 3/layers_1", "layers.1") == "call 3 layers.1"
+    assert place_of("layers_1", "layers.1") == "layers.1" and place_of("segment", "") == "segment"
 
 
 # -- one module --------------------------------------------------------------------------------------------------------
