@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fxoffload.machine.lookup import profile as profile
     from fxoffload.memory_budget import activation_budget as activation_budget
     from fxoffload.options import Options as Options
+    from fxoffload.plan_report.explain import explain as explain
     from fxoffload.plan_step import profile_step as profile_step
     from fxoffload.planner.plan import Plan as Plan
     from fxoffload.planner.shown import last_plan as last_plan
@@ -64,6 +65,7 @@ _LATE = {
     "profile": "fxoffload.machine.lookup",
     "activation_budget": "fxoffload.memory_budget",
     "Options": "fxoffload.options",
+    "explain": "fxoffload.plan_report.explain",
     "profile_step": "fxoffload.plan_step",
     "Plan": "fxoffload.planner.plan",
     "last_plan": "fxoffload.planner.shown",

@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from fxoffload._torch_breaks import log_after_graph
 from fxoffload._torch_dynamo import keep_reset, watch_calls
+from fxoffload.compiled_graph import note_plain
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.errors import BudgetError, FxOffloadError
 from fxoffload.gc_pause import gc_paused
@@ -128,6 +129,8 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
         if device.type in device_types:
             return device
     found = sorted({d.type for d in devices})
+    if torch.is_grad_enabled():
+        note_plain(f"its tensors are on {', '.join(found) or 'no device'}, not on {' or '.join(device_types)}")
     if found == ["cpu"] and is_new("cpu"):
         log.warning(
             "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -38,6 +39,21 @@ class CompiledVariant:
     saved: SavedValues
 
 
+@dataclass(frozen=True)
+class Returned:
+    """What a graph's forward hands to its caller.
+
+    Attributes:
+        label: module path, shape and dtype.
+        nbytes: of its memory; 0 where a size has no hint.
+        is_loss: whether it is one number that gradients come from.
+    """
+
+    label: str
+    nbytes: int
+    is_loss: bool
+
+
 @dataclass(eq=False)
 class CompiledGraph:
     """One training graph that fxoffload compiled.
@@ -55,6 +71,8 @@ class CompiledGraph:
             Replaced as a whole, from the next forward on.
         plan_box: holds its plan for ``fxoffload.plans()``; None without a plan.
         outputs: lifetimes and gradients of the forward's results.
+        returns: what its forward returns to the caller, tensors only.
+        num_backwards: how many backward calls have ended.
         keeps_everything: the backward fell back to plain Inductor, so the forward may save no tokens.
         variants: with other recompute choices, for calls of a plan for a step over several graphs.
         index: place in the order of compilation.
@@ -71,6 +89,8 @@ class CompiledGraph:
     planned: Choice | None = None
     plan_box: PlanBox | None = None
     outputs: Outputs = field(default_factory=Outputs)
+    returns: tuple[Returned, ...] = ()
+    num_backwards: int = 0
     keeps_everything: bool = False
     variants: list[CompiledVariant] = field(default_factory=list)
     index: int = field(default_factory=lambda: next(_INDEX))
@@ -132,11 +152,23 @@ _override = _Override()
 _GRAPHS: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 on_reset(_GRAPHS.clear)
 _INDEX = itertools.count()
+_PLAIN: Counter[str] = Counter()
+on_reset(_PLAIN.clear)
 
 
 def register(graph: CompiledGraph) -> None:
     """Remember a compiled graph for as long as its code is alive."""
     _GRAPHS.add(graph)
+
+
+def note_plain(reason: str) -> None:
+    """A training graph is left to plain Inductor, and no plan says so."""
+    _PLAIN[reason] += 1
+
+
+def plain_graphs() -> dict[str, int]:
+    """How many training graphs were left to plain Inductor without a plan that says so, by reason."""
+    return dict(_PLAIN)
 
 
 def graphs() -> list[CompiledGraph]:

@@ -7,8 +7,8 @@ Before (Dynamo's metadata, one path per module on the way down)::
 
 After::
 
-    %mm   = mm(%view, %permute)     fxoffload_layer: "model.layers.0"
-    %mm_9 = mm(%grad, %permute_3)   fxoffload_layer: "model.layers.0"
+    %mm   = mm(%view, %permute)     fxoffload_layer: "model.layers.0"   fxoffload_module: "model.layers.0.self_attn"
+    %mm_9 = mm(%grad, %permute_3)   fxoffload_layer: "model.layers.0"   ... the same
 
 A label is a module path, never a bare integer: an encoder's and a decoder's ``block.0`` are two layers. Its depth is
 chosen once for forward and backward. Where modules say nothing (one block called in a loop, a fragment after a graph
@@ -29,6 +29,7 @@ import torch.fx as fx
 from fxoffload.passes.values import tensor_of
 
 LAYER_KEY = "fxoffload_layer"
+_MODULE_KEY = "fxoffload_module"
 
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
 # ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
@@ -96,6 +97,15 @@ def _path_of(node: fx.Node) -> _Path | None:
     return _Path(deepest, classes)
 
 
+def module_path(node: fx.Node) -> str:
+    """The module that a node was traced in, "model.layers.3.mlp.gate_proj"; "" where Dynamo says nothing."""
+    found = node.meta.get(_MODULE_KEY)
+    if found is None:
+        path = _path_of(node)
+        found = "" if path is None else ".".join(path.parts)
+    return found
+
+
 class AnnotateLayers:
     """Write ``meta["fxoffload_layer"]`` on the nodes of a joint graph. See the module docstring."""
 
@@ -103,7 +113,12 @@ class AnnotateLayers:
 
     def __call__(self, gm: fx.GraphModule) -> LayerReport:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-        labels = _labels_from_modules(nodes)
+        paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+        if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
+            paths = {n: path.below(_DECORATED) for n, path in paths.items()}
+        for node, path in paths.items():
+            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every draft asks for it
+        labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
             labels, source = _labels_from_repeats(nodes), "repeats"
@@ -116,10 +131,7 @@ class AnnotateLayers:
         return LayerReport(ordered, source, len(labels), len(nodes))
 
 
-def _labels_from_modules(nodes: list[fx.Node]) -> dict[fx.Node, str]:
-    paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
-    if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
-        paths = {n: path.below(_DECORATED) for n, path in paths.items()}
+def _labels_from_modules(paths: dict[fx.Node, _Path]) -> dict[fx.Node, str]:
     candidates = {n: labels for n, p in paths.items() if (labels := p.labels())}
     if not candidates:
         return {}

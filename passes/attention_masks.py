@@ -18,6 +18,7 @@ import torch.fx as fx
 from fxoffload._torch_sizes import hint
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.op_costs import argument_of, attention_sizes, call_of, distinct_bytes, node_kind, op_name
+from fxoffload.passes.value_names import ValueNames
 from fxoffload.passes.values import Storages
 
 _MASK_NAMES = ("attn_bias", "attn_mask", "bias")
@@ -41,6 +42,7 @@ class AttentionMask:
         tokens: S.
         kernel: that the calls take, in words.
         layers: of the calls; "" where a call is in none.
+        label: what a person calls it (see ``fxoffload.passes.value_names``).
     """
 
     name: str
@@ -49,6 +51,7 @@ class AttentionMask:
     tokens: int
     kernel: str
     layers: tuple[str, ...]
+    label: str = ""
 
 
 class FindAttentionMasks:
@@ -63,7 +66,8 @@ class FindAttentionMasks:
         shared: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         for call, mask in calls:
             shared.setdefault(storages.root(mask), []).append((call, mask))
-        return tuple(_describe(uses, storages) for uses in shared.values())
+        names = ValueNames(gm.graph, storages)
+        return tuple(_describe(uses, storages, names) for uses in shared.values())
 
 
 def _square_mask(node: fx.Node) -> fx.Node | None:
@@ -85,7 +89,7 @@ def _square_mask(node: fx.Node) -> fx.Node | None:
     return mask if 0 not in value.stride()[-2:] else None
 
 
-def _describe(uses: list[tuple[fx.Node, fx.Node]], storages: Storages) -> AttentionMask:
+def _describe(uses: list[tuple[fx.Node, fx.Node]], storages: Storages, names: ValueNames) -> AttentionMask:
     call, mask = uses[0]
     made = storages.members(mask)[0]
     target = op_name(call_of(call)[0])
@@ -96,6 +100,7 @@ def _describe(uses: list[tuple[fx.Node, fx.Node]], storages: Storages) -> Attent
         tokens=hint(mask.meta["val"].shape[-1]) or 0,
         kernel=_KERNELS.get(target, target),
         layers=tuple(_labels(c for c, _ in uses)),
+        label=names.of(made),
     )
 
 

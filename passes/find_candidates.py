@@ -26,6 +26,7 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import is_rng_state
 from fxoffload._torch_sizes import hint, symbols_of
+from fxoffload.passes.value_names import ValueNames
 from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 SMALL = "smaller than min_bytes"
@@ -42,6 +43,7 @@ class Candidate:
         is_input: whether the storage belongs to a graph input, so that the caller may write to it later.
         producer: the op that computes the last of the saved values ("placeholder" for a graph input).
         num_readers: ops of the forward that read one of the saved values.
+        label: what a person calls it: module path, shape and dtype (see ``fxoffload.passes.value_names``).
     """
 
     name: str
@@ -50,15 +52,17 @@ class Candidate:
     is_input: bool
     producer: str
     num_readers: int
+    label: str = ""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A saved storage that stays on the device, and why."""
+    """A saved storage that stays on the device, and why. ``label``: as of a candidate."""
 
     name: str
     nbytes: int | None
     reason: str
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,12 +132,12 @@ class FindCandidates:
                 if value not in members:
                     members.append(value)
 
-        candidates, skipped = [], []
+        candidates, skipped, names = [], [], ValueNames(graph, storages)
         for root, nodes in groups.items():
             size = _covered_bytes(nodes)
             reason = reasons.get(root) or self._unfit(nodes, size)
             if reason:
-                skipped.append(Skipped(nodes[0].name, size, reason))
+                skipped.append(Skipped(nodes[0].name, size, reason, names.of(nodes[0])))
                 continue
             last = nodes[-1]
             candidates.append(
@@ -144,6 +148,7 @@ class FindCandidates:
                     is_input=root in inputs,
                     producer="placeholder" if last.op == "placeholder" else str(last.target),
                     num_readers=len({u for n in nodes for u in n.users if u.op != "output"}),
+                    label=names.of(nodes[0]),
                 )
             )
         return SavedValues(tuple(candidates), tuple(skipped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch.fx as fx
 from fxoffload.compiler.draft import Draft
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.attention_masks import AttentionMask
-from fxoffload.passes.find_candidates import Candidate
+from fxoffload.passes.find_candidates import Candidate, Skipped
 from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Plan, Prediction
 from fxoffload.planner.schedule import Schedule
@@ -38,6 +39,7 @@ class Row:
     nbytes: int
     action: Action
     reason: str
+    label: str = ""
 
 
 def describe_plan(
@@ -107,6 +109,7 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
             candidate.nbytes or 0,
             "offload" if go else "keep",
             "nothing is done" if schedule is None else reason_of(go, info, simulation, is_input=candidate.is_input),
+            candidate.label,
         )
     nodes = {n.name: n for n in state.gm.graph.nodes}
     for item in state.saved.skipped:
@@ -115,11 +118,12 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         node = nodes.get(item.name)
         layer = "" if node is None else str(node.meta.get(LAYER_KEY) or "")
         producer = "" if node is None or node.op != "call_function" else str(node.target)
-        yield Row(layer, item.name, producer, item.nbytes or 0, "stay", item.reason)
+        yield Row(layer, item.name, producer, item.nbytes or 0, "stay", why_it_stays(item), item.label)
     yield from mask_rows(state.masks)
     if base is not None and base is not draft:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
-        yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer)
+        more_ms = draft.step.compute_ms - (base.step.compute_ms if base.step is not None else 0.0)
+        yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer, recompute_reason(more_ms))
 
 
 def checkpointed_decisions(plain: Draft, checkpointed: Draft) -> Iterable[Decision]:
@@ -135,7 +139,7 @@ def recomputed_rows(
     base: Iterable[Candidate],
     saved: Collection[str],
     label_of: Callable[[Sequence[fx.Node]], str],
-    reason: str = "computed again in the backward from what is saved",
+    reason: str,
 ) -> Iterable[Row]:
     """Values that plain Inductor would save (``base``) and whose names are not in ``saved``. Inputs are there."""
     for candidate in base:
@@ -147,7 +151,19 @@ def recomputed_rows(
                 candidate.nbytes or 0,
                 "recompute",
                 reason,
+                candidate.label,
             )
+
+
+def recompute_reason(more_ms: float) -> str:
+    """Why values are recomputed. ``more_ms``: how much longer a step computes than one that saves them all."""
+    costs = f"{more_ms:.2g} ms a step" if more_ms >= 0.01 else "no time, by what is known"
+    return f"computed again in the backward from what is saved (all that is: {costs})"
+
+
+def why_it_stays(item: Skipped) -> str:
+    """Why a saved value is no candidate, with its size."""
+    return item.reason if item.nbytes is None else f"{item.reason} ({format_bytes(item.nbytes)})"
 
 
 def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Iterable[Row]:
@@ -163,7 +179,9 @@ def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Itera
             mask.nbytes,
             "mask",
             f"a mask of {mask.tokens} x {mask.tokens}, {source}, with which {calls} the {mask.kernel} kernel, for all "
-            f"pairs of tokens. Causal attention needs none where nothing is padded or packed: {_WITHOUT_MASK}",
+            f"{mask.tokens**2:,} pairs of tokens ({mask.tokens * (mask.tokens + 1) // 2:,} are causal). Causal "
+            f"attention needs none where nothing is padded or packed: {_WITHOUT_MASK}",
+            mask.label,
         )
 
 
@@ -184,13 +202,23 @@ def reason_of(go: bool, info: StorageInfo | None, simulation: Simulation, *, is_
     """Why a candidate is offloaded (``go``) or kept. ``is_input``: it is the caller's memory."""
     if not go:
         if info is not None and not info.moved_bytes:
-            return "smaller than min_bytes"
+            return f"smaller than min_bytes ({format_bytes(info.nbytes)})"
         if is_input:
-            return "the caller's memory: to move it would free nothing"
-        return "it fits: to move it would save no memory at the peak, or cost time"
+            size = "it" if info is None else f"its {format_bytes(info.nbytes)}"
+            return f"the caller's memory: to move {size} would free nothing"
+        return f"it fits: to move it{_copies(info, simulation)} would save no memory at the peak, or cost time"
     if simulation.exposed_ms > 0.01 * simulation.step_ms:
-        return "the peak needs its memory (compute waits for some copies)"
-    return "its copies hide behind compute"
+        size = "memory" if info is None else format_bytes(info.nbytes)
+        return f"the peak needs its {size} (compute waits {simulation.exposed_ms:.2g} ms for copies in all)"
+    return f"its copies{_copies(info, simulation)} hide behind compute"
+
+
+def _copies(info: StorageInfo | None, simulation: Simulation) -> str:
+    """How long the copies of a candidate take alone, in brackets. By its size, so that layers that are alike agree."""
+    if info is None or not info.moved_bytes:
+        return ""
+    down, up = (simulation.copy_ms(info.moved_bytes, way) for way in ("d2h", "h2d"))
+    return f" ({down:.2g} ms to the host, {up:.2g} back)"
 
 
 def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
@@ -198,11 +226,14 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
     count: dict[tuple[str, str, int], int] = defaultdict(int)
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        # The how-manieth of its kind in its layer.
-        kind = (row.layer, row.producer, row.nbytes)
-        count[kind] += 1
+        which: object = _place_in_layer(row)
+        if which is None:
+            # The how-manieth of its kind in its layer.
+            kind = (row.layer, row.producer, row.nbytes)
+            count[kind] += 1
+            which = count[kind]
         where = bool(row.layer) or row.name
-        groups.setdefault((where, row.producer, row.nbytes, count[kind], row.action, row.reason), []).append(row)
+        groups.setdefault((where, row.producer, row.nbytes, which, row.action, row.reason), []).append(row)
     for members in groups.values():
         first = members[0]
         yield Decision(
@@ -213,7 +244,21 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
             action=first.action,
             reason=first.reason,
             names=tuple(r.name for r in members),
+            value=first.label,
+            values=tuple(r.label for r in members) if all(r.label for r in members) else (),
         )
+
+
+# "mlp.gate_proj [4, 8] bf16", "mlp (mul 2) [4, 8] bf16"; not "aten.mm mm_4 [4, 8] bf16", nor "input primals_1".
+_OF_A_MODULE = re.compile(r"\S+( \([^)]*\))?( \[|$)")
+
+
+def _place_in_layer(row: Row) -> str | None:
+    """Where in its layer a value is made, the same in layers that are alike; None where its name does not tell."""
+    if not row.layer or not _OF_A_MODULE.match(row.label):
+        return None
+    place = row.label.removeprefix(row.layer)
+    return place if place != row.label or row.layer.startswith("call ") else None
 
 
 def with_actions(
@@ -224,8 +269,10 @@ def with_actions(
 
     def rows() -> Iterable[Row]:
         for d in decisions:
-            for layer, name in zip(d.layers or ("",), d.names or (d.name,), strict=False):
-                row = Row(layer, name, d.producer, d.nbytes, d.action, d.reason)
+            layers, names = d.layers or ("",), d.names or (d.name,)
+            labels = d.values or (d.value,) * len(names)
+            for layer, name, label in zip(layers, names, labels, strict=False):
+                row = Row(layer, name, d.producer, d.nbytes, d.action, d.reason, label)
                 if name in offload and d.action in ("keep", "offload"):
                     info, go = infos[name], offload[name]
                     reason = reason_of(go, info, simulation, is_input=info.is_input)

@@ -23,6 +23,7 @@ from fxoffload.compiler.planning import Planned
 from fxoffload.errors import in_brief
 from fxoffload.planner.chain import with_turn
 from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.measured import measured_step_of
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.shown import PlanBox
@@ -154,6 +155,9 @@ class Replan(Generic[_C]):
             measured_step_ms=total + (readings.turn_ms() or 0.0),
             measured_peak_bytes=readings.peak_bytes(),
             measured_exposed_ms=max(0.0, total - sum(sum(s.values()) for s in segments.values())),
+            measured_step=measured_step_of(
+                readings, {(b.phase, b.segment): b.layer for b in self._box.plan.boundaries}
+            ),
         )
 
 

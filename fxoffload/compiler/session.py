@@ -34,7 +34,7 @@ from fxoffload._torch_compat import (
     take_donated_placeholders,
     take_partitioner_choices,
 )
-from fxoffload.compiled_graph import CompiledGraph, register
+from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.calibration import PlanAgain
@@ -49,6 +49,7 @@ from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step, too_small
 from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
 from fxoffload.compiler.replan import Calibration, Replan, calibration_of, measured_step, replan_for, shared
+from fxoffload.compiler.returned import returned_by
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
@@ -554,7 +555,9 @@ class CompileSession:
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
             counters.add("num_plain_graphs")
-            if "offload" not in self.disabled:
+            if "offload" in self.disabled:
+                note_plain("the piece offload is switched off")
+            else:
                 self._tell_nothing_moves(state)
             return self._compile_plain(gm, example_inputs, kwargs)
         donatable = frozenset(take_donated_placeholders())
@@ -583,6 +586,7 @@ class CompileSession:
             policy=policy,
             actions=state.actions,
             masks=state.masks,
+            returns=returned_by(state),
         )
         graph.planned, graph.plan_box = planned, self._plan_box
         if first is not None and planned is not None:
@@ -736,6 +740,7 @@ class CompileSession:
         skipped = Counter(s.reason for s in state.saved.skipped if not s.reason.startswith("parameter"))
         found = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "none but parameters"
         log.info("nothing to offload in a graph, plain Inductor. It saves %s", found)
+        note_plain(f"nothing in it may be offloaded: it saves {found}")
         if self.options.policy == "offload_all" and set(skipped) == {SMALL}:
             tell.warn_once(
                 "small",
@@ -766,7 +771,8 @@ class CompileSession:
         clock = no_clock if replan is None else lambda _: replan.clock
         forward.graph.outputs.zeros = zeros_of(gm)
         self.makes_zeros = bool(forward.graph.outputs.zeros)
-        return self._settling(backward_callable(program, self._hooks, clock, self._site, self._variants))
+        run = backward_callable(program, self._hooks, clock, self._site, self._variants)
+        return _counted(self._settling(run), forward.graph)
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -877,12 +883,24 @@ class CompileSession:
             raise error
         if self._forward is None:
             self._plain = True
+            note_plain(f"on_error='fallback', after {in_brief(error)}")
         counters.add("num_fallbacks")
         warnings.warn(
             "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
             f"{in_brief(error)}",
             stacklevel=2,
         )
+
+
+def _counted(run: Callable[[list[Any]], Any], graph: CompiledGraph) -> Callable[[list[Any]], Any]:
+    """``run``, a backward, whose calls are counted."""
+
+    def backward(args: list[Any]) -> Any:
+        results = run(args)
+        graph.num_backwards += 1
+        return results
+
+    return boxed(backward)
 
 
 def _say_that_the_plan_wins(ignored: str) -> None:

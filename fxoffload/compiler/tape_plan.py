@@ -23,7 +23,17 @@ from functools import partial
 import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
-from fxoffload.compiler.explain import Row, floors_of, grouped, mask_rows, producer_of, reason_of, recomputed_rows
+from fxoffload.compiler.explain import (
+    Row,
+    floors_of,
+    grouped,
+    mask_rows,
+    producer_of,
+    reason_of,
+    recompute_reason,
+    recomputed_rows,
+    why_it_stays,
+)
 from fxoffload.compiler.planning import TUNING_BYTES
 from fxoffload.compiler.tape_parts import Part, parts_at
 from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, Variants
@@ -555,14 +565,15 @@ class TapePlanning:
             else:
                 reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
             nbytes = info.nbytes if info is not None and self.sizes else c.nbytes or 0
-            yield Row(label, c.name, producer_of(c), nbytes, "offload" if go[c.name] else "keep", reason)
+            yield Row(label, c.name, producer_of(c), nbytes, "offload" if go[c.name] else "keep", reason, c.label)
         for item in saved.skipped:
             if not item.reason.startswith("parameter"):
-                yield Row(label, item.name, "", item.nbytes or 0, "stay", item.reason)
+                yield Row(label, item.name, "", item.nbytes or 0, "stay", why_it_stays(item), item.label)
         yield from mask_rows(self.parts[call].graph.masks, label)
         if self.option.variants[call] is not self.plain.variants[call]:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
-            yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label)
+            reason = recompute_reason(self.chain.step.compute_ms - self.plain.chain.step.compute_ms)
+            yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label, reason)
 
 
 def _by_name(option: TapeOption, call: int, schedule: Schedule) -> dict[str, bool]:

@@ -284,6 +284,7 @@ class _Builder:
         self.made[name] = replace(
             info,
             name=name,
+            label=f"call {k} {info.label}" if info.label else "",
             nbytes=nbytes,
             is_input=info.is_input and until is None,
             is_output=False,

@@ -47,7 +47,7 @@ class Link:
     """
 
     def __init__(self, rates: CopyRates) -> None:
-        self._rates = rates
+        self.rates = rates
         self._down_ms: dict[int, float] = {}
         self._up_ms: dict[int, float] = {}
         self._down_bytes: list[int] = []
@@ -63,7 +63,7 @@ class Link:
         """Ask for a copy to the host. Returns its number."""
         duration = self._down_ms.get(nbytes)
         if duration is None:
-            duration = self._down_ms[nbytes] = self._rates.copy_ms(nbytes, "d2h", False)
+            duration = self._down_ms[nbytes] = self.rates.copy_ms(nbytes, "d2h", False)
         begin = self._down_free
         if begin < ready_ms:
             begin = ready_ms
@@ -81,7 +81,7 @@ class Link:
         """Ask for a copy to the device. Returns when it ends."""
         duration = self._up_ms.get(nbytes)
         if duration is None:
-            duration = self._up_ms[nbytes] = self._rates.copy_ms(nbytes, "h2d", False)
+            duration = self._up_ms[nbytes] = self.rates.copy_ms(nbytes, "h2d", False)
         begin = self._up_free
         if begin < ready_ms:
             begin = ready_ms
@@ -95,7 +95,7 @@ class Link:
 
     def _up_beside_down(self, nbytes: int, begin: float, alone_ms: float) -> float:
         """The end of a copy up that begins while copies down are under way; holds those back."""
-        duplex_ms = self._rates.copy_ms(nbytes, "h2d", True)
+        duplex_ms = self.rates.copy_ms(nbytes, "h2d", True)
         if duplex_ms <= 0.0:
             return begin
         now, left = begin, 1.0  # the part of the copy that is still to do
@@ -103,7 +103,7 @@ class Link:
             down_end = self._down_end[self._open] + self._lag
             if down_end > now:
                 size = self._down_bytes[self._open]
-                stretch = self._rates.copy_ms(size, "d2h", True) / self._down_ms[size]
+                stretch = self.rates.copy_ms(size, "d2h", True) / self._down_ms[size]
                 until_down, until_up = (down_end - now) * stretch, left * duplex_ms
                 step = min(until_down, until_up)
                 now += step

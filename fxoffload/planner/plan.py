@@ -10,6 +10,8 @@ from typing import Literal, get_args
 from fxoffload.files import replace_file
 from fxoffload.machine.estimate_error import EstimateError
 from fxoffload.planner import plan_json, plan_plot, plan_table
+from fxoffload.planner.blocks import as_html
+from fxoffload.planner.measured import MeasuredStep, why_not_measured
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.timeline import to_chrome_trace
 
@@ -41,6 +43,9 @@ class Decision:
             of its own.
         reason: why, in words.
         names: the first saved value's name in each of the layers; () where only ``name`` is known.
+        value: its name in the first of the layers, for people: "layers.3.mlp.gate_proj [16384, 12288] bf16". Where
+            Dynamo knows no module, the op and ``name`` take the path's place. Plans of earlier versions have "".
+        values: the same in each of the layers; () where only ``value`` is known.
     """
 
     layers: tuple[str, ...]
@@ -50,6 +55,8 @@ class Decision:
     action: Action
     reason: str
     names: tuple[str, ...] = ()
+    value: str = ""
+    values: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -156,6 +163,7 @@ class Plan:
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.
+        measured_step: one of them, segment by segment; None before, and on a CPU, whose times predict nothing.
         breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it
             is. Its time and memory are not in the plan.
         boundaries: those of the simulation, which JSON keeps; given with a simulation, they have no effect.
@@ -182,6 +190,7 @@ class Plan:
     measured_peak_bytes: int | None = None
     measured_step_ms: float | None = None
     measured_exposed_ms: float | None = None
+    measured_step: MeasuredStep | None = None
     decisions: tuple[Decision, ...] = ()
     floors: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
@@ -221,6 +230,10 @@ class Plan:
     def __str__(self) -> str:
         return plan_table.render(self)
 
+    def _repr_html_(self) -> str:
+        """The same table in a notebook."""
+        return as_html(plan_table.blocks_of(self))
+
     def __repr__(self) -> str:
         return f"<{plan_table.describe(self)}>"
 
@@ -244,7 +257,8 @@ class Plan:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and
-        H2D, and the bytes on the device.
+        H2D, with arrows from each offload to its reload, and the bytes on the device. The measured step is a process
+        of its own; where there is none, ``otherData`` in the file says why there is none.
 
         Raises:
             RuntimeError: the plan has no simulation.
@@ -256,11 +270,14 @@ class Plan:
                 "call save_trace on a plan of fxoffload.plans() or fxoffload.plan(), not on one that was read from JSON"
             )
         about = {"plan": plan_table.describe(self), "summary": self.summary}
-        trace = {**to_chrome_trace(self.simulation), "otherData": about}
+        if reason := why_not_measured(self):
+            about["measured step"] = reason
+        trace = {**to_chrome_trace(self.simulation, self.measured_step), "otherData": about}
         replace_file(path, json.dumps(trace).encode())
 
     def plot(self, path: str | os.PathLike[str], *, size_inches: tuple[float, float] = (12.0, 4.8)) -> None:
-        """Draw memory over the step, and the frontier of peak against time, with matplotlib.
+        """Draw memory over the step, simulated and measured, and the frontier of peak against time, with matplotlib.
+        Where no step was measured, a line below says why.
 
         Args:
             path: the file to write; its ending says the format (.png, .svg, .pdf; without one it is a PNG).

@@ -22,9 +22,9 @@ from fxoffload.files import replace_file as replace_file
 T = TypeVar("T")
 
 # Of the JSON form of a plan. Every change of a field is another version. Text of a version that is not here is refused.
-# Earlier text lacks fields, whose defaults then hold, and has other frontiers: bounds that no plan met.
-SCHEMA = 2
-_EARLIER = (1,)
+# Earlier ones lack fields, which get their defaults. The first had frontiers that no plan met.
+SCHEMA = 3
+_EARLIER = (1, 2)
 
 
 def dumps(value: Any, *, skip: Collection[str] = ()) -> str:
@@ -63,7 +63,7 @@ def loads(kind: type[T], text: str, what: str, *, skip: Collection[str] = ()) ->
             f"expected {what} of schema {SCHEMA}, found schema {schema!r}; "
             "read it with the fxoffload that wrote it, or plan again and write it with this one"
         )
-    if is_earlier:
+    if schema == 1:
         found["frontier"] = []
     return _decode_fields(kind, found, what, skip, may_lack=is_earlier)
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxoffload.planner.measured import why_not_measured
 from fxoffload.planner.plan_table import describe, gib
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def draw(plan: Plan, path: str | os.PathLike[str], size_inches: tuple[float, flo
     if kind not in known:
         raise ValueError(f"expected a file that ends in one of {', '.join(sorted(known))}, found {os.fspath(path)!r}")
     figure.suptitle(describe(plan), fontsize="medium")
+    if reason := why_not_measured(plan):
+        figure.supxlabel(reason, fontsize="x-small", color="tab:gray")
     memory, frontier = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(memory, plan)
     _draw_frontier(frontier, plan)
@@ -73,6 +76,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         if any(nbytes):
             levels = [n / _GIB for n in (*nbytes, nbytes[-1])]
             axes.plot(begins, levels, color=color, linewidth=0.9, drawstyle="steps-post", label=label)
+    _draw_measured(axes, plan)
     peak = max(b.peak_bytes for b in plan.boundaries)
     axes.axhline(peak / _GIB, color="tab:blue", linestyle=":", label=f"peak, {gib(peak)} GiB")
     _draw_budget(axes, plan)
@@ -87,6 +91,24 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     axes.set(xlabel="ms", ylabel="GiB", title="Memory over the step")
     axes.set_ylim(bottom=0)
     _legend(axes)
+
+
+def _draw_measured(axes: Axes, plan: Plan) -> None:
+    """What the allocator had at the edges of each segment of a measured step, and its exact peaks as far as known."""
+    if plan.measured_step is None:
+        return
+    edges: list[tuple[float, float]] = []
+    peaks: list[tuple[float, float]] = []
+    for s in plan.measured_step.segments:
+        for at, nbytes in ((s.begin_ms, s.live_bytes), (s.end_ms, s.after_bytes)):
+            if nbytes is not None:
+                edges.append((at, nbytes / _GIB))
+        if s.peak_bytes is not None:
+            peaks.append(((s.begin_ms + s.end_ms) / 2, s.peak_bytes / _GIB))
+    if edges:
+        axes.plot(*zip(*edges, strict=True), color="black", linewidth=0.9, label="measured, between segments")
+    if peaks:
+        axes.plot(*zip(*peaks, strict=True), "x", color="black", markersize=4, label="measured, most inside a segment")
 
 
 def _draw_frontier(axes: Axes, plan: Plan) -> None:

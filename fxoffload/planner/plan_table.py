@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tabulate import tabulate
-
 from fxoffload.machine.estimate_error import in_words
+from fxoffload.planner.blocks import Block, Lines, Points, Table, as_text
 
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Decision, Plan, Prediction
@@ -19,24 +18,28 @@ _ACTIONS = ("keep", "offload", "recompute", "stay")
 
 
 def render(plan: Plan) -> str:
+    """The whole plan as text."""
+    return as_text(blocks_of(plan))
+
+
+def blocks_of(plan: Plan) -> list[Block]:
     """The whole plan."""
-    parts = [
-        "\n".join((_title(plan), *_knobs(plan), plan.summary, _basis(plan))),
-        _costs(plan),
-        "\n".join(_limits(plan)),
+    parts: list[Block] = [
+        Lines((_title(plan), *_knobs(plan), plan.summary, basis(plan))),
+        costs(plan),
+        Lines(tuple(_limits(plan))),
     ]
     if any(d.action != "mask" for d in plan.decisions):
-        parts += [_decisions(plan), _totals(plan)]
+        parts += [decisions(plan, plan.decisions), Lines((totals(plan, plan.decisions),))]
     else:
-        parts.append("the forward saves nothing")
+        parts.append(Lines(("the forward saves nothing",)))
     if plan.breaks:
-        title = "graph breaks (what runs between the graphs is not in the plan):"
-        parts.append("\n".join((title, *(f"- {text}" for text in plan.breaks))))
+        parts.append(Points("graph breaks (what runs between the graphs is not in the plan):", plan.breaks))
     if masks := [d for d in plan.decisions if d.action == "mask"]:
-        parts.append("\n".join(("attention masks:", *(f"- {_mask(plan, d)}" for d in masks))))
+        parts.append(Points("attention masks:", tuple(mask_in_words(plan, d) for d in masks)))
     if plan.floors:
-        parts.append("\n".join(("what sets the peak, whatever is planned:", *(f"- {floor}" for floor in plan.floors))))
-    return "\n\n".join(parts)
+        parts.append(Points("what sets the peak, whatever is planned:", plan.floors))
+    return parts
 
 
 def describe(plan: Plan) -> str:
@@ -96,14 +99,42 @@ def layer_ranges(layers: Sequence[str]) -> str:
     """Labels of layers, with consecutive numbers as ranges, and how many there are: "layers.0-14 (15)"."""
     if not layers:
         return "outside"
+    return label_ranges(layers) + (f" ({len(layers)})" if len(layers) > 1 else "")
+
+
+def label_ranges(labels: Iterable[str]) -> str:
+    """Labels with consecutive numbers as ranges: "layers.0-14; norm"."""
+    return _few([text for family in _families(labels) for text in _family(family)])
+
+
+def _few(shown: list[str]) -> str:
+    return "; ".join(shown if len(shown) <= _MOST_RANGES else [*shown[: _MOST_RANGES - 1], "..."])
+
+
+def value_ranges(decision: Decision) -> str:
+    """The values of a decision by module path, shape and dtype: inside of their layers, or, where they are not, with
+    consecutive numbers as ranges. The name of the first where nothing more is known."""
+    values = decision.values or ((decision.value,) if decision.value else ())
+    if not values:
+        return decision.name
+    if len(values) == len(decision.layers):
+        pairs = list(zip(values, decision.layers, strict=True))
+        if all(value.startswith((f"{layer}.", f"{layer} ")) for value, layer in pairs):
+            values = tuple(value.removeprefix(layer).lstrip(". ") for value, layer in pairs)
+    paths: dict[str, list[str]] = {}  # shape and dtype -> module paths
+    for value in dict.fromkeys(values):
+        path, bracket, rest = value.partition(" [")
+        paths.setdefault(bracket + rest, []).append(path)
+    return _few([t + shape for shape, found in paths.items() for f in _families(found) for t in _family(f)])
+
+
+def _families(labels: Iterable[str]) -> Iterable[list[list[str]]]:
+    """Labels, split at their numbers, by the text between the numbers."""
     families: dict[tuple[str, ...], list[list[str]]] = {}
-    for label in dict.fromkeys(layers):
+    for label in dict.fromkeys(labels):
         parts = _NUMBER.split(label)
         families.setdefault(tuple(parts[::2]), []).append(parts)
-    shown = [text for family in families.values() for text in _family(family)]
-    if len(shown) > _MOST_RANGES:
-        shown = [*shown[: _MOST_RANGES - 1], "..."]
-    return "; ".join(shown) + (f" ({len(layers)})" if len(layers) > 1 else "")
+    return families.values()
 
 
 def _family(labels: Sequence[list[str]]) -> list[str]:
@@ -139,8 +170,8 @@ def _knobs(plan: Plan) -> list[str]:
     return lines
 
 
-def _basis(plan: Plan) -> str:
-    """The source of the predictions."""
+def basis(plan: Plan) -> str:
+    """What the predictions rest on."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
     known = in_words(plan.estimate_error)
@@ -149,7 +180,8 @@ def _basis(plan: Plan) -> str:
     return f"predicted from the device's profile: an estimate; {known}"
 
 
-def _costs(plan: Plan) -> str:
+def costs(plan: Plan) -> Table:
+    """Time and memory: of plain Inductor, as predicted, calibrated, measured."""
     unit = Unit.of(plan)
     columns = [
         ("plain Inductor", _cost(unit, plan.baseline, None)),
@@ -165,9 +197,7 @@ def _costs(plan: Plan) -> str:
         columns.append(("measured", _measured(unit, plan)))
     quantities = dict.fromkeys(name for _, column in columns for name in column)
     rows = [[name, *(column.get(name, "-") for _, column in columns)] for name in quantities]
-    # Without number parsing, or 12.30 would become 12.3.
-    align = ("left", *["right"] * len(columns))
-    return tabulate(rows, ("", *(title for title, _ in columns)), disable_numparse=True, colalign=align)
+    return Table(("", *(title for title, _ in columns)), rows, ("left", *["right"] * len(columns)))
 
 
 def _cost(unit: Unit, found: Prediction, base: Prediction | None) -> dict[str, str]:
@@ -216,26 +246,36 @@ def _limits(plan: Plan) -> list[str]:
     return [*where, f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
 
 
-def _decisions(plan: Plan) -> str:
+def decisions(plan: Plan, some: Iterable[Decision]) -> Table:
+    """What happens to some of the plan's values, without its masks."""
     unit = Unit.of(plan)
-    headers = ("layers", "candidate", "producer", f"{unit.name} each", unit.name, "decision", "reason")
+    headers = ("layers", "value", "producer", f"{unit.name} each", unit.name, "decision", "reason")
     rows = [
-        [layer_ranges(d.layers), d.name, d.producer, unit.show(d.nbytes), unit.show(d.total_bytes), d.action, d.reason]
-        for d in plan.decisions
+        [
+            layer_ranges(d.layers),
+            value_ranges(d),
+            d.producer,
+            unit.show(d.nbytes),
+            unit.show(d.total_bytes),
+            d.action,
+            d.reason,
+        ]
+        for d in some
         if d.action != "mask"
     ]
-    align = ("left", "left", "left", "right", "right", "left", "left")
-    return tabulate(rows, headers, disable_numparse=True, colalign=align)
+    return Table(headers, rows, ("left", "left", "left", "right", "right", "left", "left"))
 
 
-def _mask(plan: Plan, mask: Decision) -> str:
+def mask_in_words(plan: Plan, mask: Decision) -> str:
+    """A mask, its bytes, and what to change."""
     where = f" in each of {layer_ranges(mask.layers)}" if len(mask.layers) > 1 else ""
-    return f"{mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
+    return f"{mask.value or mask.name}, {Unit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
 
 
-def _totals(plan: Plan) -> str:
-    totals = {action: sum(d.total_bytes for d in plan.decisions if d.action == action) for action in _ACTIONS}
+def totals(plan: Plan, some: Sequence[Decision]) -> str:
+    """Bytes of some of the plan's values, by action."""
+    found = {action: sum(d.total_bytes for d in some if d.action == action) for action in _ACTIONS}
     unit = Unit.of(plan)
     return "saved by the forward: " + ", ".join(
-        f"{action} {unit.show(total)} {unit.name}" for action, total in totals.items()
+        f"{action} {unit.show(total)} {unit.name}" for action, total in found.items()
     )

@@ -22,6 +22,7 @@ class Candidates:
 
     Attributes:
         names: of the storages.
+        labels: what a person calls them; the names where there is nothing better.
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
         is_input, of_turn, paces_forward, paces_backward: as in ``StorageInfo``.
@@ -33,6 +34,7 @@ class Candidates:
     """
 
     names: tuple[str, ...]
+    labels: tuple[str, ...]
     moved_bytes: list[int]
     held_bytes: list[int]
     is_input: list[bool]
@@ -216,6 +218,7 @@ class _Builder:
         copied = [i for ops in self._copy_order() for i in ops]
         return Candidates(
             names=tuple(c.name for c in self.all),
+            labels=tuple(c.label or c.name for c in self.all),
             moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
             is_input=[c.is_input for c in self.all],

@@ -30,12 +30,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from fxoffload.planner.link import CopyRates, Link
+from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime.windows import Windows
 
 Track = Literal["compute", "d2h", "h2d"]
+
+
+def place_of(segment: str, layer: str) -> str:
+    """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs
+    its call stands before that."""
+    call, slash, name = segment.rpartition("/")
+    own = layer or name
+    if slash and own == "segment":  # all of its call
+        return call
+    return f"{call} {own}" if slash else own
 
 
 class Boundary(NamedTuple):
@@ -54,6 +64,7 @@ class Boundary(NamedTuple):
         peak_bytes: the most while it runs.
         after_bytes: everything, right after the call.
         outside_bytes: bytes that eager code and FSDP have while it runs, outside the compiled graphs.
+        layer: label of its layer, "layers.3"; "" outside the layers.
     """
 
     phase: Literal["forward", "backward"]
@@ -68,16 +79,35 @@ class Boundary(NamedTuple):
     peak_bytes: int
     after_bytes: int
     outside_bytes: int = 0
+    layer: str = ""
+
+    @property
+    def place(self) -> str:
+        """See ``place_of``."""
+        return place_of(self.segment, self.layer)
 
 
 class Event(NamedTuple):
-    """One bar of the timeline. ``name``: of a segment or a storage, or "wait"."""
+    """One bar of the timeline.
+
+    Attributes:
+        name: of a segment or a storage, or "wait".
+        nbytes: that a copy moves.
+        label: of a copy, its value by module path, shape and dtype; of a wait, the copies that it waits for, "D2H" or
+            "H2D".
+        at: a boundary. Of a segment: its own. Of a wait: the one before it in the forward, the one after it in the
+            backward. Of a copy: the one whose end starts the offload of its value; -1: the beginning of the graph.
+        candidate: of a copy, its place among the step's candidates.
+    """
 
     track: Track
     name: str
     begin_ms: float
     end_ms: float
     nbytes: int = 0
+    label: str = ""
+    at: int = -1
+    candidate: int = -1
 
 
 @dataclass(frozen=True)
@@ -128,6 +158,10 @@ class Simulation:
         """Forward and backward."""
         return self.forward_ms + self.backward_ms
 
+    def copy_ms(self, nbytes: int, direction: Direction) -> float:
+        """Milliseconds of a copy of this size on the step's link, while nothing else is copied."""
+        return self._recording.link.rates.copy_ms(nbytes, direction, False)
+
     @property
     def live_bytes(self) -> list[int]:
         """Bytes on the device before each call of a segment."""
@@ -144,15 +178,21 @@ class _Recording:
     """The timeline's data; turned into events on demand."""
 
     names: tuple[str, ...]
+    labels: tuple[str, ...]
     moved_bytes: list[int]
     link: Link
     downs: list[int]  # candidates, in the order of their copies to the host
     ups: list[int]
-    waits: list[tuple[float, float]] = field(default_factory=list)
+    left_at: dict[int, int] = field(default_factory=dict)  # candidate -> boundary after which it left
+    waits: list[tuple[float, float, str, int]] = field(default_factory=list)  # begin, end, for which way, boundary
 
     def events(self, boundaries: Sequence[Boundary]) -> list[Event]:
-        found = [Event("compute", b.segment, b.begin_ms, b.end_ms) for b in boundaries]
-        found.extend(Event("compute", "wait", begin, end) for begin, end in self.waits)
+        found = [Event("compute", b.segment, b.begin_ms, b.end_ms, at=i) for i, b in enumerate(boundaries)]
+        last = len(boundaries) - 1
+        found.extend(
+            Event("compute", "wait", begin, end, label=way, at=min(max(at, 0), last))
+            for begin, end, way, at in self.waits
+        )
         found.sort(key=lambda event: (event.begin_ms, event.end_ms))
         copies: tuple[tuple[Track, list[int], list[tuple[float, float]]], ...] = (
             ("d2h", self.downs, self.link.downs()),
@@ -160,7 +200,7 @@ class _Recording:
         )
         for track, which, times in copies:
             found.extend(
-                Event(track, self.names[i], begin, end, self.moved_bytes[i])
+                Event(track, self.names[i], begin, end, self.moved_bytes[i], self.labels[i], self.left_at.get(i, -1), i)
                 for i, (begin, end) in zip(which, times, strict=True)
             )
         return found
@@ -235,7 +275,8 @@ class _Run:
         self.copy_number = [-1] * len(candidates.names)
         self.reload_end = [0.0] * len(candidates.names)
         self.state = [_AWAY] * len(candidates.names)
-        self.recording = _Recording(candidates.names, candidates.moved_bytes, self.link, [], [])
+        self.is_backward = False
+        self.recording = _Recording(candidates.names, candidates.labels, candidates.moved_bytes, self.link, [], [])
 
     def decide(self, decisions: Sequence[bool], *, keeps_turn: bool) -> None:
         """Which candidates really move."""
@@ -248,9 +289,10 @@ class _Run:
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
-    def _wait(self, until: float) -> None:
+    def _wait(self, until: float, way: Literal["D2H", "H2D"] = "D2H") -> None:
         if until > self.now:
-            self.recording.waits.append((self.now, until))
+            at = len(self.boundaries) - (not self.is_backward)
+            self.recording.waits.append((self.now, until, way, at))
             self.now = until
 
     def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, at: int, saved_after: int) -> None:
@@ -283,6 +325,7 @@ class _Run:
                 peak,
                 after,
                 segment.outside_bytes,
+                segment.layer,
             )
         )
         self.saved = saved_after
@@ -321,6 +364,7 @@ class _Run:
                 self.copy_number[i] = self.link.down(nbytes, now)
                 self.in_flight.append(i)
                 self.recording.downs.append(i)
+                self.recording.left_at[i] = len(self.boundaries) - 1
                 total += nbytes
                 if c.paces_forward[i]:
                     paced += nbytes
@@ -347,6 +391,7 @@ class _Run:
     def backward(self, segments: Sequence[SegmentStep]) -> None:
         """Run the backward after the forward."""
         program, c = self.program, self.program.candidates
+        self.is_backward = True
         first = len(program.made)
         end = len(segments)
         # Bytes of candidates that die in each segment; [end]: those that do not.
@@ -442,7 +487,7 @@ class _Run:
                 dies[last_reader] += c.moved_bytes[i]
             state[i] = _TAKEN
         self._wait(taken_back)
-        self._wait(reloaded)
+        self._wait(reloaded, "H2D")
 
     # -- result --------------------------------------------------------------------------------------------------------
 
@@ -456,7 +501,7 @@ class _Run:
             peak_phase=phase,
             forward_ms=self.forward_ms,
             backward_ms=self.now - self.forward_ms,
-            exposed_ms=sum(end - begin for begin, end in self.recording.waits),
+            exposed_ms=sum(end - begin for begin, end, *_ in self.recording.waits),
             bytes_offloaded=self.offloaded,
             bytes_reloaded=self.reloaded,
             bytes_reclaimed=self.reclaimed,

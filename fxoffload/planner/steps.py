@@ -46,6 +46,7 @@ class StorageInfo:
             it or write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back.
             None: for an input, the last segment; all others are held by the graph alone.
         watched: of a lent one: its copy is not waited for, and it is taken back (``Choice.watches``).
+        label: of a candidate, its name for people: module path, shape and dtype; "" where unknown.
     """
 
     name: str
@@ -62,6 +63,7 @@ class StorageInfo:
     paces_backward: bool | None = None
     lent_until: int | None = None
     watched: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,7 @@ class _ForwardReader:
                     rank=movable.rank,
                     paces_forward=movable.paces_forward,
                     paces_backward=movable.paces_backward,
+                    label=candidate.label,
                 )
 
     def name(self, key: str | None) -> str | None:

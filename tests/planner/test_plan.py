@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from fxoffload.machine.estimate_error import EstimateError
 from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.compare import compare_plans
+from fxoffload.planner.measured import MeasuredSegment, MeasuredStep, why_not_measured
 from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Plan, Prediction
 from fxoffload.planner.plan_table import gib, layer_ranges, number_ranges
+from fxoffload.planner.timeline import to_chrome_trace
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -63,12 +65,47 @@ def labels(first: int, last: int) -> tuple[str, ...]:
 
 
 DECISIONS = (
-    Decision(labels(0, 14), "mm_2", "aten.mm.default", 384 * MIB, "offload", "its copy hides"),
+    Decision(
+        labels(0, 14),
+        "mm_2",
+        "aten.mm.default",
+        384 * MIB,
+        "offload",
+        "its copy hides",
+        value="model.layers.0.up [8] bf16",
+        values=tuple(f"{label}.up [8] bf16" for label in labels(0, 14)),
+    ),
     Decision(labels(15, 15), "mm_107", "aten.mm.default", 384 * MIB, "keep", "the backward begins with it"),
     Decision(labels(0, 15), "silu", "aten.silu.default", 384 * MIB, "recompute", "0.4 ms per GiB"),
     Decision(labels(0, 15), "rsqrt", "aten.rsqrt.default", 65536, "stay", "smaller than min_bytes"),
     Decision((), "embedding", "aten.embedding.default", 128 * MIB, "stay", "the caller sees it"),
 )
+
+
+def measured() -> MeasuredStep:
+    """The step of ``step()``, as a clock saw it: compute stood still before layers.2's backward, and one peak is not
+    known."""
+    segments = [
+        MeasuredSegment(
+            "forward",
+            f"layers_{k}",
+            f"layers.{k}",
+            10.0 * k,
+            10.0 * k + 10,
+            64 * MIB * k,
+            None,
+            64 * MIB * k + 64 * MIB,
+        )
+        for k in range(4)
+    ]
+    at = 40.0
+    for k in reversed(range(4)):
+        at += 5.0 * (k == 2)
+        segments.append(
+            MeasuredSegment("backward", f"layers_{k}", f"layers.{k}", at, at + 20, 128 * MIB, 160 * MIB, 96 * MIB)
+        )
+        at += 20
+    return MeasuredStep(tuple(segments), 40.0, at)
 
 
 def plan() -> Plan:
@@ -91,6 +128,7 @@ def plan() -> Plan:
         measured_peak_bytes=int(9.75 * GIB),
         measured_step_ms=750.26,
         measured_exposed_ms=13.0,
+        measured_step=measured(),
         decisions=DECISIONS,
         floors=("2.00 GiB of gradients that the backward returns; per-layer compile returns them earlier",),
         frontier=(
@@ -184,9 +222,9 @@ offloaded GiB                           0.00            0.00         5.62       
 the peak is in backward segment layers_3
 the smallest budget is about 8.00 GiB
 
-layers                  candidate    producer                  GiB each    GiB  decision    reason
+layers                  value        producer                  GiB each    GiB  decision    reason
 ----------------------  -----------  ----------------------  ----------  -----  ----------  ---------------------------
-model.layers.0-14 (15)  mm_2         aten.mm.default               0.38   5.62  offload     its copy hides
+model.layers.0-14 (15)  up [8] bf16  aten.mm.default               0.38   5.62  offload     its copy hides
 model.layers.15         mm_107       aten.mm.default               0.38   0.38  keep        the backward begins with it
 model.layers.0-15 (16)  silu         aten.silu.default             0.38   6.00  recompute   0.4 ms per GiB
 model.layers.0-15 (16)  rsqrt        aten.rsqrt.default           <0.01  <0.01  stay        smaller than min_bytes
@@ -304,9 +342,10 @@ _plans = st.builds(
     measured_peak_bytes=st.none() | _ints,
     measured_step_ms=st.none() | _floats,
     measured_exposed_ms=st.none() | _floats,
-    decisions=st.lists(st.builds(Decision, _names, _texts, _texts, _ints, _actions, _texts, _names), max_size=3).map(
-        tuple
-    ),
+    measured_step=st.none() | st.just(measured()),
+    decisions=st.lists(
+        st.builds(Decision, _names, _texts, _texts, _ints, _actions, _texts, _names, _texts, _names), max_size=3
+    ).map(tuple),
     floors=_names,
     frontier=st.lists(st.builds(FrontierPoint, _ints, _ints, _floats), max_size=3).map(tuple),
     boundaries=st.lists(_boundaries, max_size=2).map(tuple),
@@ -380,7 +419,7 @@ def test_integers_of_times_become_numbers() -> None:
 
 def test_json_has_a_line_for_each_decision_and_boundary() -> None:
     lines = plan().to_json().splitlines()
-    assert lines[:3] == ["{", '"schema": 2,', '"graph": 0,']
+    assert lines[:3] == ["{", '"schema": 3,', '"graph": 0,']
     assert sum(line.startswith(' {"layers"') for line in lines) == len(DECISIONS)
     assert sum(line.startswith(' {"phase"') for line in lines) == 8
 
@@ -401,9 +440,9 @@ def _without(name: str) -> str:
         (plan().to_json()[:-40], "expected the JSON text of a plan"),
         ("[" * 100_000, "expected the JSON text of a plan"),
         ("[]", "an object, found a list"),
-        ("{}", "expected a plan of schema 2, found schema None; read it with the fxoffload that wrote it"),
-        (_damaged(schema=3), "expected a plan of schema 2, found schema 3"),
-        (_damaged(schema=True), "expected a plan of schema 2, found schema True"),
+        ("{}", "expected a plan of schema 3, found schema None; read it with the fxoffload that wrote it"),
+        (_damaged(schema=4), "expected a plan of schema 3, found schema 4"),
+        (_damaged(schema=True), "expected a plan of schema 3, found schema True"),
         (_damaged(colour="red"), "found colour besides them, and missed none"),
         (_without("floors"), "found none besides them, and missed floors"),
         (_damaged(graph="0"), "expected a plan: graph to be an integer, found '0'"),
@@ -444,18 +483,80 @@ def test_the_trace_has_the_tracks_and_the_times_of_the_simulation(tmp_path: Path
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["otherData"]["summary"] == made.summary
     events = trace["traceEvents"]
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    bars = {title: [e for e in events if e["ph"] == "X" and tracks[e["tid"]] == title] for title in tracks.values()}
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and not e["pid"]}
+    bars = {
+        title: [e for e in events if e["ph"] == "X" and not e["pid"] and tracks[e["tid"]] == title]
+        for title in tracks.values()
+    }
     assert list(bars) == ["compute", "D2H", "H2D"]
     assert [len(found) for found in bars.values()][1:] == [3, 2]
     # Compute has no gaps: time outside segments is a wait.
     total = sum(e["dur"] for e in bars["compute"])
     assert total == pytest.approx(1e3 * made.simulation.step_ms)
-    waits = sum(e["dur"] for e in bars["compute"] if e["name"] == "wait")
+    waits = sum(e["dur"] for e in bars["compute"] if e["name"].startswith("wait for "))
     assert 0 < waits == pytest.approx(1e3 * made.simulation.exposed_ms)
     assert sum(e["args"]["bytes"] for e in bars["D2H"]) == made.simulation.bytes_offloaded == 3 * 64 * MIB
-    counter = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == "bytes on device"]
+    counter = [e["args"]["bytes"] for e in events if e["ph"] == "C" and not e["pid"]]
     assert max(counter) == made.simulation.peak_bytes
+
+
+def test_every_bar_of_the_trace_says_direction_and_layer_and_arrows_lead_from_offload_to_reload(tmp_path: Path) -> None:
+    made = plan()
+    made.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [e["name"] for e in events if e["ph"] == "X" and not e["pid"]]
+    ways = ("forward layers.", "backward layers.", "D2H layers.", "H2D layers.", "wait for D2H ", "wait for H2D ")
+    assert all(name.startswith(ways) and "layers." in name for name in names)
+    assert "D2H layers.0: saved_0" in names and "H2D layers.0: saved_0" in names
+    assert any(name.startswith("wait for D2H behind forward layers.") for name in names)
+    bars = {(e["tid"], e["ts"]): e["args"].get("value") for e in events if e["ph"] == "X" and not e["pid"]}
+    arrows: dict[int, list[Any]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], []).append(event)
+    assert [[e["ph"] for e in found] for found in arrows.values()] == [["s", "f"]] * 2
+    for begin, end in arrows.values():
+        assert bars[begin["tid"], begin["ts"]] == bars[end["tid"], end["ts"]] and begin["ts"] < end["ts"]
+
+
+def test_a_wait_for_a_reload_is_told_with_the_layer_that_waits() -> None:
+    slow = simulate(step(), (True, True, True, False), copies=ConstantRates(40, 1))
+    names = [e["name"] for e in to_chrome_trace(slow)["traceEvents"] if e["ph"] == "X"]
+    assert [n for n in names if n.startswith("wait")] == [
+        f"wait for H2D before backward layers.{k}" for k in (2, 1, 0) if f"H2D layers.{k}: saved_{k}" in names
+    ]
+    assert "wait for H2D before backward layers.0" in names
+
+
+def test_the_measured_step_is_a_process_of_its_own_in_the_trace(tmp_path: Path) -> None:
+    plan().save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert "measured step" not in trace["otherData"]
+    mine = [e for e in trace["traceEvents"] if e["pid"] == 1]
+    assert mine[0]["args"] == {"name": "measured step"}
+    bars = {e["name"]: e["dur"] for e in mine if e["ph"] == "X"}
+    assert len(bars) == 9
+    assert bars["forward layers.3"] == 10e3 and bars["wait before backward layers.2"] == pytest.approx(5e3)
+    counts = [e["args"]["bytes"] for e in mine if e["ph"] == "C"]
+    assert len(counts) == 2 * 4 + 3 * 4 and max(counts) == 256 * MIB, "an unknown peak is left out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "no step was measured yet: the plan was calibrated, and the next steps that follow it are measured"),
+        ({"calibrated": None}, "no step was measured: steps are timed on a GPU, once the first ones that follow"),
+        ({"graph": NO_GRAPH}, "no step was measured: the plan was made ahead, and nothing ran"),
+        ({"measured_step_ms": 3.0}, "of the steps that were measured this plan, of an earlier version, has the time"),
+    ],
+)
+def test_without_a_measured_step_trace_and_picture_say_why(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    made = replace(plan(), **{"measured_step": None, "measured_step_ms": None, **changes})
+    assert why_not_measured(made).startswith(reason)
+    made.save_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["measured step"].startswith(reason)
 
 
 def test_a_plan_without_a_simulation_has_no_trace(tmp_path: Path) -> None:
@@ -504,7 +605,10 @@ def test_the_ending_is_the_format(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plan().plot(tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
-    assert "<svg" in drawn
+    assert "<svg" in drawn and "measured, between segments" in drawn and "no step was measured" not in drawn
+    replace(plan(), measured_step=None, measured_step_ms=None, calibrated=None).plot(tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "no step was measured: steps are timed on a GPU" in drawn and "between segments" not in drawn
     with pytest.raises(ValueError, match=r"ends in one of .*png.*found '.*plan\.docx'"):
         plan().plot(tmp_path / "plan.docx")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.svg"]

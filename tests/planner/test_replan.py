@@ -58,6 +58,9 @@ class FakeClock:
     def segment_ms(self) -> dict[str, dict[str, float]]:
         return self.ms
 
+    def typical(self) -> None:
+        return None
+
     def temp_bytes(self) -> dict[str, dict[str, int | None]]:
         return self.temp
 

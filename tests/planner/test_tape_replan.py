@@ -32,7 +32,7 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording
+from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording, lies_between
 from fxoffload.runtime.clocks.segment_readings import Readings
 from fxoffload.runtime.clocks.stream_events import PooledEvents, host_events
 from fxoffload.runtime.engine import CopyEngine, engine_for
@@ -162,6 +162,14 @@ def test_what_is_shown_is_the_step_that_was_measured() -> None:
     exposed = segments + CALLS
     assert plan.measured_exposed_ms == pytest.approx(exposed)
     assert plan.measured_step_ms == pytest.approx(segments + gaps + exposed)
+    step = plan.measured_step
+    assert step is not None and step.step_ms == pytest.approx(plan.measured_step_ms)
+    assert sum(s.end_ms - s.begin_ms for s in step.stands_still()) == pytest.approx(exposed)
+    ran = [s for s in step.segments if not lies_between(s.segment)]
+    assert [(s.phase, s.segment) for s in ran] == [
+        (b.phase, b.segment) for b in plan.boundaries if not lies_between(b.segment)
+    ]
+    assert all(a.end_ms <= b.begin_ms + 1e-9 for a, b in itertools.pairwise(step.segments))
     assert plan.predicted.step_ms < 1.0
     assert plan.measured_peak_bytes is None
     (turn,) = [b for b in plan.boundaries if b.segment == TURN]

@@ -20,12 +20,14 @@ def test_a_trace_shows_every_segment_and_copy(decided: tuple[TrainingStep, tuple
     assert list(names.values()) == ["compute", "D2H", "H2D"]
     bars = [e for e in events if e["ph"] == "X"]
     tracks = {title: [e for e in bars if names[e["tid"]] == title] for title in names.values()}
-    segments = [e["name"] for e in tracks["compute"] if e["name"] != "wait"]
+    segments = [e["args"]["segment"] for e in tracks["compute"] if not e["name"].startswith("wait for ")]
     assert sorted(segments) == sorted(s.name for s in (*step.forward, *step.backward))
     assert sum(e["args"].get("bytes", 0) for e in tracks["D2H"]) == simulation.bytes_offloaded
     assert sum(e["args"].get("bytes", 0) for e in tracks["H2D"]) == simulation.bytes_reloaded
-    waits = sum(e["dur"] for e in tracks["compute"] if e["name"] == "wait")
+    waits = sum(e["dur"] for e in tracks["compute"] if e["name"].startswith("wait for "))
     assert abs(waits - 1e3 * simulation.exposed_ms) < 1e-3
+    starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    assert len(starts) == len(ends) == len(tracks["H2D"])
     counter = [e for e in events if e["ph"] == "C"]
     assert {e["name"] for e in counter} == {"bytes on device"}
     assert max(e["args"]["bytes"] for e in counter) == simulation.peak_bytes

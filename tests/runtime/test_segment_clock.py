@@ -126,6 +126,9 @@ def test_waits_are_in_the_phase_but_not_in_the_segment() -> None:
     run(device, clock, "backward", (4.0, 3.0), wait_ms=20.0)
     assert clock.readings().segment_ms() == {"forward": {"a": 1.0, "b": 2.0}, "backward": {"a": 4.0, "b": 3.0}}
     assert clock.readings().step_ms() == {"forward": 23.0, "backward": 47.0}
+    found = clock.readings().typical()
+    assert found is not None
+    assert [s.begin_ms for s in found] == [{"a": 10.0, "b": 21.0}, {"a": 20.0, "b": 44.0}]
 
 
 @pytest.mark.parametrize(("skip", "count"), [(0, 1), (1, 3), (2, 2)])

@@ -159,6 +159,10 @@ class Recorder:
         """Whether there was an earlier call, nothing was compiled since, and the allocator can be read."""
         return self._gap is not None
 
+    def ms_behind_begin(self, earlier: Recorder) -> float:
+        """Milliseconds from the beginning of an earlier call to the beginning of this one. As ``sample``."""
+        return earlier._begin.elapsed_ms(self._begin)
+
     def ms_from(self, first: Recorder) -> float:
         """Milliseconds from the beginning of a first call to the end of this one. As ``sample``."""
         assert self._end is not None
@@ -177,6 +181,7 @@ class Recorder:
         base = 0 if self._trace is None else self._trace.first.allocated
         for segment, begin, end, memory in self._brackets:
             sample.segment_ms[segment] = begin.elapsed_ms(end)
+            sample.begin_ms[segment] = self._begin.elapsed_ms(begin)
             if memory is None:
                 continue
             before, after = memory

@@ -168,15 +168,17 @@ class StepRecording:
         first, last = recorders[0], recorders[-1]
         whole, backward_ms = last.ms_from(first), last.ms_from(recorders[turn])
         found = Sample(whole - backward_ms), Sample(backward_ms)
-        found[0].segment_ms[entry_of("forward", 0)] = 0.0
+        found[0].segment_ms[entry_of("forward", 0)] = found[0].begin_ms[entry_of("forward", 0)] = 0.0
         for at, recorder in enumerate(recorders):
             call = at if at < turn else 2 * turn - 1 - at
             into = found[recorder.phase == "backward"]
-            if at == turn:
-                found[0].segment_ms[TURN] = recorder.ms_behind(recorders[at - 1])
-            elif at:
-                into.segment_ms[entry_of(recorder.phase, call)] = recorder.ms_behind(recorders[at - 1])
-            _add(into, recorder.sample(), call)
+            begins = recorder.ms_behind_begin(first if at <= turn else recorders[turn])
+            if at:
+                gap = TURN if at == turn else entry_of(recorder.phase, call)
+                before = found[0] if at == turn else into
+                before.segment_ms[gap] = recorder.ms_behind(recorders[at - 1])
+                before.begin_ms[gap] = begins - before.segment_ms[gap]
+            _add(into, recorder.sample(), call, begins if at != turn else 0.0)
         for sample in found:
             sample.raise_bytes(self._left_bytes)
         found[1].gap_peaks.update(self.gap_peaks())  # which counts those bytes itself
@@ -193,13 +195,14 @@ class StepRecording:
         return found
 
 
-def _add(whole: Sample, call: Sample, number: int) -> None:
-    """Put a call's segments into its phase's sample, and the step's peak up to the call's end."""
+def _add(whole: Sample, call: Sample, number: int, begins_ms: float) -> None:
+    """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the step's peak so far."""
 
     def named(values: dict[str, int]) -> dict[str, int]:
         return {segment_of(number, name): value for name, value in values.items()}
 
     whole.segment_ms.update({segment_of(number, name): ms for name, ms in call.segment_ms.items()})
+    whole.begin_ms.update({segment_of(number, name): begins_ms + ms for name, ms in call.begin_ms.items()})
     whole.live_before.update(named(call.live_before))
     whole.live_after.update(named(call.live_after))
     whole.peaks.update({segment_of(number, name): peak for name, peak in call.peaks.items()})

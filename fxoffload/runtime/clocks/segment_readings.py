@@ -35,6 +35,7 @@ class Sample:
     Attributes:
         phase_ms: the whole call.
         segment_ms: by segment.
+        begin_ms: when each segment begins, from the beginning of the phase.
         live_before: bytes allocated before each segment.
         live_after: bytes allocated after each segment.
         peaks: most bytes allocated while each segment ran; None where that is not known.
@@ -56,6 +57,7 @@ class Sample:
     gap_peaks: dict[str, int | None] = field(default_factory=dict)
     turn_ms: float | None = None
     turn_peak: int | None = None
+    begin_ms: dict[str, float] = field(default_factory=dict)
     peak: int | None = None
     bounds: tuple[int, int] | None = None
 
@@ -88,6 +90,14 @@ class Readings:
         """Milliseconds of each phase, waits between segments included: medians. A phase that was not measured is
         missing."""
         return {p: statistics.median(s.phase_ms for s in found) for p, found in self.samples.items() if found}
+
+    def typical(self) -> tuple[Sample, Sample] | None:
+        """A forward and its backward, of the step whose time is nearest to the median; None where one is missing."""
+        pairs = list(zip(self.samples.get("forward", ()), self.samples.get("backward", ()), strict=False))
+        if not pairs:
+            return None
+        middle = statistics.median(f.phase_ms + b.phase_ms for f, b in pairs)
+        return min(pairs, key=lambda pair: abs(pair[0].phase_ms + pair[1].phase_ms - middle))
 
     def live_before(self) -> dict[Phase, dict[str, int]]:
         """Bytes allocated before each segment, above those at the beginning of the forward: medians."""

@@ -1,0 +1,22 @@
+"""What a compiled graph's forward hands to its caller, for ``fxoffload.explain()``."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from fxoffload.compiled_graph import Returned
+from fxoffload.compiler.pipeline import ForwardState
+from fxoffload.compiler.tangents import is_loss
+from fxoffload.passes.value_names import ValueNames
+from fxoffload.passes.values import extent_bytes, output_values, tensor_of
+
+
+def returned_by(state: ForwardState) -> tuple[Returned, ...]:
+    """The tensors among the outputs that the caller sees, in order."""
+    names = ValueNames(state.gm.graph)
+    values = output_values(state.gm.graph)[: state.num_user_outputs]
+    return tuple(
+        Returned(names.of(v), extent_bytes(tensor) or 0, is_loss(v))
+        for v in values
+        if isinstance(v, fx.Node) and (tensor := tensor_of(v)) is not None
+    )

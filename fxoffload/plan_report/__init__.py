@@ -1,0 +1,1 @@
+"""The report of ``fxoffload.explain()``: plans, measurements, exposed copies, advice."""

@@ -1,0 +1,47 @@
+"""What values are called: by module, shape and dtype, and by op and node where there is no module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxoffload.passes.value_names import ValueNames
+
+
+class Gated(nn.Module):
+    """A product alone in its module, and three ops in that of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.proj(x)
+        return (torch.sin(torch.sin(up)) * up).view(-1).to(torch.bfloat16)
+
+
+def names(*, modules: bool) -> dict[str, str]:
+    block = Gated()
+    gm = make_fx(block, record_module_stack=True)(torch.ones(2, 4))
+    for node in gm.graph.nodes:
+        path = "layers.3.proj" if "mm" in node.name or node.target is torch.ops.aten.t.default else "layers.3"
+        if modules and node.op == "call_function":
+            node.meta["nn_module_stack"] = {"a": ("L['self'].layers[3]", Gated), "b": (f"L['self'].{path}", nn.Linear)}
+    found = ValueNames(gm.graph)
+    return {node.name: found.of(node) for node in gm.graph.nodes if node.op != "output"}
+
+
+def test_by_module_shape_and_dtype() -> None:
+    found = names(modules=True)
+    assert found["mm"] == "layers.3.proj [2, 8] f32"
+    assert (found["sin"], found["sin_1"]) == ("layers.3 (sin 1) [2, 8] f32", "layers.3 (sin 2) [2, 8] f32")
+    assert found["mul"] == "layers.3 (mul) [2, 8] f32"
+    assert found["view"] == "layers.3 (mul) [16] f32", "a view is its memory, in its own shape"
+    assert found["_to_copy"] == "layers.3 (to_copy) [16] bf16"
+
+
+def test_by_op_and_node_where_there_is_no_module() -> None:
+    found = names(modules=False)
+    assert found["mm"] == "aten.mm mm [2, 8] f32" and found["sin_1"] == "aten.sin sin_1 [2, 8] f32"
+    assert [text for text in found.values() if text.startswith("input ")] == [f"input {next(iter(found))} [2, 4] f32"]
