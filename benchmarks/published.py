@@ -13,6 +13,7 @@ README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh1
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 README_STOCK, README_STOCK_TORCH = "2026-11-27-h200-stock-qwen3.json", "2026-11-26-h200-stock-qwen3.json"
 README_STOCK_LONG = "2026-11-27-h200-stock-llama-3b.json"
+STOCK_FILES = "2026-11-27-h200-stock-{}.json"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ _STOCK = {
     "auto": "fxoffload, default",
     "auto@activation_budget=1.05*checkpoint": "fxoffload, budget of 1.05x checkpointing's peak",
 }
+FSDP_STOCK = {"auto@activation_budget=1.1*checkpoint": "fxoffload, budget of 1.1x checkpointing's peak"}
 
 TABLES = (
     Table(
@@ -182,6 +184,27 @@ TABLES = (
             ),
             Rows(README_STOCK_TORCH, _torch("0.5"), of="the same, a day before"),
             Rows(README_STOCK_LONG, _STOCK, of="Llama 3.2-3B, 28 layers"),
+        ),
+        of="model",
+    ),
+    Table(
+        "stock-forms",
+        ("step ms [quartiles]", "against inductor", "peak GiB", "error of peak", "of time", "of time, cal."),
+        tuple(
+            Rows(STOCK_FILES.format(file), _STOCK | FSDP_STOCK, of=of, where_there=True)
+            for file, of in {
+                "qwen3-default": "Qwen3-8B, 8 layers",
+                "qwen3-packed": "the same, packed",
+                "qwen3-padded": "padded, 2 x 4,096",
+                "qwen3-lora": "LoRA r=16",
+                "qwen3-checkpointing": "`gradient_checkpointing=True`",
+                "qwen3-rl": "a loss of RL in eager code",
+                "mistral": "Mistral, 12 layers",
+                "gemma-3": "Gemma-3, 12 layers",
+                "qwen3-moe": "Qwen3-MoE, 6 layers",
+                "llama-3b-default": "Llama 3.2-3B, 28 layers",
+                "fsdp": "FSDP2, two GPUs, 16 layers",
+            }.items()
         ),
         of="model",
     ),
