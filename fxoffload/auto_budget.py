@@ -20,6 +20,7 @@ import logging
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class _Found:
 
 
 _found: dict[torch.device, _Found] = {}
+_times: Counter[str] = Counter()  # How often the ranks that train the same have agreed.
 on_reset(_found.clear)
 
 
@@ -178,7 +180,8 @@ def _agreed(room: Room, device: torch.device, parameters: Sequence[Tensor]) -> i
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return mine
     key = hashlib.sha256("\n".join(_described(room, device, parameters)).encode()).hexdigest()[:16]
-    text = first_of_ranks(f"fxoffload/auto_budget/{key}", str(mine))
+    _times[key] += 1  # After a reset, or for a second model of the same shapes, ranks agree anew.
+    text = first_of_ranks(f"fxoffload/auto_budget/{key}/{_times[key]}", str(mine))
     if text is None or not re.fullmatch(r"\d+", text):
         warnings.warn(
             "the ranks could not agree on one activation_budget, and each works out its own; fxoffload.check_ranks() "

@@ -178,7 +178,8 @@ def room_on(
     with torch.no_grad():
         there = [p for p in parameters if target.holds(_local(p))]
         state = sum(
-            assumed_state_bytes(there, target) if one is None else _state_bytes(one, target, None) for one in optimizers
+            assumed_state_bytes(there, target) if one is None else _state_bytes(one, target, None, there)
+            for one in optimizers
         )
         takes = {
             f"in use by this process on {device}": target.memory.here,
@@ -316,11 +317,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 # -- optimizer state ---------------------------------------------------------------------------------------------------
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None, target: _Target, given: int | str | None) -> int:
-    """Bytes that the optimizer's state will take there beyond its present ones."""
+def _state_bytes(
+    optimizer: torch.optim.Optimizer | None,
+    target: _Target,
+    given: int | str | None,
+    only: Iterable[Tensor] | None = None,
+) -> int:
+    """Bytes that the optimizer's state will take there beyond its present ones. ``only``: of these parameters."""
+    ids = None if only is None else {id(p) for p in only}
     moved = 0
     if optimizer is not None:
         for parameter, state in optimizer.state.items():
+            if ids is not None and id(parameter) not in ids:
+                continue
             # State that an optimizer keeps elsewhere than the parameter (a step count on the host) stays there.
             near = [t for t in _tensors(state) if not isinstance(parameter, Tensor) or t.device == parameter.device]
             moved += _to_move(near, target)
@@ -329,6 +338,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None, target: _Target, given
     if optimizer is None:
         return 0
     missing = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and not optimizer.state.get(p)]
+    missing = [p for p in missing if ids is None or id(p) in ids]
     return moved + (_missing_state_bytes(optimizer, missing, target) if missing else 0)
 
 

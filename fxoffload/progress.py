@@ -92,7 +92,8 @@ class _Board:
         if timer is not None:
             timer.cancel()
         if live is not None:
-            live.stop()
+            with contextlib.suppress(Exception):  # The terminal may be gone.
+                live.stop()
             _write(f"fxoffload: {work.what}: {work.seconds:.1f} s")
 
     def text(self) -> str:
@@ -107,7 +108,8 @@ class _Board:
             if not self._works:
                 return
             if self._renews and _is_terminal():
-                self._live = _live(self)
+                with contextlib.suppress(Exception):
+                    self._live = _live(self)
                 return
         hidden = f"{PROGRESS_VARIABLE}=0 hides such lines"
         if log.isEnabledFor(logging.INFO):

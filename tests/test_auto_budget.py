@@ -231,6 +231,21 @@ def test_plans_for_a_device_that_is_not_here() -> None:
 
 
 @pytest.mark.usefixtures("gpu_like")
+def test_state_of_parameters_elsewhere_does_not_count() -> None:
+    model, elsewhere = nn.Linear(64, 64), nn.Linear(4096, 4096, device="meta")
+    alone = budget_with(optim.AdamW(model.parameters()))
+    assert budget_with(optim.AdamW([*model.parameters(), *elsewhere.parameters()])) == alone
+
+
+def budget_with(optimizer: optim.Optimizer) -> int:
+    """``optimizer`` lives meanwhile."""
+    reset()
+    found = budget()
+    del optimizer
+    return found
+
+
+@pytest.mark.usefixtures("gpu_like")
 def test_all_ranks_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -242,12 +257,15 @@ def test_all_ranks_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch
 
     def as_another_rank(others: int) -> int:
         reset()
+        auto_budget._times.clear()  # of another process
         monkeypatch.setattr(memory_budget, "device_memory", lambda device: DeviceMemory(GIB, others=others))
         return budget()
 
     assert as_another_rank(others=120 << 20) == first
     with pytest.warns(UserWarning, match="to leave what another rank's device does.* Give every rank the smaller one"):
         assert as_another_rank(others=300 << 20) == first
+    reset()  # in all ranks: they agree anew
+    assert budget() < first - (100 << 20)
     trained.add_param_group({"params": nn.Linear(8, 8).parameters()})  # another stage of a pipeline
     assert as_another_rank(others=100 << 20) == first - 3 * 72 * 4 - 8
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", mock.Mock(side_effect=RuntimeError))

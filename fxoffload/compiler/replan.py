@@ -34,6 +34,7 @@ from fxoffload.runtime import background
 from fxoffload.runtime.clocks.chain_clock import lies_between
 from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
 from fxoffload.runtime.clocks.segment_readings import Phase, Readings
+from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.windows import Choice
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,10 @@ class Replan(Generic[_C]):
             calibration, self._calibration = self._calibration, None
             self._is_calibrating = calibration is not None
         if calibration is None:
-            self._check(clock)
+            try:
+                self._check(clock)
+            except Exception as error:
+                background.warn(f"fxoffload could not show measured times: {in_brief(error)}")
         elif self._in_background:
             background.start_planning(self._calibrate, calibration, clock, name="fxoffload-replan")
         else:
@@ -376,8 +380,11 @@ def replan_for(
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
     calibration = calibration_of(graph, planned, box, goal, alike, pin) if device.type == "cuda" else None
-    clock = partial(clock_for, device, records=records)
-    return None if calibration is None else Replan(calibration, box, make_clock=clock)
+    if calibration is None:
+        return None
+    calls = engine_for(device).calls
+    clock = partial(clock_for, device, records=records, num_begun=lambda: calls.num_begun)
+    return Replan(calibration, box, make_clock=clock)
 
 
 def calibration_of(

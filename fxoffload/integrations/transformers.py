@@ -95,8 +95,11 @@ class OffloadCallback(TrainerCallback):
                 "transformers.Trainer rather than calling it"
             )
         self._end_logging()
-        self._end_logging = put_first(self._add_metrics)
+        self._compile(args, model)
         self._per_step.begin(step_of(state), _counters(metrics()))
+        self._end_logging = put_first(self._add_metrics)
+
+    def _compile(self, args: TrainingArguments, model: torch.nn.Module) -> None:
         key = self.options.cache_key()
         if _compiled.get(model) == key:
             return

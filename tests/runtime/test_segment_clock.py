@@ -48,7 +48,7 @@ class Device:
         self.allocated = 1000
         self.peak = 1000
         self.capturing = False
-        self.num_reads = 0
+        self.num_reads = self.num_begun = 0
         self.events = PooledEvents(lambda: VirtualEvent(self), lambda: not self.capturing)
 
     def compute(self, ms: float) -> None:
@@ -64,7 +64,14 @@ class Device:
 
     def clock(self, *, skip: int = 0, count: int = 3, memory: bool = True, history: Any = None) -> SegmentClock:
         read = self.memory if memory else None
-        return SegmentClock(skip=skip, count=count, events=self.events, memory=read, history=history)
+        return SegmentClock(
+            skip=skip,
+            count=count,
+            events=self.events,
+            memory=read,
+            history=history,
+            num_begun=lambda: self.num_begun,
+        )
 
 
 Work = Callable[[str], None]
@@ -493,6 +500,23 @@ def test_a_loss_in_eager_code_has_its_time_and_its_peak() -> None:
     assert clock.readings().turn_ms() == 5.0
     assert clock.readings().turn_peak() == 760
     assert clock.readings().step_ms() == {"forward": 2.0, "backward": 2.0}
+
+
+def test_other_graphs_between_forward_and_backward_are_not_its_loss() -> None:
+    """Their calls have clocks of their own."""
+    device = Device()
+    record = Record(1000 + 700)
+    outer, inner = device.clock(count=1, history=record), device.clock(count=1)
+    forwards = []
+    for clock in (outer, inner):
+        device.num_begun += 1
+        forwards.append(run(device, clock, "forward"))
+    run(device, inner, "backward", forward=forwards[1])
+    run(device, outer, "backward", forward=forwards[0])
+    assert outer.ready() and inner.ready()
+    assert outer.readings().turn_ms() is outer.readings().turn_peak() is None
+    assert inner.readings().turn_ms() == 0.0
+    assert record.ended == [False]
 
 
 def test_a_record_ends_though_no_backward_is_measured() -> None:

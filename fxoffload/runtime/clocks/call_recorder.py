@@ -56,6 +56,7 @@ class Recorder:
     Attributes:
         dropped: of a forward, whether it has ended and does not count; set by its maker.
         turn_peak: of a backward, ``Sample.turn_peak``; likewise.
+        num_begun: of a forward, how many forwards of any graph had begun when it ended; likewise.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class Recorder:
         "_sources",
         "_trace",
         "dropped",
+        "num_begun",
         "phase",
         "signature",
         "turn_peak",
@@ -89,6 +91,7 @@ class Recorder:
         self.signature = signature
         self.dropped = False
         self.turn_peak: int | None = None
+        self.num_begun = 0
         self._sources = sources
         self._ended = ended
         self._epoch = sources.epoch() if earlier is None else earlier._epoch

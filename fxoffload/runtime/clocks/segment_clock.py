@@ -65,6 +65,9 @@ class SegmentClock:
         epoch: a value that changes when something is compiled.
         history: begins a record of the allocator's events; None, or a result of None, where there is none. It tells
             the peak between a forward and its backward, once.
+        num_begun: how many forwards of any graph have begun on the device.
+
+    Time and memory between a forward and its backward count where no other compiled graph runs there.
 
     Attributes:
         measuring: whether ``begin`` may still return a recorder. Read it before computing a signature.
@@ -79,12 +82,14 @@ class SegmentClock:
         memory: Callable[[], Memory] | None = None,
         epoch: Callable[[], object] = lambda: None,
         history: Callable[[], AllocatorHistory | None] | None = None,
+        num_begun: Callable[[], int] = lambda: 0,
     ) -> None:
         if skip < 0 or count < 1:
             raise ValueError(f"expected skip of 0 or more and count of 1 or more, found skip={skip}, count={count}")
         self.measuring = True
         self._skip, self._count = skip, count
         self._sources = Sources(events, memory, epoch, history)
+        self._num_begun = num_begun
         self._needs_turn = history is not None
         self._record: AllocatorHistory | None = None  # Of the forward that waits.
         self._turns: dict[Recorder, Recorder] = {}  # Backward -> its forward.
@@ -131,8 +136,9 @@ class SegmentClock:
             self._record = self._sources.history()
         recorder = Recorder(self._sources, phase, signature, forward, self._ended)
         if phase == "backward":
-            self._end_record(recorder)
-            if forward is not None and recorder.has_gap:
+            is_turn = forward is not None and recorder.has_gap and forward.num_begun == self._num_begun()
+            self._end_record(recorder if is_turn else None)
+            if forward is not None and is_turn:
                 self._turns[recorder] = forward
             elif forward is not None and forward not in self._unread:
                 forward.release()
@@ -142,7 +148,7 @@ class SegmentClock:
         """The record of the allocator, if one is open, ends. ``backward``: that begins now; None: it tells nothing."""
         record, self._record = self._record, None
         if record is not None:
-            record.end(read=backward is not None and backward.has_gap)
+            record.end(read=backward is not None)
         if backward is not None:
             backward.turn_peak = backward.gap_peak(record)
             self._needs_turn = self._needs_turn and backward.turn_peak is None
@@ -177,7 +183,7 @@ class SegmentClock:
     def _ended(self, recorder: Recorder, counts: bool) -> None:
         with self._lock:
             if recorder.phase == "forward" and self.measuring:
-                recorder.dropped = not counts
+                recorder.dropped, recorder.num_begun = not counts, self._num_begun()
                 self._wait(recorder)
             calls = self._calls[recorder.phase]
             counts = counts and self.measuring and calls.counted[recorder.signature] < self._count
@@ -195,6 +201,7 @@ class SegmentClock:
         if all(c.done for c in self._calls.values()):
             self.measuring = False
             self._waiting = None
+            self._end_record(None)
 
     def _read_completed(self) -> None:
         if not self._unread or not self._sources.events.usable():  # to ask an event would break a capture
@@ -250,12 +257,27 @@ class SegmentClock:
         return sorted(found, key=lambda s: not all((phase, s) in self._samples for phase in PHASES))
 
 
-def clock_for(device: torch.device, *, skip: int = 1, count: int = 3, records: bool = True) -> SegmentClock:
+def clock_for(
+    device: torch.device,
+    *,
+    skip: int = 1,
+    count: int = 3,
+    records: bool = True,
+    num_begun: Callable[[], int] = lambda: 0,
+) -> SegmentClock:
     """A clock for graphs that run on ``device``. ``records``: whether it may record the allocator's events."""
     if device.type == "cuda" and torch.cuda.is_available():
         events, memory = cuda_events(device), cuda_memory(device)
         history = cuda_history(device) if records else None
-        return SegmentClock(skip=skip, count=count, events=events, memory=memory, epoch=compilations, history=history)
+        return SegmentClock(
+            skip=skip,
+            count=count,
+            events=events,
+            memory=memory,
+            epoch=compilations,
+            history=history,
+            num_begun=num_begun,
+        )
     return SegmentClock(skip=skip, count=count, events=host_events(), epoch=compilations)
 
 

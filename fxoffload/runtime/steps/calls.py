@@ -171,6 +171,9 @@ class StepCalls:
             are not watched.
         trim: of the host's memory; None: it stays as it is.
         events: of the compute stream; None: the time of eager code between the calls is not known.
+
+    Attributes:
+        num_begun: how many forwards have begun.
     """
 
     def __init__(
@@ -196,6 +199,7 @@ class StepCalls:
         self._sites: weakref.WeakSet[Site] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
+        self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
 
     def site(self) -> Site:
@@ -246,6 +250,7 @@ class StepCalls:
 
     def _forward_begins(self, site: Site, args: Sequence[Any]) -> None:
         site.followed = site.measure = None
+        self.num_begun += 1
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
         if not unusual:
             self._prepare(site, args)
