@@ -65,7 +65,7 @@ def test_sizes_become_bytes() -> None:
         ("profile", "h300", "did you mean 'h200'"),
         ("profile", "", "profile is ''"),
         ("profile", 7, "profile is 7; expected a shipped profile's name"),
-        ("profile", "/no/such/file.json", "shipped are h200"),
+        ("profile", "/no/such/file.json", "shipped are a100, "),
         ("recompute", "all", "recompute is 'all'.*auto, default, cheap"),
         ("device_types", ("cuda", "xpu"), "device_types is .*cuda, cpu"),
         ("device_types", (), "one or more of"),

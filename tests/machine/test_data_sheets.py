@@ -21,7 +21,7 @@ def test_the_same_sheet_gives_the_same_rates() -> None:
     """No other GPU would come out right otherwise: only the names differ."""
     measured = load_profile("h200")
     again = profile_from(H200, measured)
-    names = ("driver", "torch_version", "notes", "source")
+    names = ("driver", "torch_version", "notes", "source", "estimate_error")
     assert replace(again, **{name: getattr(measured, name) for name in names}) == measured
 
 

@@ -436,7 +436,7 @@ def test_a_plan_made_ahead_is_an_estimate() -> None:
     options: dict[str, Any] = {"max_slowdown": 0.5, "min_bytes": 1, "recompute": "default"}
     plan = fxoffload.plan(tower(), example_args=(example_input(),), **options)
     assert plan.basis == "estimated"
-    assert "an estimate; how far such estimates are off on stock models is not known yet" in str(plan)
+    assert "an estimate; on 4 stock models such estimates were off by up to 41 % in time and 14 % in peak" in str(plan)
     assert fxoffload.stats().measuring_ms == 0
 
 
