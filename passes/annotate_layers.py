@@ -34,8 +34,6 @@ _MODULE_KEY = "fxoffload_module"
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
 # ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
 _DECORATED = ("args", "0")
-# A compiled module without a ``forward`` of its own (``nn.Sequential``): its name in Dynamo's wrapper is no part of it.
-_ROOT = "L['fn']"
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
@@ -81,7 +79,7 @@ class _Path:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(path: str) -> tuple[str, ...]:
-    parts = [a or b for a, b in _COMPONENT.findall(path.removeprefix(_ROOT))]
+    parts = [a or b for a, b in _COMPONENT.findall(path)]
     return tuple(p for p in parts if p not in _WRAPPERS)
 
 
