@@ -85,7 +85,7 @@ STRATEGIES = {
     "torch_memory_saver": "torch_memory_saver",
 }
 FSDP_BUDGET = {"auto@activation_budget=1.1*checkpoint": "auto, 6.67 GiB"}
-BESIDE_COLLECTIVES = {"idle": "nothing", "matmul": "matrix products"}
+WITH_COLLECTIVES = {"idle": "nothing", "matmul": "matrix products"}
 EAGER_PEERS = {
     "eager": "eager",
     "eager_checkpoint": "eager + checkpointing",
@@ -427,8 +427,8 @@ TABLES = (
             for what in ("ms", "copies down", "copies up", "copies both")
         ),
         (
-            Rows("2026-11-25-2xh200-collectives.json", BESIDE_COLLECTIVES, of="two H200s"),
-            Rows("2026-11-25-2xh100-collectives.json", BESIDE_COLLECTIVES, of="two H100s"),
+            Rows("2026-11-25-2xh200-collectives.json", WITH_COLLECTIVES, of="two H200s"),
+            Rows("2026-11-25-2xh100-collectives.json", WITH_COLLECTIVES, of="two H100s"),
         ),
         of="on",
     ),

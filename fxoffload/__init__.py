@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from fxoffload.plan_report.explain import explain as explain
     from fxoffload.plan_step import profile_step as profile_step
     from fxoffload.planner.plan import Plan as Plan
-    from fxoffload.planner.shown import last_plan as last_plan
-    from fxoffload.planner.shown import plans as plans
+    from fxoffload.planner.plan_registry import last_plan as last_plan
+    from fxoffload.planner.plan_registry import plans as plans
     from fxoffload.ranks import check_ranks as check_ranks
     from fxoffload.report import graphs as graphs
     from fxoffload.report import metrics as metrics
@@ -68,8 +68,8 @@ _LATE = {
     "explain": "fxoffload.plan_report.explain",
     "profile_step": "fxoffload.plan_step",
     "Plan": "fxoffload.planner.plan",
-    "last_plan": "fxoffload.planner.shown",
-    "plans": "fxoffload.planner.shown",
+    "last_plan": "fxoffload.planner.plan_registry",
+    "plans": "fxoffload.planner.plan_registry",
     "check_ranks": "fxoffload.ranks",
     "graphs": "fxoffload.report",
     "metrics": "fxoffload.report",

@@ -32,7 +32,7 @@ from fxoffload._torch_private import first_of_ranks
 from fxoffload._torch_sizes import FakeTensor
 from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
 from fxoffload.machine.profile import MachineProfile
-from fxoffload.memory_budget import GRADIENTS, Room, room_elsewhere, room_on
+from fxoffload.memory_budget import GRADIENTS, BudgetRoom, room_elsewhere, room_on
 from fxoffload.options import Options
 from fxoffload.reset import on_reset
 from fxoffload.sizes import format_bytes, share_of
@@ -47,7 +47,7 @@ _DEVICE_TYPES = ("cuda",)
 class _Found:
     """``refs``: to the optimizers, or else the parameters, that were counted."""
 
-    room: Room
+    room: BudgetRoom
     left_bytes: int
     refs: tuple[weakref.ref[Any], ...]
 
@@ -174,7 +174,7 @@ def _is_trained(parameter: Tensor, device: torch.device) -> bool:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def _agreed(room: Room, device: torch.device, parameters: Sequence[Tensor]) -> int:
+def _agreed(room: BudgetRoom, device: torch.device, parameters: Sequence[Tensor]) -> int:
     """The bytes left, equal on all ranks that train the same; see [Note: One budget for all ranks]."""
     mine = room.left_bytes()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
@@ -199,7 +199,7 @@ def _agreed(room: Room, device: torch.device, parameters: Sequence[Tensor]) -> i
     return agreed
 
 
-def _described(room: Room, device: torch.device, parameters: Iterable[Tensor]) -> Iterator[str]:
+def _described(room: BudgetRoom, device: torch.device, parameters: Iterable[Tensor]) -> Iterator[str]:
     """The same on ranks that train the same: a sharded parameter has the shape of the whole."""
     yield f"{device.type} {room.total}"
     yield from sorted(f"{tuple(p.shape)} {p.dtype}" for p in parameters)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
+from fxoffload.analysis.attention_masks import AttentionMask
 from fxoffload.passes.annotate_layers import LayerReport
-from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.planner.shown import PlanBox
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.reset import on_reset
-from fxoffload.runtime.steps.outputs import Outputs
-from fxoffload.runtime.windows import Choice
+from fxoffload.runtime.tracker.outputs import Outputs
+from fxoffload.step.choice import Choice
 
 
 @dataclass(frozen=True, eq=False)

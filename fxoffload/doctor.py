@@ -22,8 +22,8 @@ from fxoffload.machine.profile import MEASURED, MachineProfile
 from fxoffload.machine.shelf import load_profile, shipped_names
 from fxoffload.runtime.host_memory.limits import (
     default_host_budget_bytes,
-    host_memory_in_words,
-    locked_memory_in_words,
+    describe_host_memory,
+    describe_locked_memory,
 )
 from fxoffload.runtime.host_memory.numa import cpus_of, memory_nodes, node_of
 from fxoffload.sizes import format_bytes
@@ -161,9 +161,9 @@ def _pinned_memory() -> Iterator[Finding]:
         )
     elif available < budget:
         problem = f"only {format_bytes(available)} are free now"
-    yield Finding("memory to pin", f"{format_bytes(budget)} of {host_memory_in_words()}", problem)
+    yield Finding("memory to pin", f"{format_bytes(budget)} of {describe_host_memory()}", problem)
     # CUDA's driver pins for a process whatever this says; containers that enforce it fail to start it at all.
-    yield Finding("locked memory (ulimit -l)", locked_memory_in_words())
+    yield Finding("locked memory (ulimit -l)", describe_locked_memory())
 
 
 def _nodes() -> Iterator[Finding]:

@@ -55,7 +55,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Room:
+class BudgetRoom:
     """What a device leaves for activations, in bytes.
 
     Attributes:
@@ -158,12 +158,12 @@ def activation_budget(
             GRADIENTS: _gradient_bytes(model.parameters(), target, gradients_persist),
             "optimizer state": _state_bytes(optimizer, target, state_bytes),
         }
-    return Room(target.memory.total, takes, device_fraction).left_bytes()
+    return BudgetRoom(target.memory.total, takes, device_fraction).left_bytes()
 
 
 def room_on(
     device: torch.device, parameters: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer | None]
-) -> Room:
+) -> BudgetRoom:
     """What a device leaves, for parameters that are trained on it.
 
     Args:
@@ -187,12 +187,12 @@ def room_on(
             GRADIENTS: _gradient_bytes(there, target, persist=True),
             "optimizer state": state,
         }
-    return Room(target.memory.total, takes)
+    return BudgetRoom(target.memory.total, takes)
 
 
 def room_elsewhere(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile
-) -> Room:
+) -> BudgetRoom:
     """What an empty device leaves for a model that is trained there. ``optimizer``: as one of those of ``room_on``."""
     target = _target(model, device)
     with torch.no_grad():
@@ -221,10 +221,10 @@ class Lasting:
     gradients: int
     state: int
 
-    def room(self) -> Room:
+    def room(self) -> BudgetRoom:
         """The rest of the device."""
         takes = {"parameters and buffers": self.parameters, GRADIENTS: self.gradients, "optimizer state": self.state}
-        return Room(self.device, takes)
+        return BudgetRoom(self.device, takes)
 
 
 def lasting(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile) -> Lasting:

@@ -27,7 +27,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True)
-class Row:
+class FitRow:
     """One way to train. Bytes on each device; ``step_ms`` by estimate.
 
     Attributes:
@@ -56,10 +56,10 @@ class Fit:
 
     model: str
     lasting: Lasting
-    rows: tuple[Row, ...]
+    rows: tuple[FitRow, ...]
     plan: Plan
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: FitRow) -> bool:
         """Whether it leaves the device a tenth of its memory, as ``activation_budget`` does."""
         return row.total_bytes <= DEVICE_FRACTION * self.lasting.device
 
@@ -87,7 +87,7 @@ def plan_config(
     optimizer: str = "adamw",
     ranks: int = 1,
     dtype: str = "bfloat16",
-    **goal: Any,
+    **objective: Any,
 ) -> Fit:
     """Plan a causal language model of transformers from its configuration, without weights and without a GPU.
 
@@ -102,7 +102,7 @@ def plan_config(
         ranks: that share parameters, gradients and state evenly, as FSDP does. The parameters that it gathers for a
             layer are not counted.
         dtype: one of ``DTYPES``, of parameters.
-        goal: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given. "auto" and "80%" are of what
+        objective: ``activation_budget`` or ``max_slowdown``; 2 % where neither is given. "auto" and "80%" are of what
             parameters, gradients and state leave of each device.
 
     Raises:
@@ -126,7 +126,7 @@ def plan_config(
     ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
     # The cache is for generation; with checkpointing on transformers would switch it off, and say so.
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    asked = {name: value for name, value in goal.items() if value is not None} or {"max_slowdown": 0.02}
+    asked = {name: value for name, value in objective.items() if value is not None} or {"max_slowdown": 0.02}
     if isinstance(budget := parse_budget(asked.get("activation_budget", 1), "activation_budget"), str):
         asked["activation_budget"] = int(share_of(budget) * shared.room().left_bytes())
     found = plan(model.train(), inputs, device=device, **asked)
@@ -145,10 +145,10 @@ def plan_config(
     return Fit(words, shared, rows, found)
 
 
-def _row(name: str, ms: float, without: int, peak: int, shared: Lasting, ranks: int) -> Row:
+def _row(name: str, ms: float, without: int, peak: int, shared: Lasting, ranks: int) -> FitRow:
     stays = shared.parameters + shared.state
     # One device has the gradients that its graph returns, where they are at the peak; ranks keep their parts of them.
-    return Row(name, ms, without, stays + (without + shared.gradients if ranks > 1 else peak))
+    return FitRow(name, ms, without, stays + (without + shared.gradients if ranks > 1 else peak))
 
 
 def _check(value: str, known: Mapping[str, object], what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxoffload.planner.plan import Plan
-from fxoffload.planner.shown import plans
+from fxoffload.planner.plan_registry import plans
 from fxoffload.runtime.engine import engines
 
 # Two are recorded; the third compiles the plan's variants, and follows it. One more where the first recompiles.

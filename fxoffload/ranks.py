@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fxoffload.planner.compare import Comparison, compare_plans
 from fxoffload.planner.plan import Plan
-from fxoffload.planner.shown import plans
+from fxoffload.planner.plan_registry import plans
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> Comparison:

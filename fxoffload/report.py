@@ -10,9 +10,9 @@ import torch
 from fxoffload.compiled_graph import graphs as graphs
 from fxoffload.compiled_graph import override_policy as override_policy
 from fxoffload.counters import Stats, counters
-from fxoffload.planner.shown import plans
+from fxoffload.planner.plan_registry import plans
 from fxoffload.runtime.engine import Budgets, engine_for, engines
-from fxoffload.runtime.host_memory.limits import host_memory_in_words, locked_memory_in_words
+from fxoffload.runtime.host_memory.limits import describe_host_memory, describe_locked_memory
 from fxoffload.sizes import format_bytes, parse_bytes
 
 
@@ -25,7 +25,7 @@ def stats() -> Stats:
         host_wait_ms=sum(e.arena.wait_ms for e in found),
         num_host_growths=sum(e.arena.num_growths for e in found),
         exposed_copy_ms=sum(e.streams.exposed_ms() for e in found),
-        num_groups_on_tape=sum(len(e.tape) for e in found),
+        num_groups_on_tape=sum(len(e.save_order) for e in found),
     )
 
 
@@ -91,7 +91,7 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
     if nbytes > (most := engine.host_budget_bytes(budgets)):
         warnings.warn(
             f"expected at most {format_bytes(most)}, which is what this process may pin (host memory: "
-            f"{host_memory_in_words()}; ulimit -l: {locked_memory_in_words()}), found {format_bytes(nbytes)}: "
+            f"{describe_host_memory()}; ulimit -l: {describe_locked_memory()}), found {format_bytes(nbytes)}: "
             f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory",
             stacklevel=2,
         )

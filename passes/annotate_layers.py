@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.fx as fx
 
-from fxoffload.passes.values import tensor_of
+from fxoffload.analysis.values import tensor_of
 
 LAYER_KEY = "fxoffload_layer"
 _MODULE_KEY = "fxoffload_module"

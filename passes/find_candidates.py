@@ -26,8 +26,8 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import is_rng_state
 from fxoffload._torch_sizes import hint, symbols_of
-from fxoffload.passes.value_names import ValueNames
-from fxoffload.passes.values import Storages, extent_bytes, output_values, tensor_of, written_values
+from fxoffload.analysis.value_names import ValueNames
+from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of, written_values
 
 SMALL = "smaller than min_bytes"
 
@@ -43,7 +43,7 @@ class Candidate:
         is_input: whether the storage belongs to a graph input, so that the caller may write to it later.
         producer: the op that computes the last of the saved values ("placeholder" for a graph input).
         num_readers: ops of the forward that read one of the saved values.
-        label: what a person calls it: module path, shape and dtype (see ``fxoffload.passes.value_names``).
+        label: what a person calls it: module path, shape and dtype (see ``fxoffload.analysis.value_names``).
     """
 
     name: str

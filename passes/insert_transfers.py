@@ -35,9 +35,9 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload._torch_compat import graph_module
+from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
-from fxoffload.passes.values import Storages, output_values
 
 # Outer node -> name of the class of values that share memory with it in the inner graph.
 STORAGE_KEY = "fxoffload_storage"

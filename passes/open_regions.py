@@ -27,7 +27,7 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import aliased_args
 from fxoffload._torch_sizes import fakes_over_new_memory, run_on_fakes
-from fxoffload.passes.values import output_values, tensor_of
+from fxoffload.analysis.values import output_values, tensor_of
 
 
 class OpenRegions:

@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class Step(Generic[State]):
+class PassEntry(Generic[State]):
     """One entry of a pipeline, as data.
 
     Attributes:
@@ -35,7 +35,7 @@ class Step(Generic[State]):
     on: str = "gm"
 
 
-def without(steps: Sequence[Step[State]], *names: str) -> tuple[Step[State], ...]:
+def without(steps: Sequence[PassEntry[State]], *names: str) -> tuple[PassEntry[State], ...]:
     """The pipeline less the named steps.
 
     Raises:
@@ -48,7 +48,7 @@ def without(steps: Sequence[Step[State]], *names: str) -> tuple[Step[State], ...
     return tuple(s for s in steps if s.name not in names)
 
 
-def run_steps(steps: Sequence[Step[State]], state: State, what: str) -> dict[str, float]:
+def run_passes(steps: Sequence[PassEntry[State]], state: State, what: str) -> dict[str, float]:
     """Run a pipeline. ``what``: "forward" or "backward", for logs and artifacts. Returns milliseconds by pass.
 
     Raises:

@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_compat import mutated_args
-from fxoffload.passes.values import output_values
+from fxoffload.analysis.values import output_values
 
 GLUE_KEY = "fxoffload_glued"
 

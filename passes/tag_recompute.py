@@ -33,11 +33,11 @@ from torch.utils.flop_counter import flop_registry
 
 from fxoffload._torch_compat import aliased_args, mutated_args
 from fxoffload._torch_sizes import free_unbacked_symbols
-from fxoffload.passes.layer_classes import behind_tangents, is_random, layers_of
-from fxoffload.passes.op_costs import call_of, node_kind, tensors_of
+from fxoffload.analysis.layer_classes import behind_tangents, is_random, layers_of
+from fxoffload.analysis.op_costs import call_of, node_kind, tensors_of
 
 if TYPE_CHECKING:
-    from fxoffload.passes.find_frontier import RecomputePoint
+    from fxoffload.analysis.find_frontier import RecomputePoint
 
 LEVELS = ("default", "cheap")
 

@@ -23,10 +23,10 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
+from fxoffload.analysis.values import output_values, tensor_of
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import COPY_KEY, STORAGE_KEY
-from fxoffload.passes.values import output_values, tensor_of
 
 RULES = ("pair-missing", "pair-order", "pair-donated")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fxoffload._torch_private import AllocatorEvent
-from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
-from fxoffload.runtime.clocks.allocator_trace import Memory
+from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
+from fxoffload.runtime.profiler.allocator_trace import Memory
 
 
 class Allocator:

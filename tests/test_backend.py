@@ -24,7 +24,8 @@ from torch._inductor import config as inductor_config
 import fxoffload
 from fxoffload import backend
 from fxoffload._torch_compat import boxed_eager
-from fxoffload.compiler import segments, session, tape_plan
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -361,7 +362,7 @@ class TestPieces:
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile(backend="fxoffload", options=rehearsal_options(policy="auto", disable=pieces))
         assert_close(gradients(model, model), eager(2))
-        assert {recipe is None for recipe in found} == {disabled}
+        assert {variant_maker is None for variant_maker in found} == {disabled}
 
     @pytest.mark.parametrize("disabled", [True, False])
     def test_host_trim(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +371,7 @@ class TestPieces:
         engine = engine_for(torch.device("cpu"))
         engine.calls._step = None
         gc.collect()
-        monkeypatch.setattr(engine.calls, "_sites", weakref.WeakSet())  # nothing of other tests
+        monkeypatch.setattr(engine.calls, "_tracked_graphs", weakref.WeakSet())  # nothing of other tests
         monkeypatch.setattr(engine.calls, "_trim", HostTrim(engine))
         model = make_model(3)
         for layer in model.layers:  # type: ignore[union-attr]

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from fxoffload.bench import here, processes, run, sizing
 from fxoffload.bench.decoder import build
-from fxoffload.bench.records import Machine, Report, Request, Row, Spread, Steps, Switches, Work
+from fxoffload.bench.records import BenchRow, BenchWork, Machine, Report, Request, Spread, Steps, Switches
 from fxoffload.bench.show import render
 from fxoffload.cli.app import app
 
 GIB = 1 << 30
-TINY = Work("cpu", "float32", 3, 32, 32, 64, 4, 2, 8, inner="aot_eager", warmup=1, steps=2, cycles=2)
+TINY = BenchWork("cpu", "float32", 3, 32, 32, 64, 4, 2, 8, inner="aot_eager", warmup=1, steps=2, cycles=2)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_parameters_are_counted_as_the_decoder_has_them() -> None:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def on_a_gpu(*rows: Row) -> Report:
+def on_a_gpu(*rows: BenchRow) -> Report:
     work = sizing._work(4096, 16384)
     return Report(
         "2026-11-22", "1", Machine("A GPU", "2.11", 100 * GIB, 140 * GIB), work, rehearsal=False, rows=[*rows]
@@ -155,9 +155,9 @@ def steps(ms: float, peak_gib: float, norm: float = 1.0) -> Steps:
 
 def test_the_table_compares_with_the_first_row() -> None:
     rows = [
-        Row("Inductor", "ok", "", 1.0, steps=steps(400.0, 20.0)),
-        Row("fxoffload, default", "ok", "", 1.0, steps=steps(408.0, 5.0, norm=1.5)),
-        Row("fxoffload, at checkpointing's peak", "failed", "BudgetError: too small", 1.0),
+        BenchRow("Inductor", "ok", "", 1.0, steps=steps(400.0, 20.0)),
+        BenchRow("fxoffload, default", "ok", "", 1.0, steps=steps(408.0, 5.0, norm=1.5)),
+        BenchRow("fxoffload, at checkpointing's peak", "failed", "BudgetError: too small", 1.0),
     ]
     lines = {line.split("|")[1].strip(): line for line in render(on_a_gpu(*rows)).splitlines() if line.startswith("| ")}
     assert [cell.strip() for cell in lines["fxoffload, default"].split("|")[2:8]] == [
@@ -175,15 +175,15 @@ def test_the_table_compares_with_the_first_row() -> None:
 
 def test_bits_that_differ_are_said() -> None:
     rate = Spread(50.0, 49.0, 51.0)
-    row = Row("phases", "ok", "", 1.0, switches=Switches(10**10, 15.0, rate, rate, 55.4, 55.5, equal=False))
+    row = BenchRow("phases", "ok", "", 1.0, switches=Switches(10**10, 15.0, rate, rate, 55.4, 55.5, equal=False))
     text = render(on_a_gpu(row))
     assert "10.00 GB of parameters" in text and "BITS DIFFER" in text
     assert "50.0 [49.0, 51.0]" in text and "55.4" in text
 
 
 def test_the_second_plan_takes_checkpointings_peak() -> None:
-    checkpoint = Row("c", "ok", "", 1.0, steps=steps(500.0, 10.0))
-    failed = Row("c", "failed", "out of memory", 1.0)
+    checkpoint = BenchRow("c", "ok", "", 1.0, steps=steps(500.0, 10.0))
+    failed = BenchRow("c", "failed", "out of memory", 1.0)
     assert run._budget(checkpoint, failed) == (int(1.02 * 10 * GIB), "")
     assert run._budget(failed, failed) == (None, "needs checkpointing's peak, which was not measured")
 
@@ -218,7 +218,7 @@ def test_the_command_prints_and_writes(whole_run: Report, monkeypatch: pytest.Mo
     done = CliRunner().invoke(app, ["bench", "--json", str(tmp_path / "b.json")])
     assert done.exit_code == 0 and "A REHEARSAL" in done.output
     assert json.loads((tmp_path / "b.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(whole_run)))
-    empty = dataclasses.replace(whole_run, rows=[Row("Inductor", "failed", "why", 1.0)])
+    empty = dataclasses.replace(whole_run, rows=[BenchRow("Inductor", "failed", "why", 1.0)])
     monkeypatch.setattr("fxoffload.bench.run.bench", lambda *_: empty)
     assert CliRunner().invoke(app, ["bench"]).exit_code == 1
 

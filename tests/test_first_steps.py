@@ -15,7 +15,7 @@ from torch import nn
 
 import fxoffload
 from fxoffload.runtime import engine
-from fxoffload.runtime.host_memory.limits import host_memory_in_words, locked_memory_in_words
+from fxoffload.runtime.host_memory.limits import describe_host_memory, describe_locked_memory
 
 REHEARSED: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
 
@@ -110,7 +110,7 @@ def test_a_budget_above_the_memory_is_told_once() -> None:
 
 def test_more_host_memory_than_there_is_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.CopyEngine, "host_budget_bytes", lambda self, budgets: 4 << 20)
-    there = re.escape(f"(host memory: {host_memory_in_words()}; ulimit -l: {locked_memory_in_words()})")
+    there = re.escape(f"(host memory: {describe_host_memory()}; ulimit -l: {describe_locked_memory()})")
     with pytest.warns(UserWarning, match=rf"at most 4\.0 MiB, .* {there}, found 931\.3 GiB: 4\.0 MiB are reserved"):
         fxoffload.reserve_host_memory("1TB", "cpu")
     assert fxoffload.stats().host_bytes_reserved <= 4 << 20

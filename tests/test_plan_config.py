@@ -81,8 +81,8 @@ def test_a_budget_is_what_each_rank_leaves(
     found: dict[str, Any] = {}
     nothing = SimpleNamespace(peak_bytes=0, peak_without_gradients_bytes=0, step_ms=1.0)
 
-    def plan(model: Any, inputs: Any, **goal: Any) -> Any:
-        found.update(goal)
+    def plan(model: Any, inputs: Any, **objective: Any) -> Any:
+        found.update(objective)
         return SimpleNamespace(baseline=nothing, checkpointing=None, predicted=nothing)
 
     monkeypatch.setattr(plan_config_module, "plan", plan)

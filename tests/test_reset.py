@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload._torch_private import num_graphs_compiled
 from fxoffload.compiler import session
-from fxoffload.compiler.tape_plan import plan_tape
+from fxoffload.compiler.chain_planning import plan_chain
 from fxoffload.reset import reset as forget
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
@@ -191,7 +191,7 @@ def test_a_plan_in_the_making_says_nothing_after_a_reset() -> None:
         begun.set()
         go_on.wait(60)
         try:
-            return plan_tape(*args)  # would warn that the budget is too small
+            return plan_chain(*args)  # would warn that the budget is too small
         except BaseException as error:
             ends.append(type(error))
             raise
@@ -200,7 +200,7 @@ def test_a_plan_in_the_making_says_nothing_after_a_reset() -> None:
     with (
         warnings.catch_warnings(record=True) as seen,
         mock.patch.object(calls, "_in_background", True),
-        mock.patch.object(session, "plan_tape", plan),
+        mock.patch.object(session, "plan_chain", plan),
     ):
         warnings.simplefilter("always")
         for _ in range(3):

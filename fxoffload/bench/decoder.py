@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxoffload.bench.records import Work
+from fxoffload.bench.records import BenchWork
 
 ROTARY_BASE = 1e6
 
 
 class Attention(nn.Module):
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: BenchWork) -> None:
         super().__init__()
         self.head_dim = work.head_dim
         self.q = nn.Linear(work.hidden, work.heads * work.head_dim, bias=False)
@@ -32,8 +32,8 @@ class Attention(nn.Module):
         return self.o(out.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
-    def __init__(self, work: Work) -> None:
+class DecoderLayer(nn.Module):
+    def __init__(self, work: BenchWork) -> None:
         super().__init__()
         self.attention = Attention(work)
         self.attention_norm, self.mlp_norm = nn.RMSNorm(work.hidden), nn.RMSNorm(work.hidden)
@@ -54,10 +54,10 @@ class Decoder(nn.Module):
     sin: Tensor
     probe: Tensor
 
-    def __init__(self, work: Work, *, checkpointing: bool = False) -> None:
+    def __init__(self, work: BenchWork, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        self.layers = nn.ModuleList(Layer(work) for _ in range(work.layers))
+        self.layers = nn.ModuleList(DecoderLayer(work) for _ in range(work.layers))
         self.norm = nn.RMSNorm(work.hidden)
         rates = ROTARY_BASE ** -(torch.arange(0, work.head_dim, 2).float() / work.head_dim)
         angles = torch.outer(torch.arange(work.tokens).float(), rates).repeat(1, 2)
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         return torch.mv(self.norm(x).flatten(0, 1), self.probe).float().mean()
 
 
-def build(work: Work, *, checkpointing: bool = False) -> tuple[Decoder, Tensor]:
+def build(work: BenchWork, *, checkpointing: bool = False) -> tuple[Decoder, Tensor]:
     """The decoder with seeded weights on its device, and its input, which wants a gradient."""
     dtype, device = getattr(torch, work.dtype), torch.device(work.device)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ Status = Literal["ok", "failed", "timeout", "skipped"]
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchWork:
     """A decoder and its batch of one sequence. ``inner``: "inductor", or "aot_eager" where nothing is compiled."""
 
     device: str
@@ -35,7 +35,7 @@ class Request:
     """The input of one process. ``activation_budget``: of ``kind`` "fxoffload", None for its default."""
 
     kind: Kind
-    work: Work | None = None
+    work: BenchWork | None = None
     activation_budget: int | None = None
 
 
@@ -87,7 +87,7 @@ class Switches:
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One process. ``reason`` says why there is no result."""
 
     name: str
@@ -106,9 +106,9 @@ class Report:
     date: str
     fxoffload: str
     machine: Machine
-    work: Work
+    work: BenchWork
     rehearsal: bool
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -118,7 +118,7 @@ def request_from_json(text: str) -> Request:
     """What ``dataclasses.asdict`` of a Request became."""
     found: dict[str, Any] = json.loads(text)
     work = found.pop("work")
-    return Request(**found, work=None if work is None else Work(**work))
+    return Request(**found, work=None if work is None else BenchWork(**work))
 
 
 def steps_from(found: dict[str, Any]) -> Steps:

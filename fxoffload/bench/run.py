@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fxoffload.bench import processes
-from fxoffload.bench.records import Kind, Machine, Report, Request, Row, Work, steps_from, switches_from
+from fxoffload.bench.records import BenchRow, BenchWork, Kind, Machine, Report, Request, steps_from, switches_from
 from fxoffload.bench.sizing import BenchError, choose, rehearsal
 
 BUDGET_OF_CHECKPOINT = 1.02
@@ -18,7 +18,7 @@ PROBE_LIMIT_S = 120.0
 Tell = Callable[[str], None]
 
 
-def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = None) -> Report:
+def bench(limit_s: float, tell: Tell = lambda name: None, work: BenchWork | None = None) -> Report:
     """Measure all variants; one that fails or takes more than ``limit_s`` seconds is a row that says so. A rehearsal
     has no limit.
 
@@ -35,7 +35,7 @@ def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = No
     report = Report(now, _version(), machine, work, rehearsal=work.device == "cpu")
     plain_name = "Inductor" if work.inner == "inductor" else work.inner
 
-    def add(name: str, kind: Kind, budget: int | None = None) -> Row:
+    def add(name: str, kind: Kind, budget: int | None = None) -> BenchRow:
         tell(name)
         row = _measure(name, Request(kind, work, budget), limit_s)
         report.rows.append(row)
@@ -47,14 +47,14 @@ def bench(limit_s: float, tell: Tell = lambda name: None, work: Work | None = No
     name = "fxoffload, at checkpointing's peak" if not report.rehearsal else "fxoffload, with a budget"
     budget, why = _budget(checkpoint, default)
     if budget is None:
-        report.rows.append(Row(name, "skipped", why, 0.0))
+        report.rows.append(BenchRow(name, "skipped", why, 0.0))
     else:
         add(name, "fxoffload", budget)
     add("phases", "phases")
     return report
 
 
-def _budget(checkpoint: Row, default: Row) -> tuple[int | None, str]:
+def _budget(checkpoint: BenchRow, default: BenchRow) -> tuple[int | None, str]:
     """Bytes for the second plan, or why there are none."""
     if checkpoint.steps is not None and checkpoint.steps.peak_bytes is not None:
         return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes), ""
@@ -65,7 +65,7 @@ def _budget(checkpoint: Row, default: Row) -> tuple[int | None, str]:
     return None, "needs checkpointing's peak, which was not measured"
 
 
-def _measure(name: str, request: Request, limit_s: float) -> Row:
+def _measure(name: str, request: Request, limit_s: float) -> BenchRow:
     assert request.work is not None
     if request.work.device == "cpu":
         from fxoffload.bench import here  # imports torch
@@ -73,7 +73,7 @@ def _measure(name: str, request: Request, limit_s: float) -> Row:
         ended = here.run(request, limit_s)
     else:
         ended = processes.run(request, limit_s)
-    row = Row(name, ended.status, ended.reason, ended.wall_s, request.activation_budget)
+    row = BenchRow(name, ended.status, ended.reason, ended.wall_s, request.activation_budget)
     if ended.answer is None:
         return row
     if request.kind == "phases":

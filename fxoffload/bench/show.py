@@ -6,7 +6,7 @@ import math
 
 from tabulate import tabulate
 
-from fxoffload.bench.records import Report, Row, Spread, Steps
+from fxoffload.bench.records import BenchRow, Report, Spread, Steps
 from fxoffload.sizes import format_bytes
 
 GIB = 1 << 30
@@ -73,7 +73,7 @@ def _notes(report: Report) -> str:
     return "\n".join(f"- {row.name}: {row.status}: {row.reason}" for row in report.rows if row.reason)
 
 
-def is_measured(row: Row) -> bool:
+def is_measured(row: BenchRow) -> bool:
     return row.steps is not None or row.switches is not None
 
 

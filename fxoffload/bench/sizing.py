@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxoffload.bench.records import Work
+from fxoffload.bench.records import BenchWork
 from fxoffload.errors import FxOffloadError
 from fxoffload.sizes import format_bytes
 
@@ -23,7 +23,7 @@ class BenchError(FxOffloadError):
     """``fxoffload bench`` cannot measure anything here."""
 
 
-def choose(free_bytes: int) -> Work:
+def choose(free_bytes: int) -> BenchWork:
     """The work for a GPU with so much free memory: Qwen3-8B's layers where they fit, smaller ones elsewhere.
 
     Raises:
@@ -41,14 +41,14 @@ def choose(free_bytes: int) -> Work:
     )
 
 
-def rehearsal() -> Work:
+def rehearsal() -> BenchWork:
     """The same steps without a GPU: less than a minute, uncompiled, and no word about speed."""
-    return Work("cpu", "float32", 2, 64, 64, 128, 4, 2, 16, inner="aot_eager", warmup=2, steps=5, cycles=2)
+    return BenchWork("cpu", "float32", 2, 64, 64, 128, 4, 2, 16, inner="aot_eager", warmup=2, steps=5, cycles=2)
 
 
-def _work(hidden: int, tokens: int) -> Work:
+def _work(hidden: int, tokens: int) -> BenchWork:
     heads = hidden // HEAD_DIM
-    return Work("cuda", "bfloat16", LAYERS, tokens, hidden, 3 * hidden, heads, heads // 4, HEAD_DIM)
+    return BenchWork("cuda", "bfloat16", LAYERS, tokens, hidden, 3 * hidden, heads, heads // 4, HEAD_DIM)
 
 
 def _needed(hidden: int, tokens: int) -> float:

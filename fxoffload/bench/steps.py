@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload.bench.decoder import build
-from fxoffload.bench.records import Request, Spread, Steps, Work
+from fxoffload.bench.records import BenchWork, Request, Spread, Steps
 
 
 def measure(request: Request) -> Steps:
@@ -52,7 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, q1, q3)
 
 
-def options(work: Work, activation_budget: int | None) -> dict[str, Any]:
+def options(work: BenchWork, activation_budget: int | None) -> dict[str, Any]:
     """Of the fxoffload backend. A rehearsal offloads between two places of host memory, everything there is."""
     found: dict[str, Any] = {"inner": work.inner}
     if activation_budget is not None:

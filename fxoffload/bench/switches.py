@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fxoffload.bench.decoder import build
-from fxoffload.bench.records import Switches, Work
+from fxoffload.bench.records import BenchWork, Switches
 from fxoffload.bench.steps import spread
 from fxoffload.phases import PhaseManager
 
 LINK_BYTES, LINK_ROUNDS = 256 << 20, 5
 
 
-def measure(work: Work) -> Switches:
+def measure(work: BenchWork) -> Switches:
     """The first offload pins host memory; ``work.cycles`` more do not."""
     device = torch.device(work.device)
     decoder, _ = build(work)

@@ -10,7 +10,7 @@ from fxoffload.checkpoints.config_values import num_experts, whole_number, whole
 from fxoffload.checkpoints.errors import BrokenCheckpointError, gaps, ranges, some
 from fxoffload.checkpoints.families import Tower
 from fxoffload.checkpoints.header import StoredTensor
-from fxoffload.checkpoints.layouts import Block, Experts
+from fxoffload.checkpoints.layouts import Experts, LayoutBlock
 from fxoffload.checkpoints.slices import stored_projections
 
 # More than any model has by far: a larger number is a mistake, and not worth a set of that size.
@@ -102,7 +102,7 @@ def _decoder(experts: Experts, tower: Tower, expected: Collection[int]) -> tuple
     return max(layers.items(), key=lambda item: len(item[1].intersection(expected)), default=("", set()))
 
 
-def _check_layers_alike(blocks: list[Block]) -> None:
+def _check_layers_alike(blocks: list[LayoutBlock]) -> None:
     """The layers of one module have one number of experts, and the same parameters where weights are of one dtype."""
     first = blocks[0]
     for block in blocks:
@@ -111,7 +111,7 @@ def _check_layers_alike(blocks: list[Block]) -> None:
                 f"expected one number of experts in all layers of {first.stem}, found {first.num_experts} in "
                 f"{first.name} and {block.num_experts} in {block.name}; fetch the shards that hold the others"
             )
-    having: dict[str, tuple[Block, set[str]]] = {}
+    having: dict[str, tuple[LayoutBlock, set[str]]] = {}
     for block in blocks:
         parameters = {parameter for _, parameter in block.tensors}
         other, those = having.setdefault(block.weight_dtype, (block, parameters))
@@ -122,7 +122,7 @@ def _check_layers_alike(blocks: list[Block]) -> None:
             )
 
 
-def _check_complete(block: Block, said: int | None) -> None:
+def _check_complete(block: LayoutBlock, said: int | None) -> None:
     expected = block.num_experts if said is None else said
     if block.layout != "experts" and expected > MOST_EXPERTS:
         raise BrokenCheckpointError(

@@ -9,7 +9,7 @@ from fxoffload.checkpoints.config_values import block_size, whole_number
 from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError
 from fxoffload.checkpoints.families import PROJECTIONS, Projection
 from fxoffload.checkpoints.find_family import quantization_of
-from fxoffload.checkpoints.layouts import Block, Experts
+from fxoffload.checkpoints.layouts import Experts, LayoutBlock
 from fxoffload.checkpoints.slices import expert_shape
 
 Shapes = Mapping[Projection, tuple[int, ...]]
@@ -17,7 +17,7 @@ Shapes = Mapping[Projection, tuple[int, ...]]
 WORDS = ("U8", "I8", "U16", "I16", "U32", "I32")
 
 
-def check_parameters(experts: Experts, block: Block, config: Mapping[str, Any]) -> None:
+def check_parameters(experts: Experts, block: LayoutBlock, config: Mapping[str, Any]) -> None:
     """gate and up are alike, down is their transpose, and every parameter is there for all three."""
     parameters = {parameter for _, parameter in block.tensors}
     shapes = {parameter: _shapes(block, parameter) for parameter in sorted(parameters)}
@@ -41,7 +41,7 @@ def check_parameters(experts: Experts, block: Block, config: Mapping[str, Any]) 
         _check_scales(block, weights, shapes, size)
 
 
-def _shapes(block: Block, parameter: str) -> Shapes:
+def _shapes(block: LayoutBlock, parameter: str) -> Shapes:
     """Of one expert, in the layout of one tensor per expert."""
     found: dict[Projection, tuple[int, ...]] = {}
     for projection in PROJECTIONS:
@@ -57,7 +57,7 @@ def _shapes(block: Block, parameter: str) -> Shapes:
     return found
 
 
-def _check_weights(block: Block, weights: Shapes, hidden: int | None) -> None:
+def _check_weights(block: LayoutBlock, weights: Shapes, hidden: int | None) -> None:
     gate, up, down = (weights[projection] for projection in PROJECTIONS)
     problem = None
     if gate != up:
@@ -77,7 +77,7 @@ def _check_weights(block: Block, weights: Shapes, hidden: int | None) -> None:
         )
 
 
-def _check_biases(block: Block, weights: Shapes, biases: Shapes) -> None:
+def _check_biases(block: LayoutBlock, weights: Shapes, biases: Shapes) -> None:
     for projection, bias in biases.items():
         if bias != weights[projection][:1]:
             raise BrokenCheckpointError(
@@ -86,8 +86,8 @@ def _check_biases(block: Block, weights: Shapes, biases: Shapes) -> None:
             )
 
 
-def _check_scales(block: Block, weights: Shapes, shapes: Mapping[str, Shapes], size: tuple[int, int]) -> None:
-    """Block scales have one row for each begun block of rows: ceil(I / 128) for gate."""
+def _check_scales(block: LayoutBlock, weights: Shapes, shapes: Mapping[str, Shapes], size: tuple[int, int]) -> None:
+    """LayoutBlock scales have one row for each begun block of rows: ceil(I / 128) for gate."""
     if block.weight_dtype.startswith("F8_") and not {"weight_scale_inv", "weight_scale"}.intersection(shapes):
         raise BrokenCheckpointError(
             f"{block.name}: expected weight_scale_inv beside {block.weight_dtype} weights (weight_block_size "

@@ -18,7 +18,7 @@ import numpy as np
 from fxoffload.checkpoints.expert_keys import Stored, single_name
 from fxoffload.checkpoints.families import Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
-from fxoffload.checkpoints.layouts import Block, Experts
+from fxoffload.checkpoints.layouts import Experts, LayoutBlock
 from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, read_fully
 
 Report = Callable[[int], None]
@@ -94,7 +94,7 @@ def _whole(name: str, tensor: StoredTensor, files: _Files, report: Report) -> tu
 
 def _part(
     experts: Experts,
-    block: Block,
+    block: LayoutBlock,
     stored: Stored,
     parameter: str,
     tensor: StoredTensor,

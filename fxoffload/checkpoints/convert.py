@@ -37,7 +37,7 @@ StageProgress = Callable[[str, int, int], None]
 DEFAULT_SHARD_SIZE = "5GB"
 
 
-class Options(TypedDict, total=False):
+class ConvertOptions(TypedDict, total=False):
     """The options of ``convert`` after the folders and the layout; see there."""
 
     form: str | None
@@ -151,13 +151,13 @@ def convert(
     )
 
 
-def merge(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
+def merge(source: Folder, target: Folder, **options: Unpack[ConvertOptions]) -> Conversion:
     """``convert(source, target, to="stacked", ...)`` for a source with one tensor per expert, else LayoutError."""
     _expect(source, options.get("pattern"), ("experts",), "merge stacks one tensor per expert")
     return convert(source, target, "stacked", **options)
 
 
-def split(source: Folder, target: Folder, **options: Unpack[Options]) -> Conversion:
+def split(source: Folder, target: Folder, **options: Unpack[ConvertOptions]) -> Conversion:
     """``convert(source, target, to="experts", ...)`` for a source with a stacked or fused tower, else LayoutError."""
     _expect(source, options.get("pattern"), ("stacked", "fused"), "there is nothing to split")
     return convert(source, target, "experts", **options)

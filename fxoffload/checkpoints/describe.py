@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fxoffload.checkpoints.families import Form
 from fxoffload.checkpoints.header import StoredTensor
-from fxoffload.checkpoints.layouts import Block, Layout, Mixed
+from fxoffload.checkpoints.layouts import Layout, LayoutBlock, Mixed
 from fxoffload.checkpoints.notes import source_notes
 from fxoffload.checkpoints.open_experts import open_experts
 from fxoffload.checkpoints.slices import expert_shape
@@ -67,7 +67,7 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
     """
     experts = open_experts(folder, pattern)
     checkpoint = experts.checkpoint
-    alike: dict[Alike, list[Block]] = {}
+    alike: dict[Alike, list[LayoutBlock]] = {}
     for block in experts.blocks.values():
         dtypes = tuple(sorted({tensor.dtype for tensor in block.all_tensors()}))
         shape = expert_shape(block, "gate", "weight") or ()
@@ -98,7 +98,7 @@ def _tower(
     num_experts: int,
     shape: tuple[int, ...],
     dtypes: tuple[str, ...],
-    blocks: list[Block],
+    blocks: list[LayoutBlock],
 ) -> TowerInspection:
     num_bytes = sum(tensor.num_bytes for block in blocks for tensor in block.all_tensors())
     layers = tuple(sorted(block.layer for block in blocks))

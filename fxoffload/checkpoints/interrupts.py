@@ -12,7 +12,7 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class HeldBack:
+class DelayedSignals:
     """Signals that came and were not handled yet, and the handlers that they were for."""
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class HeldBack:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[HeldBack]:
+def held_back() -> Iterator[DelayedSignals]:
     """Ctrl-C and its like are handled at the end, or by ``deliver``, as they would have been at once.
 
     Signals without a handler in Python end the process as ever. In other threads than the main one nothing is done:
     no handler runs there.
     """
-    held = HeldBack()
+    held = DelayedSignals()
     if threading.current_thread() is not threading.main_thread():
         yield held
         return

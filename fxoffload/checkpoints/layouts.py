@@ -39,7 +39,7 @@ Tensors = dict[tuple[Stored, str], dict[int | None, StoredTensor]]
 
 
 @dataclass
-class Block:
+class LayoutBlock:
     """The experts of one layer. ``name`` is their module, ``tensors`` what the checkpoint holds of them.
 
     ``stem`` is how the name begins before the layer's number: the decoder's, for example ``model.layers.``. ``group``
@@ -88,7 +88,7 @@ class Experts:
     checkpoint: Checkpoint
     family: Family
     section: str
-    blocks: Mapping[str, Block]
+    blocks: Mapping[str, LayoutBlock]
     others: Mapping[str, StoredTensor]
 
     @property
@@ -131,7 +131,7 @@ def detect(checkpoint: Checkpoint, pattern: str | None = None) -> Experts:
             f"layers.N.{family.module}.0.{family.projections[0]}.weight, found none; keys: "
             f"{some([k for k in found if 'expert' in k] or list(found))}. Describe them with --pattern '{EXAMPLE}'"
         )
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, LayoutBlock] = {}
     for group, keys in _by_tower(expert_keys, checkpoint.config, section).items():
         blocks |= _read_tower(family, group, keys, checkpoint.tensors)
     others = {name: tensor for name, tensor in checkpoint.tensors.items() if found[name] is None}
@@ -156,11 +156,11 @@ def _by_tower(
 
 def _read_tower(
     family: Family, group: str, keys: Mapping[str, ExpertKey], tensors: Mapping[str, StoredTensor]
-) -> dict[str, Block]:
+) -> dict[str, LayoutBlock]:
     layout = _layout(group, keys)
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, LayoutBlock] = {}
     for name, key in keys.items():
-        block = blocks.setdefault(key.block, Block(key.block, key.stem, group, key.tower, key.layer, layout))
+        block = blocks.setdefault(key.block, LayoutBlock(key.block, key.stem, group, key.tower, key.layer, layout))
         if key.parameter is None:
             raise AssertionError(f"{name} was checked to be known")
         experts = block.tensors.setdefault((key.projection, key.parameter), {})
@@ -189,7 +189,7 @@ def _check_known(keys: Mapping[str, ExpertKey], checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_modules(family: Family, blocks: Mapping[str, Block]) -> None:
+def _check_modules(family: Family, blocks: Mapping[str, LayoutBlock]) -> None:
     """The experts of all layers of a tower are under one of the family's two modules."""
     by_module: dict[str, list[str]] = {}
     for name, block in blocks.items():
@@ -224,7 +224,7 @@ def _layout(group: str, keys: Mapping[str, ExpertKey]) -> Layout:
     return present[0]  # type: ignore[return-value]
 
 
-def _form(family: Family, blocks: Mapping[str, Block]) -> Form:
+def _form(family: Family, blocks: Mapping[str, LayoutBlock]) -> Form:
     """The form that fits the weights of every block: gate_up [E, a, b] with a = 2I or b = 2I, as down tells."""
     fitting = set(family.forms)
     for block in blocks.values():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fxoffload.checkpoints.errors import BrokenCheckpointError
-from fxoffload.checkpoints.plan_conversion import Piece, Reorder
+from fxoffload.checkpoints.plan_conversion import ConversionPiece, Reorder
 from fxoffload.checkpoints.slices import Slice
 
 # Bytes between two looks at whether to stop, and between two reports of progress.
@@ -48,7 +48,7 @@ class ByteMover:
             offset, position = offset + done, position + done
             self.report(done)
 
-    def reorder(self, step: Reorder, open_source: Callable[[Piece], int], target: int) -> None:
+    def reorder(self, step: Reorder, open_source: Callable[[ConversionPiece], int], target: int) -> None:
         """Fill the step's bytes of ``target`` with its pieces, elements put in their new places."""
         self._check_stopped()
         unit = np.dtype(f"V{step.itemsize}") if step.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{step.itemsize}")

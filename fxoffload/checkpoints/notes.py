@@ -9,7 +9,7 @@ from fxoffload.checkpoints.check_experts import expected_layers
 from fxoffload.checkpoints.config_values import block_size, counts_experts, num_experts
 from fxoffload.checkpoints.errors import ranges, shortened, some
 from fxoffload.checkpoints.find_family import quantization_of
-from fxoffload.checkpoints.layouts import Block, Experts
+from fxoffload.checkpoints.layouts import Experts, LayoutBlock
 from fxoffload.checkpoints.plan_conversion import Targets
 from fxoffload.checkpoints.slices import expert_shape
 
@@ -70,7 +70,7 @@ def _unread(experts: Experts) -> Iterator[str]:
 
 
 def _unchecked(experts: Experts) -> Iterator[str]:
-    stems: dict[str, list[Block]] = {}
+    stems: dict[str, list[LayoutBlock]] = {}
     for block in experts.blocks.values():
         stems.setdefault(block.stem, []).append(block)
     for stem, blocks in stems.items():

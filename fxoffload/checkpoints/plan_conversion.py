@@ -15,7 +15,7 @@ from fxoffload.checkpoints.errors import BrokenCheckpointError, LayoutError, Uns
 from fxoffload.checkpoints.expert_keys import Stored, merged_name, single_name
 from fxoffload.checkpoints.families import PROJECTIONS, Form, Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor, num_bytes_of
-from fxoffload.checkpoints.layouts import Block, Experts, Layout
+from fxoffload.checkpoints.layouts import Experts, Layout, LayoutBlock
 from fxoffload.checkpoints.slices import Slice, expert_shape, holder, part_shape, slice_of, stored_projections
 
 
@@ -30,7 +30,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConversionPiece:
     """One expert's matrix: read ``num_bytes`` at ``offset`` of ``path``; ``taken`` lies there, and goes to ``put``."""
 
     path: Path
@@ -44,7 +44,7 @@ class Piece:
 class Reorder:
     """``num_bytes`` at ``target`` of the output tensor, filled by pieces whose elements change places."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ConversionPiece, ...]
     itemsize: int
     num_bytes: int
     target: int
@@ -82,7 +82,7 @@ class OutputTensor:
         return self._first.offset
 
     @property
-    def _first(self) -> Copy | Piece:
+    def _first(self) -> Copy | ConversionPiece:
         step = self.steps[0]
         return step if isinstance(step, Copy) else step.pieces[0]
 
@@ -151,7 +151,7 @@ def plan_conversion(experts: Experts, targets: Targets) -> list[OutputTensor]:
     return sorted(outputs, key=lambda output: (files[output.path], output.offset))
 
 
-def _plan_block(experts: Experts, block: Block, layout: Layout, form: Form | None) -> list[OutputTensor]:
+def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form | None) -> list[OutputTensor]:
     outputs = []
     for parameter in sorted({parameter for _, parameter in block.tensors}):
         for stored in stored_projections(layout):
@@ -169,7 +169,7 @@ def _plan_block(experts: Experts, block: Block, layout: Layout, form: Form | Non
 
 
 def _plan_tensor(
-    block: Block,
+    block: LayoutBlock,
     name: str,
     stored: Stored,
     parameter: str,
@@ -199,21 +199,21 @@ def _plan_tensor(
 
 
 def _piece(
-    block: Block,
+    block: LayoutBlock,
     expert: int,
     projection: Projection,
     parameter: str,
     shape: tuple[int, ...],
     form: Form | None,
-) -> Piece:
+) -> ConversionPiece:
     """Where one projection of one expert is in the source, and where it goes in the expert's part of the output."""
     tensor, start, num_bytes = source_part(block, expert, holder(block.layout, projection), parameter)
     taken = slice_of(shape, projection, block.form)
     put = slice_of(shape, projection, form)
-    return Piece(tensor.path, tensor.offset + start, num_bytes, taken, put)
+    return ConversionPiece(tensor.path, tensor.offset + start, num_bytes, taken, put)
 
 
-def source_part(block: Block, expert: int, stored: Stored, parameter: str) -> tuple[StoredTensor, int, int]:
+def source_part(block: LayoutBlock, expert: int, stored: Stored, parameter: str) -> tuple[StoredTensor, int, int]:
     """The tensor that holds this, and the expert's part of it: start and length in bytes."""
     tensors = block.tensors[stored, parameter]
     if block.layout == "experts":
@@ -224,13 +224,13 @@ def source_part(block: Block, expert: int, stored: Stored, parameter: str) -> tu
     return tensor, expert * part_bytes, part_bytes
 
 
-def _copy(piece: Piece, shape: tuple[int, ...], dtype: str, target: int) -> Copy:
+def _copy(piece: ConversionPiece, shape: tuple[int, ...], dtype: str, target: int) -> Copy:
     itemsize = DTYPE_BITS[dtype] // 8
     offset = piece.offset + piece.taken.offset * itemsize
     return Copy(piece.path, offset, num_bytes_of(dtype, shape), target + piece.put.offset * itemsize)
 
 
-def _common_dtype(block: Block, projections: list[Projection], parameter: str) -> str:
+def _common_dtype(block: LayoutBlock, projections: list[Projection], parameter: str) -> str:
     tensors = {p: next(iter(block.tensors[holder(block.layout, p), parameter].values())) for p in projections}
     dtypes = {p: tensor.dtype for p, tensor in tensors.items()}
     if len(set(dtypes.values())) > 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fxoffload.checkpoints.errors import BrokenCheckpointError, UnsupportedCheckpointError
 from fxoffload.checkpoints.expert_keys import Stored
 from fxoffload.checkpoints.families import Form, Projection
-from fxoffload.checkpoints.layouts import Block, Layout
+from fxoffload.checkpoints.layouts import Layout, LayoutBlock
 
 _STORED: dict[str, tuple[Stored, ...]] = {
     "experts": ("gate", "up", "down"),
@@ -64,7 +64,7 @@ def part_shape(shape: tuple[int, ...], stored: Stored, form: Form | None) -> tup
     return shape[::-1] if form != "concatenated" else shape
 
 
-def expert_shape(block: Block, projection: Projection, parameter: str) -> tuple[int, ...] | None:
+def expert_shape(block: LayoutBlock, projection: Projection, parameter: str) -> tuple[int, ...] | None:
     """The shape of one expert's ``parameter`` in the layout of one tensor per expert; None where there is none."""
     stored = holder(block.layout, projection)
     tensors = block.tensors.get((stored, parameter))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fxoffload.checkpoints.interrupts import held_back
 from fxoffload.checkpoints.move_bytes import CHUNK_BYTES, ByteMover, StoppedError, write_fully
-from fxoffload.checkpoints.plan_conversion import Copy, Piece, Reorder, Step
+from fxoffload.checkpoints.plan_conversion import ConversionPiece, Copy, Reorder, Step
 from fxoffload.checkpoints.plan_shards import Shard
 
 Progress = Callable[[int, int], None]
@@ -33,7 +33,7 @@ class _OpenShard:
 
 
 @dataclass
-class _Job:
+class _StreamJob:
     """The state that the workers share; ``lock`` guards all of it."""
 
     folder: Path
@@ -65,7 +65,7 @@ def write_shards(
     all of them have ended; so is KeyboardInterrupt, however often Ctrl-C is pressed. Files are left as they are then.
     """
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    job = _Job(folder, mode, fsync, _tasks(shards))
+    job = _StreamJob(folder, mode, fsync, _tasks(shards))
     count = _num_workers(shards, workers)
     # Not Thread.join: interrupted by Ctrl-C, it takes a running thread for ended (bpo-45274), and the caller would
     # remove the folder under its hands.
@@ -88,7 +88,7 @@ def write_shards(
         raise job.failure
 
 
-def _report(job: _Job, total: int, progress: Progress | None) -> None:
+def _report(job: _StreamJob, total: int, progress: Progress | None) -> None:
     if progress is not None:
         progress(job.num_bytes, total)
 
@@ -117,7 +117,7 @@ def _cut(shard: Shard) -> Iterator[Step]:
             yield Copy(step.path, step.offset + start, num_bytes, step.target + start)
 
 
-def _work(job: _Job) -> None:
+def _work(job: _StreamJob) -> None:
     def report(num_bytes: int) -> None:
         with job.lock:
             job.num_bytes += num_bytes
@@ -138,12 +138,12 @@ def _work(job: _Job) -> None:
             _fail(job, error)
 
 
-def _fail(job: _Job, error: BaseException) -> None:
+def _fail(job: _StreamJob, error: BaseException) -> None:
     job.failure = job.failure or error
     job.stop = True
 
 
-def _take(job: _Job) -> tuple[Shard, Step, int] | None:
+def _take(job: _StreamJob) -> tuple[Shard, Step, int] | None:
     with job.lock:
         task = None if job.stop else next(job.tasks, None)
         if task is None:
@@ -159,7 +159,7 @@ def _take(job: _Job) -> tuple[Shard, Step, int] | None:
         return shard, step, job.shards[shard.name].file
 
 
-def _finish(job: _Job, shard: Shard) -> None:
+def _finish(job: _StreamJob, shard: Shard) -> None:
     """The worker that ends a shard's last step syncs it, while the others go on with the next one."""
     with job.lock:
         opened = job.shards[shard.name]
@@ -174,7 +174,7 @@ def _finish(job: _Job, shard: Shard) -> None:
             os.close(job.shards.pop(shard.name).file)
 
 
-def _source(job: _Job, step: Copy | Piece) -> int:
+def _source(job: _StreamJob, step: Copy | ConversionPiece) -> int:
     with job.lock:
         if step.path not in job.sources:
             job.sources[step.path] = os.open(step.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_sizes import free_symbols, free_unbacked_symbols, hint, hints_at, largest_size
-from fxoffload.passes.op_costs import tensors_of
+from fxoffload.analysis.op_costs import tensors_of
 
 Sizes = tuple[int, ...]
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.compiler.movables import movables_of, rank_movables
+from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.errors import PassError
 from fxoffload.options import Options
-from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.passes.runner import PassEntry, run_passes, without
 from fxoffload.progress import working
 from fxoffload.runtime.engine import Budgets
-from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
+from fxoffload.runtime.outer_program import OffloadCandidate, OuterProgram, RuntimeOptions
 
 GraphKwargs = Mapping[str, Any]
 
@@ -29,12 +29,12 @@ class BuiltForward:
 
     Attributes:
         program: to be run.
-        movables: the program's data about each storage; ranked when the backward is built.
+        offload_candidates: the program's data about each storage; ranked when the backward is built.
         order: for each of them, its place among the candidates.
     """
 
     program: OuterProgram
-    movables: list[Movable]
+    offload_candidates: list[OffloadCandidate]
     order: tuple[int, ...]
 
 
@@ -71,7 +71,7 @@ class Builder:
         """Whether segments may overwrite values that they are the last to read."""
         return self.options.inner == "inductor" and "donation" not in self.disabled
 
-    def _enabled(self, steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
+    def _enabled(self, steps: Sequence[PassEntry[Any]]) -> tuple[PassEntry[Any], ...]:
         if "verify" not in self.disabled:
             return tuple(steps)
         return without(steps, *(s.name for s in steps if s.name in PROOFS))
@@ -96,21 +96,23 @@ class Builder:
             min_bytes=self.options.min_bytes,
             whole="segments" in self.disabled,
         )
-        run_steps(FIND, state, "forward")
+        run_passes(FIND, state, "forward")
         return state
 
     def lower(self, state: ForwardState) -> None:
         """Make the outer graph of what ``find`` found."""
-        run_steps(self._enabled(FORWARD), state, "forward")
+        run_passes(self._enabled(FORWARD), state, "forward")
 
     def forward(self, state: ForwardState, kwargs: GraphKwargs) -> BuiltForward:
         """Compile the graph that was lowered. ``kwargs``: those that Inductor was given for the whole graph."""
         assert state.outer is not None
         self._compile_segments(state, kwargs)
-        ordered, movables = movables_of(state)
+        ordered, offload_candidates = offload_candidates_of(state)
         place = {c.name: i for i, c in enumerate(state.saved.candidates)}
-        program = OuterProgram(state.outer, device=self.device, options=self.runtime, movables=movables)
-        return BuiltForward(program, movables, tuple(place[c.name] for c in ordered))
+        program = OuterProgram(
+            state.outer, device=self.device, options=self.runtime, offload_candidates=offload_candidates
+        )
+        return BuiltForward(program, offload_candidates, tuple(place[c.name] for c in ordered))
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Builder:
         self,
         gm: fx.GraphModule,
         forward: ForwardState,
-        movables: Sequence[Movable],
+        offload_candidates: Sequence[OffloadCandidate],
         donatable: Collection[fx.Node],
         kwargs: GraphKwargs,
     ) -> tuple[BackwardState, OuterProgram]:
@@ -127,7 +129,7 @@ class Builder:
         Args:
             gm: the partitioned graph.
             forward: of its forward.
-            movables: of its forward; they are ranked.
+            offload_candidates: of its forward; they are ranked.
             donatable: placeholders that belong to one backward alone.
             kwargs: as of ``forward``.
         """
@@ -148,12 +150,12 @@ class Builder:
             whole="segments" in self.disabled,
         )
         steps = self._enabled(BACKWARD)
-        run_steps(steps if self.donates else without(steps, "choose_donations"), state, "backward")
+        run_passes(steps if self.donates else without(steps, "choose_donations"), state, "backward")
         assert state.outer is not None
         self._compile_segments(state, kwargs)
         with working("compiling kernels"):
             self.pending.finish(save=True)
-        rank_movables(movables, forward.saved.candidates, state)
+        rank_offload_candidates(offload_candidates, forward.saved.candidates, state)
         overwritten = {s.inputs[i] for s in state.segmentation.segments for i in state.donations.get(s.name, ())}
         program = OuterProgram(
             state.outer,

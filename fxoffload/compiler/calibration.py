@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 
 from fxoffload.compiler.explain import floors_of
 from fxoffload.compiler.graph_budget import GraphBudget
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Basis, Decision, Prediction
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime import background
-from fxoffload.runtime.clocks.segment_readings import Readings
 from fxoffload.sizes import format_bytes
+from fxoffload.step.readings import Readings
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ _FAR_LONGER = 1.5
 _WORTH_PINNING = 0.05
 
 
-class PlanAgain(ABC):
+class Recalibration(ABC):
     """Replaces a plan's schedule with one from measured times, where that is better.
 
     Args:
         schedule: that runs.
         scheduler: that it was made with.
         box: where the plan is shown.
-        goal: of the plan.
+        objective: of the plan.
         limit_bytes: the part of the goal's budget that the schedule may take; None: all of it, or there is no budget.
 
     Attributes:
@@ -48,13 +48,18 @@ class PlanAgain(ABC):
     """
 
     def __init__(
-        self, schedule: Schedule, scheduler: Scheduler, box: PlanBox, goal: PlanGoal, limit_bytes: int | None = None
+        self,
+        schedule: Schedule,
+        scheduler: Scheduler,
+        box: PlanBox,
+        objective: Objective,
+        limit_bytes: int | None = None,
     ) -> None:
         self._schedule = schedule
         self._scheduler = scheduler
         self._box = box
-        self._goal = goal
-        self._limit = goal.budget_bytes if limit_bytes is None else limit_bytes
+        self._goal = objective
+        self._limit = objective.budget_bytes if limit_bytes is None else limit_bytes
         self.exceeded = self.far_longer = False
         self.scheduler = scheduler
         self.control: GraphBudget | None = None
@@ -94,7 +99,7 @@ class PlanAgain(ABC):
         """Follow ``now``, or a better schedule that is known; returns the one followed. Both are in measured time."""
 
     @property
-    def once_more(self) -> PlanAgain | None:
+    def once_more(self) -> Recalibration | None:
         """The calibration that plans after the next measured steps; None: nothing does."""
         return None
 
@@ -104,7 +109,7 @@ class PlanAgain(ABC):
         return self._scheduler.step
 
     def plan_first(self, readings: Readings, basis: Basis, limit_bytes: int | None) -> Scheduler:
-        """``plan_again`` before any step ran, with segments that ran on made-up inputs: the plan's predictions change.
+        """``recalibrate`` before any step ran, with segments that ran on made-up inputs: the plan's predictions change.
 
         Args:
             readings: of the segments.
@@ -129,7 +134,7 @@ class PlanAgain(ABC):
         )
         return self._scheduler
 
-    def plan_again(self, readings: Readings) -> None:
+    def recalibrate(self, readings: Readings) -> None:
         """From the next forward on the new schedule is followed, where that is better."""
         now, baseline, _ = self._plan(readings)
         self._box.update(

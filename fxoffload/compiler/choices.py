@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
-from fxoffload.compiler.draft import Draft
-from fxoffload.passes.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.passes.rematerialize import REPEATS_KEY
-from fxoffload.planner.formulate import items_of, problem_of
-from fxoffload.planner.problem import Alternative, Item, Layer, Problem
+from fxoffload.planner.formulate import problem_of, storages_of
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
 from fxoffload.planner.rates import ProfileRates
 
 # Values outside the layers are kept or offloaded; there is no other choice.
@@ -33,7 +33,7 @@ class Choices:
     """
 
     def __init__(
-        self, joint: fx.GraphModule, base: Draft, rates: ProfileRates, *, host_bytes: int | None = None
+        self, joint: fx.GraphModule, base: Partitioning, rates: ProfileRates, *, host_bytes: int | None = None
     ) -> None:
         assert base.step is not None and base.backward_state is not None
         state = base.forward_state
@@ -55,32 +55,32 @@ class Choices:
             if s.position < 0
         }
         layers = [self._layer(c, label) for c in self.classes for label in c.layers]
-        claimed = {i.name for la in layers for a in la.alternatives for i in a.items}
+        claimed = {i.name for la in layers for a in la.variants for i in a.storages}
         own = self._within_layers()
-        rest = [i for i in items_of(base.step) if i.name not in claimed and i.name not in own]
-        layers.append(Layer(_OUTSIDE, _OUTSIDE, (Alternative("as partitioned", tuple(rest), {}, {}),)))
+        rest = [i for i in storages_of(base.step) if i.name not in claimed and i.name not in own]
+        layers.append(ProblemLayer(_OUTSIDE, _OUTSIDE, (LayerVariant("as partitioned", tuple(rest), {}, {}),)))
         self._labels = [label for c in self.classes for label in c.layers]
         self._points = [c.points for c in self.classes for _ in c.layers]
         # A frontier's first point computes the same as plain Inductor, so its times are those of the draft.
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
-    def recompute(self, alternatives: Sequence[int]) -> Mapping[str, RecomputePoint]:
-        """Layer -> point, for the solver's answer."""
-        pairs = zip(self._labels, self._points, alternatives, strict=False)
+    def recompute(self, variants: Sequence[int]) -> Mapping[str, RecomputePoint]:
+        """ProblemLayer -> point, for the solver's answer."""
+        pairs = zip(self._labels, self._points, variants, strict=False)
         return {label: points[chosen] for label, points, chosen in pairs}
 
     # -- one layer -----------------------------------------------------------------------------------------------------
 
-    def _layer(self, kind: LayerClass, label: str) -> Layer:
+    def _layer(self, kind: LayerClass, label: str) -> ProblemLayer:
         segments = self._up.segments_of(n for n in kind.names[label])
-        alternatives = [self._alternative(kind, label, i, p, segments) for i, p in enumerate(kind.points)]
-        return Layer(label, kind.layers[0], tuple(alternatives))
+        variants = [self._variant_of_point(kind, label, i, p, segments) for i, p in enumerate(kind.points)]
+        return ProblemLayer(label, kind.layers[0], tuple(variants))
 
-    def _alternative(
+    def _variant_of_point(
         self, kind: LayerClass, label: str, number: int, point: RecomputePoint, own: list[int]
-    ) -> Alternative:
+    ) -> LayerVariant:
         computed = {kind.name_at(label, p) for p in point.recomputed}
-        items: list[Item] = []
+        storages: list[SavedStorage] = []
         at: list[int] = []
         for storage in point.saved:
             name = kind.name_at(label, storage.position)
@@ -92,8 +92,8 @@ class Choices:
             if not readers:
                 continue
             made = self._down.of[name]
-            items.append(
-                Item(
+            storages.append(
+                SavedStorage(
                     name,
                     held_bytes=storage.nbytes,
                     moved_bytes=storage.nbytes if storage.nbytes >= self._min_bytes else 0,
@@ -109,7 +109,7 @@ class Choices:
         where = sorted(set(at)) or own
         first = where[0] if where else 0
         spread = {i: point.extra_bytes for i in where}
-        return Alternative(f"{label}, point {number}", tuple(items), {first: point.extra_ms}, spread)
+        return LayerVariant(f"{label}, point {number}", tuple(storages), {first: point.extra_ms}, spread)
 
     def _readers(self, node: fx.Node, computed: set[str]) -> list[int]:
         """Backward segments that read ``node``: themselves, through views, or through recomputed values."""

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxoffload.analysis.estimate_memory import dying_inputs
 from fxoffload.compiler.made_up import MadeUp
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.passes.cut_segments import Segment
-from fxoffload.passes.estimate_memory import dying_inputs
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.clocks.segment_readings import Phase
+from fxoffload.step.readings import Phase
 
 # A call of a step: its phase and its segment's name.
 CallName = tuple[Phase, str]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from fxoffload.compiler.draft import Draft
+from fxoffload.analysis.attention_masks import AttentionMask
+from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.passes.annotate_layers import LAYER_KEY
-from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.find_candidates import Candidate, Skipped
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Plan, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Boundary, Simulation
@@ -30,7 +30,7 @@ _FLOOR = 0.05
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplainRow:
     """What happens to one value of one layer; see ``Decision``."""
 
     layer: str
@@ -43,13 +43,13 @@ class Row:
 
 
 def describe_plan(
-    draft: Draft,
+    partitioning: Partitioning,
     schedule: Schedule | None,
-    base: Draft | None,
+    base: Partitioning | None,
     *,
     baseline: Simulation,
     simulation: Simulation,
-    goal: PlanGoal,
+    objective: Objective,
     device: str,
     summary: str,
     smallest_budget_bytes: int,
@@ -58,51 +58,53 @@ def describe_plan(
     """The plan to show.
 
     Args:
-        draft: the one that is compiled.
+        partitioning: the one that is compiled.
         schedule: what moves when; None: nothing is done.
-        base: plain Inductor's draft, where ``draft`` is another.
+        base: plain Inductor's draft, where ``partitioning`` is another.
         baseline: plain Inductor's step.
         simulation: the plan's step.
     """
-    assert draft.step is not None
+    assert partitioning.step is not None
     return Plan(
         graph=NO_GRAPH,
         device=device,
-        activation_budget=goal.budget_bytes,
-        max_slowdown=goal.max_slowdown,
-        source=goal.source,
+        activation_budget=objective.budget_bytes,
+        max_slowdown=objective.max_slowdown,
+        source=objective.source,
         summary=summary,
         predicted=Prediction.of(simulation),
         baseline=Prediction.of(baseline),
         smallest_budget_bytes=smallest_budget_bytes,
-        decisions=decisions_of(draft, schedule, base, simulation),
-        floors=tuple(floors_of(draft.step, simulation)),
+        decisions=decisions_of(partitioning, schedule, base, simulation),
+        floors=tuple(floors_of(partitioning.step, simulation)),
         frontier=tuple(frontier),
         simulation=simulation,
     )
 
 
 def decisions_of(
-    draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation
+    partitioning: Partitioning, schedule: Schedule | None, base: Partitioning | None, simulation: Simulation
 ) -> tuple[Decision, ...]:
     """What happens to each value; arguments as for ``describe_plan``."""
-    return tuple(grouped(_rows(draft, schedule, base, simulation)))
+    return tuple(grouped(_rows(partitioning, schedule, base, simulation)))
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulation: Simulation) -> Iterable[Row]:
-    assert draft.step is not None
-    state = draft.forward_state
+def _rows(
+    partitioning: Partitioning, schedule: Schedule | None, base: Partitioning | None, simulation: Simulation
+) -> Iterable[ExplainRow]:
+    assert partitioning.step is not None
+    state = partitioning.forward_state
     offload: dict[str, bool] = {}
     if schedule is not None:
-        offload = {c.name: go for c, go in zip(draft.step.candidates, schedule.offload, strict=True)}
-    by_name = {c.name: c for c in draft.step.candidates}
+        offload = {c.name: go for c, go in zip(partitioning.step.candidates, schedule.offload, strict=True)}
+    by_name = {c.name: c for c in partitioning.step.candidates}
     for candidate in state.saved.candidates:
         info = by_name.get(candidate.name)
         go = offload.get(candidate.name, False)
-        yield Row(
+        yield ExplainRow(
             _layer(candidate.nodes),
             candidate.name,
             producer_of(candidate),
@@ -118,15 +120,15 @@ def _rows(draft: Draft, schedule: Schedule | None, base: Draft | None, simulatio
         node = nodes.get(item.name)
         layer = "" if node is None else str(node.meta.get(LAYER_KEY) or "")
         producer = "" if node is None or node.op != "call_function" else str(node.target)
-        yield Row(layer, item.name, producer, item.nbytes or 0, "stay", why_it_stays(item), item.label)
+        yield ExplainRow(layer, item.name, producer, item.nbytes or 0, "stay", why_it_stays(item), item.label)
     yield from mask_rows(state.masks)
-    if base is not None and base is not draft:
+    if base is not None and base is not partitioning:
         saved = {n.name for c in state.saved.candidates for n in c.nodes} | {s.name for s in state.saved.skipped}
-        more_ms = draft.step.compute_ms - (base.step.compute_ms if base.step is not None else 0.0)
+        more_ms = partitioning.step.compute_ms - (base.step.compute_ms if base.step is not None else 0.0)
         yield from recomputed_rows(base.forward_state.saved.candidates, saved, _layer, recompute_reason(more_ms))
 
 
-def checkpointed_decisions(plain: Draft, checkpointed: Draft) -> Iterable[Decision]:
+def checkpointed_decisions(plain: Partitioning, checkpointed: Partitioning) -> Iterable[Decision]:
     """Values that the user's activation checkpointing recomputes: ``plain``, without it, saves these."""
     found = checkpointed.forward_state.saved
     saved = {n.name for c in found.candidates for n in c.nodes} | {s.name for s in found.skipped}
@@ -140,11 +142,11 @@ def recomputed_rows(
     saved: Collection[str],
     label_of: Callable[[Sequence[fx.Node]], str],
     reason: str,
-) -> Iterable[Row]:
+) -> Iterable[ExplainRow]:
     """Values that plain Inductor would save (``base``) and whose names are not in ``saved``. Inputs are there."""
     for candidate in base:
         if not candidate.is_input and not any(n.name in saved for n in candidate.nodes):
-            yield Row(
+            yield ExplainRow(
                 label_of(candidate.nodes),
                 candidate.name,
                 producer_of(candidate),
@@ -166,13 +168,13 @@ def why_it_stays(item: Skipped) -> str:
     return item.reason if item.nbytes is None else f"{item.reason} ({format_bytes(item.nbytes)})"
 
 
-def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Iterable[Row]:
+def mask_rows(masks: Iterable[AttentionMask], label: str | None = None) -> Iterable[ExplainRow]:
     """The masks of S x S that attention is called with, and what to change. ``label``: of the calls, instead of their
     layers."""
     for mask in masks:
         source = "built in the graph" if mask.producer else "an input of the graph"
         calls = f"{len(mask.layers)} attention calls take" if len(mask.layers) > 1 else "an attention call takes"
-        yield Row(
+        yield ExplainRow(
             label if label is not None else mask.layers[0] if len(mask.layers) == 1 else "",
             mask.name,
             mask.producer,
@@ -221,10 +223,10 @@ def _copies(info: StorageInfo | None, simulation: Simulation) -> str:
     return f" ({down:.2g} ms to the host, {up:.2g} back)"
 
 
-def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
+def grouped(rows: Iterable[ExplainRow]) -> Iterable[Decision]:
     """One decision for the layers that do the same with the same."""
     count: dict[tuple[str, str, int], int] = defaultdict(int)
-    groups: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[ExplainRow]] = {}
     for row in rows:
         which: object = _place_in_layer(row)
         if which is None:
@@ -253,7 +255,7 @@ def grouped(rows: Iterable[Row]) -> Iterable[Decision]:
 _OF_A_MODULE = re.compile(r"\S+( \([^)]*\))?( \[|$)")
 
 
-def _place_in_layer(row: Row) -> str | None:
+def _place_in_layer(row: ExplainRow) -> str | None:
     """Where in its layer a value is made, the same in layers that are alike; None where its name does not tell."""
     if not row.layer or not _OF_A_MODULE.match(row.label):
         return None
@@ -267,12 +269,12 @@ def with_actions(
     """``decisions`` where other candidates move. ``offload``: by name, of the candidates of ``step``."""
     infos = {c.name: c for c in step.candidates}
 
-    def rows() -> Iterable[Row]:
+    def rows() -> Iterable[ExplainRow]:
         for d in decisions:
             layers, names = d.layers or ("",), d.names or (d.name,)
             labels = d.values or (d.value,) * len(names)
             for layer, name, label in zip(layers, names, labels, strict=False):
-                row = Row(layer, name, d.producer, d.nbytes, d.action, d.reason, label)
+                row = ExplainRow(layer, name, d.producer, d.nbytes, d.action, d.reason, label)
                 if name in offload and d.action in ("keep", "offload"):
                     info, go = infos[name], offload[name]
                     reason = reason_of(go, info, simulation, is_input=info.is_input)

@@ -2,7 +2,7 @@
 
 Dynamo hands over a graph, AOTAutograd its forward and backward. Both run on fake tensors, op by op, so that the code
 between graphs runs, and Dynamo comes to the next graph. Nothing is compiled for a device, and nothing computed. The
-calls are watched as those of a real step are (``fxoffload.runtime.steps.calls``): which graphs run in which order, and
+calls are watched as those of a real step are (``fxoffload.runtime.tracker.step_tracker``): which graphs run in which order, and
 how long the memory at their edges is held.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 import torch.fx as fx
 
 from fxoffload._torch_compat import boxed, boxed_eager
+from fxoffload.analysis.values import output_values
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
-from fxoffload.compiler.draft import Draft, copy_graph, describe
-from fxoffload.compiler.recipe import Compiled, Recipe
+from fxoffload.compiler.chain_graphs import Checkpointed, GraphDescription, describe_graph
+from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
-from fxoffload.compiler.tape_parts import Checkpointed, Part, describe_part
-from fxoffload.passes.values import output_values
-from fxoffload.runtime.steps.held import Edges, Held, Moment
-from fxoffload.runtime.steps.step_memory import EdgeWatch
+from fxoffload.compiler.variant_maker import Compiled, VariantMaker
+from fxoffload.runtime.tracker.step_memory import EdgeWatch
+from fxoffload.step.edges import EdgeMemory, Edges, Moment
 
 
 class FakeGraph:
@@ -40,7 +40,7 @@ class FakeGraph:
     Attributes:
         layers: of it.
         planned: its own plan; None: it has no two layers, or sizes that depend on data.
-        why_no_part: why a plan over several graphs may not have it; "" where it may.
+        why_not_described: why a plan over several graphs may not have it; "" where it may.
         moved: positions of the forward's results that may leave the device.
     """
 
@@ -54,19 +54,23 @@ class FakeGraph:
     ) -> None:
         self.planned = session.planned
         self.layers: Sequence[str] = session.layers.layers
-        self.why_no_part = session.why_no_tape() or ("sizes depend on data" if depends_on_data(forward) else "")
-        self._session, self._backward, self._recipe = session, backward, None
+        self.why_not_described = session.why_not_in_chain() or (
+            "sizes depend on data" if depends_on_data(forward) else ""
+        )
+        self._session, self._backward, self._variant_maker = session, backward, None
         planned = self.planned
-        self._draft = describe(forward, backward, session.draft_settings()) if planned is None else planned.draft
-        names = {n.name for c in self._draft.forward_state.saved.candidates for n in c.nodes}
-        first, results = self._draft.forward_state.num_user_outputs, output_values(forward.graph)
+        self._partitioning = (
+            describe(forward, backward, session.partition_settings()) if planned is None else planned.partitioning
+        )
+        names = {n.name for c in self._partitioning.forward_state.saved.candidates for n in c.nodes}
+        first, results = self._partitioning.forward_state.num_user_outputs, output_values(forward.graph)
         self.moved = [i for i, v in enumerate(results) if i >= first and isinstance(v, fx.Node) and v.name in names]
         if planned is not None:
             return
-        state, up = self._draft.forward_state, self._draft.backward_state
-        if up is not None and not self.why_no_part:
-            compiled = Compiled(self._graph_of(self._draft), state, up, forward_kwargs, backward_kwargs)
-            self._recipe = session.recipe_of(compiled)
+        state, up = self._partitioning.forward_state, self._partitioning.backward_state
+        if up is not None and not self.why_not_described:
+            compiled = Compiled(self._graph_of(self._partitioning), state, up, forward_kwargs, backward_kwargs)
+            self._variant_maker = session.variant_maker_of(compiled)
 
     @property
     def is_plain(self) -> bool:
@@ -74,40 +78,48 @@ class FakeGraph:
         return self.planned is not None and self.planned.schedule is None
 
     @cached_property
-    def part(self) -> Part | None:
+    def description(self) -> GraphDescription | None:
         """The graph as data for a plan over several graphs, as it would be compiled.
 
         None: it saves nothing that may move, or such a plan may not have it.
         """
-        part = None if self.why_no_part else self._part_of(self._draft, self._recipe)
-        obeyed, up = None if self.planned is None else self.planned.checkpointed, self._draft.backward_state
-        if part is None or obeyed is None or up is None:
-            return part
-        checkpointed = Checkpointed(obeyed, self._session.draft_settings())
-        step, edges = checkpointed.part(self._draft.forward_state, up)
-        return replace(part, checkpointed=(step, _at_inputs_of(edges, self._draft.backward, self._backward)))
+        description = None if self.why_not_described else self._part_of(self._partitioning, self._variant_maker)
+        obeyed, up = None if self.planned is None else self.planned.checkpointed, self._partitioning.backward_state
+        if description is None or obeyed is None or up is None:
+            return description
+        checkpointed = Checkpointed(obeyed, self._session.partition_settings())
+        step, edges = checkpointed.description(self._partitioning.forward_state, up)
+        return replace(
+            description, checkpointed=(step, _at_inputs_of(edges, self._partitioning.backward, self._backward))
+        )
 
     @cached_property
-    def plain(self) -> Part | None:
+    def plain(self) -> GraphDescription | None:
         """The same for the graph as plain Inductor compiles it."""
         base = None if self.planned is None else self.planned.base
-        return self.part if base is None or base is self._draft else self._part_of(base, None)
+        return self.description if base is None or base is self._partitioning else self._part_of(base, None)
 
-    def _part_of(self, draft: Draft, recipe: Recipe | None) -> Part | None:
-        state, up = draft.forward_state, draft.backward_state
+    def _part_of(self, partitioning: Partitioning, variant_maker: VariantMaker | None) -> GraphDescription | None:
+        state, up = partitioning.forward_state, partitioning.backward_state
         if up is None:
             return None
-        graph = self._graph_of(draft)
-        found = describe_part(
-            graph, state, up, draft.movables, self._session.tape_goal(), self._session.rates(), recipe
+        graph = self._graph_of(partitioning)
+        found = describe_graph(
+            graph,
+            state,
+            up,
+            partitioning.offload_candidates,
+            self._session.chain_settings(),
+            self._session.rates(),
+            variant_maker,
         )
         if found is None:
             return None
-        part, edges = found
-        return replace(part, edges=_at_inputs_of(edges, draft.backward, self._backward))
+        description, edges = found
+        return replace(description, edges=_at_inputs_of(edges, partitioning.backward, self._backward))
 
-    def _graph_of(self, draft: Draft) -> CompiledGraph:
-        state = draft.forward_state
+    def _graph_of(self, partitioning: Partitioning) -> CompiledGraph:
+        state = partitioning.forward_state
         assert state.outer is not None
         return CompiledGraph(
             state.outer, self._session.layers, state.saved, self._session.options.policy, state.actions
@@ -159,13 +171,13 @@ class FakeStep:
         """Whether every forward had its backward."""
         return not self._pending
 
-    def held(self) -> tuple[Held, ...]:
+    def edge_memory(self) -> tuple[EdgeMemory, ...]:
         """Of the last step that began, in the names of the graphs as they would be compiled."""
-        return self._as_compiled.held()
+        return self._as_compiled.edge_memory()
 
-    def held_plain(self) -> tuple[Held, ...]:
+    def plain_edge_memory(self) -> tuple[EdgeMemory, ...]:
         """The same, in the names of plain Inductor's graphs."""
-        return self._as_plain.held()
+        return self._as_plain.edge_memory()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -194,23 +206,23 @@ class FakeStep:
 
     def _forward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         self.ran.append(graph)
-        if not self.watches or graph.part is None:
+        if not self.watches or graph.description is None:
             return run(args)
         at = Moment("forward", len(self.calls))
         self.calls.append(graph)
         self._pending.append(at.call)
         self._begins(at)
-        self._watch(at, [p and p.edges.inputs for p in (graph.part, graph.plain)], args)
+        self._watch(at, [p and p.edges.inputs for p in (graph.description, graph.plain)], args)
         results = run(args)
         results = list(results)
         for i in graph.moved:  # as tokens do in training, other tensors wait for the backward
             results[i] = results[i].new_empty_strided(results[i].shape, results[i].stride())
         self._look()
-        self._watch(at, [p and p.edges.outputs for p in (graph.part, graph.plain)], results)
+        self._watch(at, [p and p.edges.outputs for p in (graph.description, graph.plain)], results)
         return results
 
     def _backward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        if not self.watches or graph.part is None:
+        if not self.watches or graph.description is None:
             return run(args)
         mine = [call for call in self._pending if self.calls[call] is graph]
         if not mine:  # it runs once more (retain_graph)
@@ -220,10 +232,10 @@ class FakeStep:
         self.is_regular = self.is_regular and self._pending[-1] == at.call
         self._pending.remove(at.call)
         self._begins(at)
-        self._watch(at, [p and p.edges.tangents for p in (graph.part, graph.plain)], args)
+        self._watch(at, [p and p.edges.tangents for p in (graph.description, graph.plain)], args)
         results = run(args)
         self._look()
-        self._watch(at, [p and p.edges.gradients for p in (graph.part, graph.plain)], results)
+        self._watch(at, [p and p.edges.gradients for p in (graph.description, graph.plain)], results)
         return results
 
     # -- memory at their edges -----------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_sizes import form_of
-from fxoffload.passes.values import output_values, tensor_of
-from fxoffload.runtime.variant import Layout
+from fxoffload.analysis.values import output_values, tensor_of
+from fxoffload.runtime.variant import VariantLayout
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _form(value: object, *, strides: bool) -> Hashable:
     return shape, stride if strides else None, tensor.dtype, tensor.device
 
 
-def fit(first: Signature, other: Signature) -> Layout | None:
+def fit(first: Signature, other: Signature) -> VariantLayout | None:
     """How ``other`` lies in the slots of ``first``; None where it does not fit."""
     if (first.outputs, first.gradients) != (other.outputs, other.gradients):
         return None
@@ -96,7 +96,7 @@ def fit(first: Signature, other: Signature) -> Layout | None:
         return None
     input_place = {name: i for i, name in enumerate(first.inputs)}
     carrier = free[0]
-    return Layout(
+    return VariantLayout(
         inputs=tuple(input_place[name] for name in other.inputs),
         num_user_outputs=count,
         num_results=count + len(first.saved),

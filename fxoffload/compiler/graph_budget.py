@@ -16,16 +16,16 @@ from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.explain import with_actions
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.errors import in_brief
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Prediction
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
-from fxoffload.runtime.steps.budget_loop import MOST_CORRECTIONS, BudgetLoop
-from fxoffload.runtime.windows import Choice
+from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.sizes import format_bytes
+from fxoffload.step.choice import Choice
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class PlannedGraph:
     Attributes:
         graph: as compiled.
         box: where the plan is shown.
-        goal: of the plan.
+        objective: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         least: the choice until a correction is there.
         ignored: choices that are not judged: that of the step in which kernels are tuned. It may still be added.
@@ -50,7 +50,7 @@ class PlannedGraph:
 
     graph: CompiledGraph
     box: PlanBox
-    goal: PlanGoal
+    objective: Objective
     order: Sequence[int]
     least: Choice
     ignored: Sequence[Choice] = ()
@@ -59,7 +59,7 @@ class PlannedGraph:
 
 
 class GraphBudget:
-    """See ``fxoffload.runtime.steps.hold_to_budget.BudgetControl``.
+    """See ``fxoffload.runtime.tracker.hold_to_budget.BudgetControl``.
 
     Args:
         planned: the graph.
@@ -74,10 +74,10 @@ class GraphBudget:
     def __init__(
         self, planned: PlannedGraph, scheduler: Scheduler, schedule: Schedule, *, in_background: bool = True
     ) -> None:
-        assert planned.goal.budget_bytes is not None
+        assert planned.objective.budget_bytes is not None
         self.margin_bytes = 0
         self._planned = planned
-        self._budget: int = planned.goal.budget_bytes
+        self._budget: int = planned.objective.budget_bytes
         self._scheduler, self._schedule = scheduler, schedule
         self._spare_bytes, self._num_spare = int(_SPARE * self._budget), 0
         self._in_background = in_background
@@ -197,7 +197,7 @@ class GraphBudget:
         baseline = plan.calibrated_baseline or plan.baseline
         baseline = _with_outside(baseline, self.margin_bytes - baseline.outside_bytes)
         corrected = f", corrected by {format_bytes(self.margin_bytes)} that steps took beyond it"
-        summary = f"{aim_of(planned.goal)}{corrected if self.margin_bytes else ''}: "
+        summary = f"{aim_of(planned.objective)}{corrected if self.margin_bytes else ''}: "
         offload = dict(zip((c.name for c in self._scheduler.step.candidates), found.offload, strict=True))
         box.update(
             calibrated=Prediction.of(found.simulation),

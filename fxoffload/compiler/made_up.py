@@ -19,9 +19,9 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import HigherOrderOperator, OpOverload
 from fxoffload._torch_sizes import hint
+from fxoffload.analysis.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
+from fxoffload.analysis.values import tensor_of
 from fxoffload.compiler.made_up_indices import ENDS, HANDS_ON, INDEX_ALONG, INDEX_LISTS, may_index_wrongly
-from fxoffload.passes.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
-from fxoffload.passes.values import tensor_of
 
 # Operators of other libraries may read any address by an integer that they are given.
 _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")

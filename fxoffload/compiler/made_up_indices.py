@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.passes.op_costs import aten_names, call_of, op_name, tensors_of
+from fxoffload.analysis.op_costs import aten_names, call_of, op_name, tensors_of
 
 # Operators that hand values on, or some of them.
 HANDS_ON = aten_names(

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch.fx as fx
 
+from fxoffload.analysis.estimate_costs import Rates, estimate_segment
+from fxoffload.analysis.hidden_memory import hidden_bytes
+from fxoffload.analysis.op_costs import call_of, distinct_bytes, node_kind, op_name
+from fxoffload.analysis.op_key import op_key
 from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
 from fxoffload.compiler.measuring import FOR_SEGMENTS_S, NO_ROOM, NO_TIME, Allowance, note_estimated, reason_of
 from fxoffload.counters import counters
 from fxoffload.machine.devices import Identity
 from fxoffload.machine.meters import Meter, Work
 from fxoffload.machine.op_times import OpTimes, Outcomes, times_of
-from fxoffload.passes.estimate_costs import Rates, estimate_segment
-from fxoffload.passes.hidden_memory import hidden_bytes
-from fxoffload.passes.op_costs import call_of, distinct_bytes, node_kind, op_name
-from fxoffload.passes.op_key import op_key
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from fxoffload.compiler.time_segments import MARGIN, time_segments
 from fxoffload.counters import counters
 from fxoffload.machine.meters import Meter
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings, Sample
+from fxoffload.step.readings import PHASES, Phase, Readings, Sample
 
 log = logging.getLogger(__name__)
 

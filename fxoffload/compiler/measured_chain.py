@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxoffload.planner.chain import Beside, Chain
+from fxoffload.planner.chain import Chain, ExtraMemory
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.clocks.chain_clock import segment_of
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
+from fxoffload.runtime.profiler.chain_clock import segment_of
+from fxoffload.step.readings import PHASES, Phase
 
 Times = Mapping[Phase, Mapping[str, float]]
 Sizes = Mapping[Phase, Mapping[str, int | None]]
@@ -22,12 +22,12 @@ class MeasuredChain:
     Attributes:
         ms: of its segments, and between its calls.
         temp_bytes: working sets of its segments.
-        beside: memory on the device outside its graphs.
+        extra_memory: memory on the device outside its graphs.
     """
 
     ms: Times
     temp_bytes: Sizes
-    beside: Beside
+    extra_memory: ExtraMemory
 
 
 def as_compiled(

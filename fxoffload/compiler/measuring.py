@@ -78,7 +78,7 @@ def allowance_of_step() -> Allowance:
     """What the step that is being compiled may spend: graphs that are compiled while forwards wait for their backwards
     belong to the same step as these."""
     global _latest
-    if not any(len(engine.tape) for engine in engines()):
+    if not any(len(engine.save_order) for engine in engines()):
         _latest = Allowance()
     return _latest
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.attention_masks import AttentionMask, FindAttentionMasks
+from fxoffload.analysis.values import output_values
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.tangents import is_loss, tangents_of, zeros_of
-from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations, Donations
 from fxoffload.passes.cut_segments import CutSegments, Segmentation
@@ -18,9 +19,8 @@ from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.rematerialize import Rematerialize
-from fxoffload.passes.runner import Step
+from fxoffload.passes.runner import PassEntry
 from fxoffload.passes.settle_nodes import SettleNodes
-from fxoffload.passes.values import output_values
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring
@@ -85,10 +85,10 @@ def _verify_pairing(state: BackwardState) -> VerifyPairing:
     return VerifyPairing(forward.gm, forward.outer, forward.num_user_outputs)
 
 
-FIND: tuple[Step[ForwardState], ...] = (
-    Step("find_attention_masks", lambda s: FindAttentionMasks(), "masks"),
-    Step("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved"),
-    Step(
+FIND: tuple[PassEntry[ForwardState], ...] = (
+    PassEntry("find_attention_masks", lambda s: FindAttentionMasks(), "masks"),
+    PassEntry("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved"),
+    PassEntry(
         "find_candidates",
         lambda s: FindCandidates(
             num_user_outputs=s.num_user_outputs,
@@ -100,28 +100,32 @@ FIND: tuple[Step[ForwardState], ...] = (
     ),
 )
 
-FORWARD: tuple[Step[ForwardState], ...] = (
-    Step("cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole, single=True), "segmentation"),
-    Step("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes), "segmentation"),
-    Step("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
-    Step("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),
-    Step("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
-    Step("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
-    Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
-    Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
+FORWARD: tuple[PassEntry[ForwardState], ...] = (
+    PassEntry(
+        "cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole, single=True), "segmentation"
+    ),
+    PassEntry("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes), "segmentation"),
+    PassEntry("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
+    PassEntry("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),
+    PassEntry("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
+    PassEntry("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
+    PassEntry("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
+    PassEntry("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
 )
 
-BACKWARD: tuple[Step[BackwardState], ...] = (
-    Step("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
-    Step("cut_segments", lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole), "segmentation"),
-    Step("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.forward.saved.moved_bytes), "segmentation"),
-    Step("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
-    Step(
+BACKWARD: tuple[PassEntry[BackwardState], ...] = (
+    PassEntry("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
+    PassEntry("cut_segments", lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole), "segmentation"),
+    PassEntry(
+        "rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.forward.saved.moved_bytes), "segmentation"
+    ),
+    PassEntry("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
+    PassEntry(
         "make_calls",
         lambda s: lambda gm: {g.name: SegmentCall(g, s.donations.get(g.name, ())) for g in s.segmentation.segments},
         "modules",
     ),
-    Step(
+    PassEntry(
         "insert_reloads",
         lambda s: InsertReloads(
             s.segmentation,
@@ -133,9 +137,9 @@ BACKWARD: tuple[Step[BackwardState], ...] = (
         ),
         "outer",
     ),
-    Step("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
-    Step("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
-    Step("verify_pairing", _verify_pairing, "outer", on="outer"),
+    PassEntry("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
+    PassEntry("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
+    PassEntry("verify_pairing", _verify_pairing, "outer", on="outer"),
 )
 
 # The passes that the piece "verify" switches off.

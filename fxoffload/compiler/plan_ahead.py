@@ -143,13 +143,13 @@ def _check_call(model: object, args: object, kwargs: object) -> None:
         ) from None
 
 
-def _options(options: Mapping[str, Any], profile: str, **goal: Any) -> Options:
+def _options(options: Mapping[str, Any], profile: str, **objective: Any) -> Options:
     if "profile" in options:
         raise OptionsError(f"profile is {options['profile']!r}; expected it as device={options['profile']!r}")
     given = {"host_budget": None, **options}
     if given["host_budget"] is None:
         given["host_budget"] = _NO_HOST_BOUND
-    chosen = Options.from_torch_compile(None, {**given, **_FIXED, **goal, "profile": profile})
+    chosen = Options.from_torch_compile(None, {**given, **_FIXED, **objective, "profile": profile})
     if chosen.policy != "auto":
         raise OptionsError(f"policy is {chosen.policy!r}, which plans nothing; use policy 'auto', or remove it")
     off = sorted((frozenset(chosen.disable) | disabled_pieces()) & _PLANNING)

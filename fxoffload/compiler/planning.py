@@ -11,21 +11,21 @@ from typing import Any
 
 import torch.fx as fx
 
+from fxoffload.analysis.values import Storages
 from fxoffload.compiler.choices import Choices
-from fxoffload.compiler.draft import Draft, DraftSettings, Partition, copy_graph, make_draft
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
+from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, copy_graph, make_partitioning
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
 from fxoffload.errors import BudgetError
-from fxoffload.machine.estimate_error import in_words
+from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
-from fxoffload.passes.values import Storages
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import FrontierPoint, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
-from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -47,30 +47,30 @@ FEW_POINTS = 2
 
 
 @dataclass(frozen=True)
-class Planned:
+class GraphPlanning:
     """The result of planning.
 
     Attributes:
-        draft: the one to compile.
+        partitioning: the one to compile.
         schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
         scheduler: to reschedule the same step when its times are known better.
         base: plain Inductor's draft.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
-        goal: that the plan was made for.
+        objective: that the plan was made for.
         checkpointed: the draft under the model's own activation checkpointing, which the plan replaces; None: there is
             none, or it is obeyed.
         checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
     """
 
-    draft: Draft
+    partitioning: Partitioning
     schedule: Schedule | None
     scheduler: Scheduler | None
     plan: Plan
     first: Schedule | None = None
-    base: Draft | None = None
-    goal: PlanGoal = field(default_factory=PlanGoal)
-    checkpointed: Draft | None = None
+    base: Partitioning | None = None
+    objective: Objective = field(default_factory=Objective)
+    checkpointed: Partitioning | None = None
     checkpointing: str = ""
 
 
@@ -82,7 +82,7 @@ class Planning:
         partition: partitions (a copy of) it.
         settings: of the drafts.
         rates: of the machine.
-        goal: that the user asked for.
+        objective: that the user asked for.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
         num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
@@ -90,16 +90,16 @@ class Planning:
 
     Attributes:
         asked: the goal that the user asked for.
-        goal: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
+        objective: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
     """
 
     def __init__(
         self,
         joint: fx.GraphModule,
         partition: Partition,
-        settings: DraftSettings,
+        settings: PartitionSettings,
         rates: ProfileRates,
-        goal: PlanGoal,
+        objective: Objective,
         *,
         recompute: str = "auto",
         scheduling: Mapping[str, Any] | None = None,
@@ -110,24 +110,24 @@ class Planning:
         self.partition = partition
         self.settings = settings
         self.rates = rates
-        self.asked = self.goal = goal
+        self.asked = self.objective = objective
         self.recompute = recompute
         self.scheduling = dict(scheduling or {})
         self.num_points = num_points
         self.library_bytes = LIBRARY_BYTES if settings.device.type == "cuda" else 0
         self.checkpointed = checkpointed
-        self._obeyed: tuple[Draft, Scheduler] | None = None
+        self._obeyed: tuple[Partitioning, Scheduler] | None = None
         self._tries = False
 
     @property
     def limit_bytes(self) -> int | None:
         """The graph's part of the budget; None: there is none. Activation checkpointing's peak is a graph's."""
-        budget = self.goal.budget_bytes
-        if budget is None or self.goal.is_checkpointing:
+        budget = self.objective.budget_bytes
+        if budget is None or self.objective.is_checkpointing:
             return budget
         return max(budget - self.library_bytes, 1)
 
-    def run(self, *, tries: bool = False) -> Planned | None:
+    def run(self, *, tries: bool = False) -> GraphPlanning | None:
         """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
 
         Args:
@@ -143,36 +143,36 @@ class Planning:
             planned = self._in_place_of(self.checkpointed)
         if planned is None:
             return None
-        planned = replace(planned, goal=self.goal)
+        planned = replace(planned, objective=self.objective)
         return self._with_obeyed(planned) if num_checkpointed(self.joint) else planned
 
-    def _in_place_of(self, checkpointed: fx.GraphModule) -> Planned | None:
+    def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
         """The plan, which replaces activation checkpointing: its own draft is one more choice, and if nothing is asked
         for, its peak is the budget."""
-        draft = make_draft(checkpointed, "default", self.partition, self.settings)
-        if draft.step is None:
+        partitioning = make_partitioning(checkpointed, "default", self.partition, self.settings)
+        if partitioning.step is None:
             return None
-        scheduler = self._scheduler(draft)
+        scheduler = self._scheduler(partitioning)
         found = scheduler.keep_all()
-        self.goal = self.asked.at_checkpointing(found.peak_bytes)
-        self._obeyed = draft, scheduler
+        self.objective = self.asked.at_checkpointing(found.peak_bytes)
+        self._obeyed = partitioning, scheduler
         planned = self._run()
         if planned is None:
             return None
-        instead = "with the recomputation of" if planned.draft is draft else "in place of"
+        instead = "with the recomputation of" if planned.partitioning is partitioning else "in place of"
         costs = f"{format_bytes(found.peak_bytes)} in {found.step_ms:.3g} ms"
         plan = replace(
             planned.plan,
             checkpointing=Prediction.of(found),
             summary=f"{planned.plan.summary}; {instead} activation checkpointing ({costs})",
         )
-        return replace(planned, plan=plan, checkpointed=draft)
+        return replace(planned, plan=plan, checkpointed=partitioning)
 
-    def _with_obeyed(self, planned: Planned) -> Planned:
+    def _with_obeyed(self, planned: GraphPlanning) -> GraphPlanning:
         """``planned`` with the cost of activation checkpointing that is obeyed."""
         joint, plan = copy_graph(self.joint), planned.plan
         clear_checkpointing(joint)
-        plain = make_draft(joint, "default", self.partition, self.settings)
+        plain = make_partitioning(joint, "default", self.partition, self.settings)
         if plain.step is None:
             return planned
         without, ours = self._scheduler(plain).keep_all(), plan.baseline
@@ -181,27 +181,27 @@ class Planning:
             f"Inductor's without it {without.step_ms:.3g} ms and {format_bytes(without.peak_bytes)}; "
             f"activation_budget={ours.peak_bytes + self.library_bytes} asks for its memory at the least time. "
         )
-        decisions = (*plan.decisions, *checkpointed_decisions(plain, planned.base or planned.draft))
+        decisions = (*plan.decisions, *checkpointed_decisions(plain, planned.base or planned.partitioning))
         summary = f"{plan.summary}; activation checkpointing is on, what it computes again cannot be planned"
         return replace(planned, plan=replace(plan, decisions=decisions, summary=summary), checkpointing=costs)
 
-    def _run(self) -> Planned | None:
+    def _run(self) -> GraphPlanning | None:
         began = time.perf_counter()
-        base = self._draft("default")
+        base = self._partitioning("default")
         if base.step is None:
             return None
         first = self._scheduler(base)
         baseline = first.keep_all()
-        budget, limit = self.goal.budget_bytes, self.limit_bytes
+        budget, limit = self.objective.budget_bytes, self.limit_bytes
         if budget is not None and limit is not None and baseline.peak_bytes <= limit and not first.fixed:
-            within = "activation checkpointing's peak" if self.goal.is_checkpointing else "the budget"
+            within = "activation checkpointing's peak" if self.objective.is_checkpointing else "the budget"
             summary = (
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
                 f"{format_bytes(budget)}: nothing is done"
             )
             return self._nothing(base, baseline, summary)
         search = RecomputeSearch(
-            self._draft,
+            self._partitioning,
             self._scheduler,
             (base, first),
             self._level,
@@ -212,7 +212,7 @@ class Planning:
             best = fastest(search.within(self.limit_bytes))
         else:
             best = smallest(search.as_fast(self._max_ms(baseline), baseline))
-        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, search.num_drafts)
+        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, search.num_partitionings)
         if best is None:
             best = search.smallest()
             least = _simulation(best).peak_bytes
@@ -226,68 +226,68 @@ class Planning:
     def _level(self) -> str | None:
         return None if self.recompute == "auto" else self.recompute
 
-    def _choices(self, base: Draft) -> Choices:
+    def _choices(self, base: Partitioning) -> Choices:
         return Choices(self.joint, base, self.rates, host_bytes=self.scheduling.get("host_bytes"))
 
     def _max_ms(self, baseline: Simulation) -> float:
-        assert self.goal.max_slowdown is not None
-        return self.goal.most_ms(baseline.step_ms)
+        assert self.objective.max_slowdown is not None
+        return self.objective.most_ms(baseline.step_ms)
 
-    def _draft(self, recompute: Mapping[str, Any] | str) -> Draft:
-        return make_draft(self.joint, recompute, self.partition, self.settings)
+    def _partitioning(self, recompute: Mapping[str, Any] | str) -> Partitioning:
+        return make_partitioning(self.joint, recompute, self.partition, self.settings)
 
-    def _scheduler(self, draft: Draft) -> Scheduler:
-        assert draft.step is not None
-        return Scheduler(draft.step, self.rates, fixed=self._must_offload(draft), **self.scheduling)
+    def _scheduler(self, partitioning: Partitioning) -> Scheduler:
+        assert partitioning.step is not None
+        return Scheduler(partitioning.step, self.rates, fixed=self._must_offload(partitioning), **self.scheduling)
 
-    def _must_offload(self, draft: Draft) -> dict[str, bool]:
+    def _must_offload(self, partitioning: Partitioning) -> dict[str, bool]:
         """The draft's candidates that a user's policy wants on the host."""
         wanted = {n.name for n in self.joint.graph.nodes if n.meta.get("recompute") in OFFLOADED}
-        if not wanted or draft.step is None:
+        if not wanted or partitioning.step is None:
             return {}
-        nodes = draft.forward_state.gm.graph.nodes
+        nodes = partitioning.forward_state.gm.graph.nodes
         storages = Storages(nodes)
         roots = {storages.root(n) for n in nodes if n.name in wanted}
-        large = {c.name for c in draft.step.candidates if c.moved_bytes}
-        saved = draft.forward_state.saved.candidates
+        large = {c.name for c in partitioning.step.candidates if c.moved_bytes}
+        saved = partitioning.forward_state.saved.candidates
         return {c.name: True for c in saved if storages.root(c.nodes[0]) in roots and c.name in large}
 
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
-        assert self.goal.budget_bytes is not None
-        basis = f"This is an estimate; {in_words(self.rates.profile.estimate_error)}"
-        return too_small(self.goal.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis)
+        assert self.objective.budget_bytes is not None
+        basis = f"This is an estimate; {describe_error(self.rates.profile.estimate_error)}"
+        return too_small(self.objective.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis)
 
-    def _nothing(self, base: Draft, baseline: Simulation, summary: str) -> Planned:
+    def _nothing(self, base: Partitioning, baseline: Simulation, summary: str) -> GraphPlanning:
         plan = describe_plan(
             base,
             None,
             None,
             baseline=baseline,
             simulation=baseline,
-            goal=self.goal,
+            objective=self.objective,
             device=self.rates.profile.title,
             summary=summary,
             smallest_budget_bytes=baseline.peak_bytes,
         )
-        return Planned(base, None, None, plan)
+        return GraphPlanning(base, None, None, plan)
 
-    def _finish(self, best: Try, base: Draft, baseline: Simulation, search: RecomputeSearch) -> Planned:
+    def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
         found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
-        if self.goal.budget_bytes is None and saved < _WORTH and not best.scheduler.fixed:
+        if self.objective.budget_bytes is None and saved < _WORTH and not best.scheduler.fixed:
             summary = (
-                f"at most {100 * (self.goal.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
+                f"at most {100 * (self.objective.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
                 f"{format_bytes(baseline.peak_bytes)}: not worth it, plain Inductor stays"
             )
             return self._nothing(base, baseline, summary)
-        if self.goal.budget_bytes is not None:
-            bound = self.goal.max_slowdown
+        if self.objective.budget_bytes is not None:
+            bound = self.objective.max_slowdown
             if bound is not None and slowdown > bound:
                 warnings.warn(
-                    f"the activation_budget of {format_bytes(self.goal.budget_bytes)} costs a predicted slowdown of "
+                    f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown of "
                     f"{100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
                     "budget, or allow the slowdown",
                     stacklevel=2,
@@ -298,18 +298,18 @@ class Planning:
             gain = f"by estimate the least that was found takes {more} more, which its steps will tell: {gain}"
         frontier = self._frontier(search, best, () if best.scheduler.fixed else (baseline,))
         plan = describe_plan(
-            best.draft,
+            best.partitioning,
             best.schedule,
             base,
             baseline=baseline,
             simulation=found,
-            goal=self.goal,
+            objective=self.objective,
             device=self.rates.profile.title,
-            summary=f"{aim_of(self.goal)}: {gain}",
+            summary=f"{aim_of(self.objective)}: {gain}",
             smallest_budget_bytes=frontier[0].budget_bytes,
             frontier=frontier,
         )
-        return Planned(best.draft, best.schedule, best.scheduler, plan, self._first(best), base)
+        return GraphPlanning(best.partitioning, best.schedule, best.scheduler, plan, self._first(best), base)
 
     def _frontier(self, search: RecomputeSearch, best: Try, plain: tuple[Simulation, ...]) -> tuple[FrontierPoint, ...]:
         """Ascending; each as its budget's plan would be found. ``plain``: Inductor's step, where it may be had."""

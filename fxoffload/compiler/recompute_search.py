@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxoffload.compiler.choices import Choices
-from fxoffload.compiler.draft import Draft
+from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.planner import solve
 from fxoffload.planner.problem import Solution
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -47,7 +47,7 @@ class Try:
         promised: the solver's solution for this choice; None where it was not asked.
     """
 
-    draft: Draft
+    partitioning: Partitioning
     scheduler: Scheduler
     schedule: Schedule | None
     limit_bytes: int | None = None
@@ -77,7 +77,7 @@ class RecomputeSearch:
     """Finds recompute choices and schedules for one joint graph. Each choice is drafted once.
 
     Args:
-        draft: makes a choice's draft.
+        partitioning: makes a choice's draft.
         scheduler: makes a draft's scheduler.
         base: plain Inductor's draft, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
@@ -87,25 +87,25 @@ class RecomputeSearch:
 
     def __init__(
         self,
-        draft: Callable[[Recompute], Draft],
-        scheduler: Callable[[Draft], Scheduler],
-        base: tuple[Draft, Scheduler],
+        partitioning: Callable[[Recompute], Partitioning],
+        scheduler: Callable[[Partitioning], Scheduler],
+        base: tuple[Partitioning, Scheduler],
         level: str | None,
         choices: Callable[[], Choices],
         *,
-        checkpointed: tuple[Draft, Scheduler] | None = None,
+        checkpointed: tuple[Partitioning, Scheduler] | None = None,
     ) -> None:
-        self._draft_of = draft
+        self._draft_of = partitioning
         self._scheduler_of = scheduler
         self._level = level
         self._choices = choices() if level is None else None
-        self._drafted: dict[Hashable, tuple[Draft, Scheduler] | None] = {"default": base}
+        self._drafted: dict[Hashable, tuple[Partitioning, Scheduler] | None] = {"default": base}
         self._within: dict[int, list[Try]] = {}
         if checkpointed is not None:
             self._drafted[_CHECKPOINTED] = checkpointed
 
     @property
-    def num_drafts(self) -> int:
+    def num_partitionings(self) -> int:
         """How many were made."""
         return len(self._drafted)
 
@@ -200,7 +200,7 @@ class RecomputeSearch:
 
     def _least(self, choices: Choices, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
         solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
-        return self._try(solution.alternatives, choices.recompute(solution.alternatives), aim)
+        return self._try(solution.variants, choices.recompute(solution.variants), aim)
 
     # -- for a slowdown ------------------------------------------------------------------------------------------------
 
@@ -261,10 +261,10 @@ class RecomputeSearch:
         seen: set[Hashable],
     ) -> Try | None:
         """None if it was tried before, or saves nothing that may move."""
-        if solution.alternatives in seen:
+        if solution.variants in seen:
             return None
-        seen.add(solution.alternatives)
-        found = self._try(solution.alternatives, choices.recompute(solution.alternatives), aim)
+        seen.add(solution.variants)
+        found = self._try(solution.variants, choices.recompute(solution.variants), aim)
         if found is not None:
             promised = f"{solution.ms:.1f} ms, {solution.peak_bytes / 2**30:.2f} GiB"
             log.debug("recompute choice: promised %s; drafted %s", promised, found.outcome)
@@ -273,12 +273,12 @@ class RecomputeSearch:
 
     def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
         if key not in self._drafted:
-            draft = self._draft_of(recompute)
-            self._drafted[key] = None if draft.step is None else (draft, self._scheduler_of(draft))
+            partitioning = self._draft_of(recompute)
+            self._drafted[key] = None if partitioning.step is None else (partitioning, self._scheduler_of(partitioning))
         known = self._drafted[key]
         return None if known is None else Try(*known, schedule=aim(known[1]))
 
-    def _known(self, key: Hashable) -> tuple[Draft, Scheduler]:
+    def _known(self, key: Hashable) -> tuple[Partitioning, Scheduler]:
         found = self._drafted[key]
         assert found is not None
         return found

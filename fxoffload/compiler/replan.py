@@ -17,25 +17,25 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler.calibration import PlanAgain
+from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.explain import decisions_of
-from fxoffload.compiler.planning import Planned
+from fxoffload.compiler.planning import GraphPlanning
 from fxoffload.errors import in_brief
+from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.chain import with_turn
-from fxoffload.planner.goal import PlanGoal
 from fxoffload.planner.measured import measured_step_of
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Decision, Prediction
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.schedule import Schedule
-from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.planner.words import aim_of, gain_of
 from fxoffload.runtime import background
-from fxoffload.runtime.clocks.chain_clock import lies_between
-from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
-from fxoffload.runtime.clocks.segment_readings import Phase, Readings
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.windows import Choice
+from fxoffload.runtime.profiler.chain_clock import lies_between
+from fxoffload.runtime.profiler.segment_clock import SegmentClock, clock_for
+from fxoffload.step.choice import Choice
+from fxoffload.step.readings import Phase, Readings
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ _SMALL_TURN = 0.01
 Phases = Mapping[Phase, Mapping[str, float]]
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """A clock that measures steps; see ``SegmentClock``."""
 
     def ready(self) -> bool: ...
     def readings(self) -> Readings: ...
 
 
-_C = TypeVar("_C", bound=Clock)
+_C = TypeVar("_C", bound=StepClock)
 
 
 class Replan(Generic[_C]):
@@ -69,13 +69,13 @@ class Replan(Generic[_C]):
 
     def __init__(
         self,
-        calibration: PlanAgain,
+        calibration: Recalibration,
         box: PlanBox,
         *,
         make_clock: Callable[[], _C],
         in_background: bool = True,
     ) -> None:
-        self._calibration: PlanAgain | None = calibration
+        self._calibration: Recalibration | None = calibration
         self._box = box
         self._make_clock = make_clock
         self._in_background = in_background
@@ -85,7 +85,7 @@ class Replan(Generic[_C]):
         self.clock: _C | None = make_clock()
 
     @property
-    def calibration(self) -> PlanAgain | None:
+    def calibration(self) -> Recalibration | None:
         """The calibration to come; None once it is done."""
         return self._calibration
 
@@ -128,12 +128,12 @@ class Replan(Generic[_C]):
             self._calibrate(calibration, clock)
         return self.clock
 
-    def _calibrate(self, calibration: PlanAgain, clock: _C) -> None:
+    def _calibrate(self, calibration: Recalibration, clock: _C) -> None:
         again = None
         try:
             readings = clock.readings()
             log_times("before the calibration", readings)
-            calibration.plan_again(readings)
+            calibration.recalibrate(readings)
             again = calibration.once_more
         except Exception as error:
             if background.is_ending():
@@ -183,14 +183,14 @@ def log_times(when: str, readings: Readings) -> None:
         )
 
 
-class Calibration(PlanAgain):
+class Calibration(Recalibration):
     """Makes one graph's plan once more, with its measured times.
 
     Args:
         graph: the compiled graph.
         planned: its plan.
         box: where the plan is shown.
-        goal: of the plan.
+        objective: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         alike: phase -> segment -> its code: segments of the same code have the same working set.
         pin: prepares that many more bytes of host memory, and says whether they are ready.
@@ -202,15 +202,15 @@ class Calibration(PlanAgain):
     def __init__(
         self,
         graph: CompiledGraph,
-        planned: Planned,
+        planned: GraphPlanning,
         box: PlanBox,
-        goal: PlanGoal,
+        objective: Objective,
         order: list[int],
         alike: Mapping[Phase, Mapping[str, object]],
         pin: Callable[[int], bool],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
-        super().__init__(planned.schedule, planned.scheduler, box, goal)
+        super().__init__(planned.schedule, planned.scheduler, box, objective)
         self._graph = graph
         self._planned = planned
         self._order = order
@@ -219,16 +219,16 @@ class Calibration(PlanAgain):
         self.first: Choice | None = None
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
-        """See ``PlanAgain``."""
+        """See ``Recalibration``."""
         if self.control is not None:
             self._schedule = self.control.schedule
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         step = self._with_outputs(step)
         turn = self._turn(step, readings)
-        base, draft = self._planned.base, self._planned.draft
-        if base is not None and base.step is not None and draft.step is not None:
-            baseline = self._baseline(self._with_outputs(as_measured(base.step, draft.step, step)), turn)
+        base, partitioning = self._planned.base, self._planned.partitioning
+        if base is not None and base.step is not None and partitioning.step is not None:
+            baseline = self._baseline(self._with_outputs(as_measured(base.step, partitioning.step, step)), turn)
         else:
             ratio = step.compute_ms / max(self._scheduler.step.compute_ms, 1e-9)
             baseline = scale(self._box.plan.baseline, ratio)
@@ -263,15 +263,15 @@ class Calibration(PlanAgain):
         return replace(step, holds_outputs=bool(outputs.are_held), frees_tangents=frees)
 
     def pin(self, found: Schedule, now: Schedule) -> bool:
-        """See ``PlanAgain``."""
+        """See ``Recalibration``."""
         return self._pin(found.simulation.bytes_offloaded - now.simulation.bytes_offloaded)
 
     def summary_of(self, found: Schedule, baseline: Prediction) -> str:
-        """See ``PlanAgain``."""
+        """See ``Recalibration``."""
         return f"{aim_of(self._goal)}, by what was measured: {gain_of(found.simulation, baseline)}"
 
     def follow(self, found: Schedule) -> None:
-        """See ``PlanAgain``."""
+        """See ``Recalibration``."""
         self._graph.planned = self._choice_of(found)
 
     def _choice_of(self, found: Schedule) -> Choice:
@@ -286,10 +286,10 @@ class Calibration(PlanAgain):
         return now
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
-        """See ``PlanAgain``."""
+        """See ``Recalibration``."""
         if self._planned.base is None:
             return None
-        return decisions_of(self._planned.draft, now, self._planned.base, now.simulation)
+        return decisions_of(self._planned.partitioning, now, self._planned.base, now.simulation)
 
 
 def measured_step(
@@ -370,16 +370,16 @@ def scale(prediction: Prediction, ratio: float) -> Prediction:
 
 def replan_for(
     graph: CompiledGraph,
-    planned: Planned,
+    planned: GraphPlanning,
     box: PlanBox,
-    goal: PlanGoal,
+    objective: Objective,
     alike: Mapping[Phase, Mapping[str, object]],
     device: torch.device,
     pin: Callable[[int], bool],
     records: bool = True,
 ) -> Replan[SegmentClock] | None:
     """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
-    calibration = calibration_of(graph, planned, box, goal, alike, pin) if device.type == "cuda" else None
+    calibration = calibration_of(graph, planned, box, objective, alike, pin) if device.type == "cuda" else None
     if calibration is None:
         return None
     calls = engine_for(device).calls
@@ -389,15 +389,15 @@ def replan_for(
 
 def calibration_of(
     graph: CompiledGraph,
-    planned: Planned,
+    planned: GraphPlanning,
     box: PlanBox,
-    goal: PlanGoal,
+    objective: Objective,
     alike: Mapping[Phase, Mapping[str, object]],
     pin: Callable[[int], bool],
 ) -> Calibration | None:
     """Replans a graph; None where nothing in it moves. Arguments as of ``Calibration``."""
-    if planned.schedule is None or planned.draft.step is None:
+    if planned.schedule is None or planned.partitioning.step is None:
         return None
-    place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+    place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
     order = [place[c.name] for c in graph.saved.candidates]
-    return Calibration(graph, planned, box, goal, order, alike, pin)
+    return Calibration(graph, planned, box, objective, order, alike, pin)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from fxoffload.analysis.value_names import ValueNames
+from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.compiled_graph import Returned
 from fxoffload.compiler.pipeline import ForwardState
 from fxoffload.compiler.tangents import is_loss
-from fxoffload.passes.value_names import ValueNames
-from fxoffload.passes.values import extent_bytes, output_values, tensor_of
 
 
 def returned_by(state: ForwardState) -> tuple[Returned, ...]:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
-from fxoffload.compiler.draft import DraftSettings
-from fxoffload.compiler.planning import TUNING_BYTES, Planned
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.compiler.partitioning import PartitionSettings
+from fxoffload.compiler.planning import TUNING_BYTES, GraphPlanning
 from fxoffload.planner.link import ConstantRates
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
+from fxoffload.step.choice import Choice
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class SizedPlan:
         sizes: that vary.
         planned: for the sizes that were compiled for.
         settings: of its drafts.
-        goal: of the plan.
+        objective: of the plan.
         limit_bytes: the budget as the scheduler has it, at the planned sizes; None without one.
     """
 
     sizes: BatchSizes
-    planned: Planned
-    settings: DraftSettings
-    goal: PlanGoal
+    planned: GraphPlanning
+    settings: PartitionSettings
+    objective: Objective
     limit_bytes: int | None
 
     def schedule(self, sizes: Sizes, *, spare_bytes: int = 0) -> Schedule | None:
@@ -61,14 +61,14 @@ class SizedPlan:
         scheduler = self._scheduler(sizes)
         if (limit := self.limit_at(sizes)) is not None:
             return scheduler.least_time(limit - spare_bytes)
-        assert self.goal.max_slowdown is not None
-        found = scheduler.least_peak(self.goal.most_ms(self._plain(sizes).compute_ms))
+        assert self.objective.max_slowdown is not None
+        found = scheduler.least_peak(self.objective.most_ms(self._plain(sizes).compute_ms))
         return found or scheduler.least_time(_UNLIMITED)
 
     def limit_at(self, sizes: Sizes) -> int | None:
         """The budget for calls of these sizes: where it is activation checkpointing's peak, it depends on them."""
         checkpointed = self.planned.checkpointed
-        if checkpointed is None or not self.goal.is_checkpointing:
+        if checkpointed is None or not self.objective.is_checkpointing:
             return self.limit_bytes
         return _peak_bytes(checkpointed.step_at(self.sizes.named(sizes), self.settings))
 
@@ -87,7 +87,7 @@ class SizedPlan:
         if found is None or self.limit_bytes is None:
             return found is not None
         planned, plain_ms = self.planned.schedule.simulation, self._plain(self.sizes.hints).compute_ms
-        slowdown = max(planned.step_ms / plain_ms - 1 if plain_ms else 0.0, self.goal.max_slowdown or 0.0)
+        slowdown = max(planned.step_ms / plain_ms - 1 if plain_ms else 0.0, self.objective.max_slowdown or 0.0)
         return found.simulation.step_ms <= self._plain(sizes).compute_ms * (1 + slowdown + _CLEARLY_SLOWER)
 
     def _serves_plain(self, sizes: Sizes) -> bool:
@@ -98,13 +98,13 @@ class SizedPlan:
 
     def _plain(self, sizes: Sizes) -> TrainingStep:
         """A step of plain Inductor."""
-        base = self.planned.base or self.planned.draft
+        base = self.planned.base or self.planned.partitioning
         return base.step_at(self.sizes.named(sizes), self.settings)
 
     def _scheduler(self, sizes: Sizes) -> Scheduler:
         scheduler = self.planned.scheduler
         assert scheduler is not None
-        step = self.planned.draft.step_at(self.sizes.named(sizes), self.settings)
+        step = self.planned.partitioning.step_at(self.sizes.named(sizes), self.settings)
         return scheduler.with_step(step, scheduler.host_bytes)
 
 
@@ -183,10 +183,10 @@ class ScheduleBySize:
         return Choice(tuple(schedule.offload[i] for i in self._order), schedule.windows)
 
     def _warn(self, sizes: Sizes, schedule: Schedule) -> None:
-        limit = self._plan.goal.budget_bytes
+        limit = self._plan.objective.budget_bytes
         if self._warned or limit is None:
             return
-        if self._plan.goal.is_checkpointing:
+        if self._plan.objective.is_checkpointing:
             return log.info("a call of sizes %s takes more than activation checkpointing would", sizes)
         self._warned = True
         peak = schedule.simulation.peak_bytes + self._spare_bytes

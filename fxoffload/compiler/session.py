@@ -37,24 +37,31 @@ from fxoffload._torch_compat import (
 from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
-from fxoffload.compiler.calibration import PlanAgain
-from fxoffload.compiler.draft import DraftSettings, Partition, copy_graph
+from fxoffload.compiler.calibration import Recalibration
+from fxoffload.compiler.chain_graphs import ChainSettings, Checkpointed, GraphDescription, describe_graph, is_dynamic
+from fxoffload.compiler.chain_planning import plan_chain
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.measure_ops import measure_ops
 from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
+from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.compiler.planning import FEW_POINTS, TUNING_BYTES, Planned, Planning, schedule_of_first_step, too_small
-from fxoffload.compiler.recipe import Compiled, Recipe, Source, recipe_for
+from fxoffload.compiler.planning import (
+    FEW_POINTS,
+    TUNING_BYTES,
+    GraphPlanning,
+    Planning,
+    schedule_of_first_step,
+    too_small,
+)
 from fxoffload.compiler.replan import Calibration, Replan, calibration_of, measured_step, replan_for, shared
 from fxoffload.compiler.returned import returned_by
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
+from fxoffload.compiler.size_variants import Range, plan_for_sizes
 from fxoffload.compiler.tangents import zeros_of
-from fxoffload.compiler.tape_parts import Checkpointed, Part, TapeGoal, describe_part, is_dynamic
-from fxoffload.compiler.tape_plan import plan_tape
-from fxoffload.compiler.variants import Range, plan_for_sizes
+from fxoffload.compiler.variant_maker import Compiled, Source, VariantMaker, variant_maker_for
 from fxoffload.counters import counters
 from fxoffload.environment import measured_device_types
 from fxoffload.errors import BudgetError, PassError, in_brief
@@ -65,30 +72,30 @@ from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
 from fxoffload.passes.find_candidates import SMALL
 from fxoffload.passes.open_regions import OpenRegions
-from fxoffload.passes.runner import Step, run_steps
+from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.objective import Objective
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.shown import PlanBox
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.progress import working
-from fxoffload.runtime.clocks.segment_clock import SegmentClock
-from fxoffload.runtime.clocks.segment_readings import Phase
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import backward_callable, clone_as_laid_out, forward_callable, no_clock
 from fxoffload.runtime.host_memory.arena import block_bytes
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.outer_program import Movable
-from fxoffload.runtime.steps.alone import IS_PLAIN, PlannedAlone, saved_of_its_own
-from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.steps.outputs import Outputs
+from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.tracker.outputs import Outputs
+from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan, saved_of_its_own
+from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 from fxoffload.runtime.variant import Variants
-from fxoffload.runtime.windows import Choice
 from fxoffload.sizes import format_bytes
+from fxoffload.step.choice import Choice
+from fxoffload.step.readings import Phase
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +117,10 @@ class _JointState:
 _MOST_AT_FIRST = 32
 _PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
-_JOINT: tuple[Step[_JointState], ...] = (
-    Step("open_regions", lambda s: OpenRegions(), "num_opened"),
-    Step("annotate_layers", lambda s: AnnotateLayers(), "layers"),
-    Step("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
+_JOINT: tuple[PassEntry[_JointState], ...] = (
+    PassEntry("open_regions", lambda s: OpenRegions(), "num_opened"),
+    PassEntry("annotate_layers", lambda s: AnnotateLayers(), "layers"),
+    PassEntry("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
 )
 
 
@@ -122,7 +129,7 @@ class _CompiledForward:
     """The forward's results that its backward needs."""
 
     state: ForwardState
-    movables: list[Movable]
+    offload_candidates: list[OffloadCandidate]
     donatable: frozenset[int]
     graph: CompiledGraph
     kwargs: GraphKwargs
@@ -171,21 +178,21 @@ class CompileSession:
         self._num_user_outputs = 0
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
-        self._planned: Planned | None = None
+        self._planned: GraphPlanning | None = None
         self._must_offload = False  # A user's policy wants some value on the host.
         self._sized: SizedPlan | None = None  # Where sizes vary.
         self._range: Range | None = None  # Of these sizes.
-        self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
+        self._limit_bytes: int | None = None  # GraphDescription of the budget that the schedule may take.
         self._op_times: Mapping[str, float] = {}  # Measured.
         self._meter: Meter | None = None  # Measures before the first step, if anything does.
         self._allowance = Allowance()  # Of the meter.
         self._ran: RanSegments | None = None  # Of the compiled graphs, before the first step.
-        self._calibration: PlanAgain | None = None  # Until the first step.
+        self._calibration: Recalibration | None = None  # Until the first step.
         self._plan_box: PlanBox | None = None
-        self._watched_graph: PlannedAlone | None = None  # where a budget let it be plain Inductor's
+        self._watched_graph: OwnPlan | None = None  # where a budget let it be plain Inductor's
         self._own_budget: int | None = None  # of a plan for this graph alone
         self._checkpointed: Checkpointed | None = None  # what that plan replaces
-        self._goal = PlanGoal.of(options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine())
+        self._goal = Objective.of(options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine())
         self._replan: Replan[SegmentClock] | None = None
         self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
@@ -193,7 +200,7 @@ class CompileSession:
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
-        self._site: Site | None = None  # of a graph that saves something
+        self._tracked: TrackedGraph | None = None  # of a graph that saves something
         self._variants = Variants()  # of it
         self._source: Source | None = None  # that they are made from
         self._builder = Builder(options, disabled, device)
@@ -227,13 +234,13 @@ class CompileSession:
             return forward, backward
 
         try:
-            run_steps(_JOINT[:2], state, "joint")
+            run_passes(_JOINT[:2], state, "joint")
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
             plans = self._plans(gm)
             free = self._without_plain_checkpointing(gm) if plans or self._may_vary() else gm
-            if plans or not self.why_no_tape():
+            if plans or not self.why_not_in_chain():
                 self._measure_ops(gm)
             if plans:
                 self._planned = self._plan(free, split, gm)
@@ -243,10 +250,10 @@ class CompileSession:
             if self._planned is not None:
                 self._plain = self._planned.schedule is None
                 counters.add("num_plain_graphs", int(self._plain))
-                return self._planned.draft.forward, self._planned.draft.backward
+                return self._planned.partitioning.forward, self._planned.partitioning.backward
             if self._may_vary():
                 self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))
-            run_steps(_JOINT[2:], state, "joint")
+            run_passes(_JOINT[2:], state, "joint")
         except BudgetError:
             raise
         except Exception as error:
@@ -292,7 +299,7 @@ class CompileSession:
         return self._layers
 
     @property
-    def planned(self) -> Planned | None:
+    def planned(self) -> GraphPlanning | None:
         """The graph's own plan, until its backward is compiled; None: it has none."""
         return self._planned
 
@@ -321,9 +328,9 @@ class CompileSession:
         )
         return False
 
-    def draft_settings(self) -> DraftSettings:
+    def partition_settings(self) -> PartitionSettings:
         """Of the graph that is partitioned."""
-        return DraftSettings(
+        return PartitionSettings(
             num_user_outputs=self._num_user_outputs,
             static_inputs=self._static_inputs,
             device=self.device,
@@ -332,7 +339,7 @@ class CompileSession:
             donates=self._builder.donates,
         )
 
-    def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> Planned | None:
+    def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> GraphPlanning | None:
         """``tagged``: the same graph with all tags."""
         options = self.options
         rates = self.rates()
@@ -344,7 +351,7 @@ class CompileSession:
         planning = Planning(
             gm,
             partition,
-            self.draft_settings(),
+            self.partition_settings(),
             rates,
             self._goal,
             recompute=options.recompute,
@@ -363,9 +370,9 @@ class CompileSession:
             estimate_error=rates.profile.estimate_error,
         )
         self._plan_box = PlanBox(plan)
-        self._own_budget = found.planned.goal.budget_bytes
-        if (draft := found.planned.checkpointed) is not None:
-            self._checkpointed = Checkpointed(draft, self.draft_settings())
+        self._own_budget = found.planned.objective.budget_bytes
+        if (partitioning := found.planned.checkpointed) is not None:
+            self._checkpointed = Checkpointed(partitioning, self.partition_settings())
         log.info("%s", plan.summary)
         return replace(found.planned, plan=plan)
 
@@ -392,7 +399,7 @@ class CompileSession:
         except Exception as error:  # a bad profile is for planning to report
             note_estimated("graphs", reason_of(error))
 
-    def why_no_tape(self) -> str:
+    def why_not_in_chain(self) -> str:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
         if off := self.disabled & _PIECES_OF_TAPES:
             return f"{', '.join(sorted(off))}: switched off"
@@ -402,11 +409,13 @@ class CompileSession:
         return "" if self.options.policy == "auto" else f"its policy is {self.options.policy}"
 
     def _may_vary(self) -> bool:
-        return not self.why_no_tape() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
+        return (
+            not self.why_not_in_chain() and "tape_recompute" not in self.disabled and self.options.recompute == "auto"
+        )
 
-    def tape_goal(self) -> TapeGoal:
+    def chain_settings(self) -> ChainSettings:
         """The goal that the graph has to share with the others of its step."""
-        return TapeGoal(
+        return ChainSettings(
             self._goal,
             self._runtime.budgets,
             self.options.profile,
@@ -416,87 +425,99 @@ class CompileSession:
             records="allocator_record" not in self.disabled,
         )
 
-    def recipe_of(self, compiled: Compiled) -> Recipe | None:
+    def variant_maker_of(self, compiled: Compiled) -> VariantMaker | None:
         """Makes variants of the graph; None: there are none."""
         source, self._source = self._source, None
         if source is None:
             return None
         try:
-            return recipe_for(source, compiled, self._builder, self._variants, self.rates())
+            return variant_maker_for(source, compiled, self._builder, self._variants, self.rates())
         except Exception as error:
             log.warning("a graph has no variants that compute more again: %s", in_brief(error))
             return None
 
-    def _describe_for_tape(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
+    def _describe_for_chain(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
         """Let a graph be part of a plan for the whole step.
 
         Normally that is at once. A graph with a plan of its own and a budget joins when a step runs it with others.
         """
-        forward, site, source = self._forward, self._site, self._source
+        forward, tracked, source = self._forward, self._tracked, self._source
         own = self._plan_box
-        if forward is None or site is None or (own is not None and self._own_budget is None):
+        if forward is None or tracked is None or (own is not None and self._own_budget is None):
             return
-        is_promised = site.has_budget = self._goal.budget_bytes is not None
-        reason = self.why_no_tape()
+        is_promised = tracked.has_budget = self._goal.budget_bytes is not None
+        reason = self.why_not_in_chain()
         if own is not None and self._sized is not None:
             reason = reason or "its sizes vary from call to call"
         if reason and own is not None:
             if is_promised:
-                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, reason)
+                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, reason)
             return
         if reason:
             self._warn_of_the_budget(reason)
             return
-        recipe = self.recipe_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
-        if source is not None and source.num_checkpointed and (recipe is None or not recipe.is_checkpointed):
+        variant_maker = self.variant_maker_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
+        if (
+            source is not None
+            and source.num_checkpointed
+            and (variant_maker is None or not variant_maker.is_checkpointed)
+        ):
             tell.checkpointing_inside(source.num_checkpointed, "")
         try:
-            found = describe_part(
-                forward.graph, forward.state, backward, forward.movables, self.tape_goal(), self.rates(), recipe
+            found = describe_graph(
+                forward.graph,
+                forward.state,
+                backward,
+                forward.offload_candidates,
+                self.chain_settings(),
+                self.rates(),
+                variant_maker,
             )
             if found is not None and self._checkpointed is not None:
-                part = replace(found[0], checkpointed=self._checkpointed.part(forward.state, backward))
-                found = part, found[1]
+                description = replace(found[0], checkpointed=self._checkpointed.description(forward.state, backward))
+                found = description, found[1]
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
             if own is not None and is_promised:
-                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
+                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
             else:
                 self._warn_of_the_budget(str(error))
             return
         if found is not None:
             found = (self._with_measured_segments(found[0], backward), found[1])
-            site.sizes = None if found[0].sized is None else found[0].sized.sizes
+            tracked.sizes = None if found[0].sized is None else found[0].sized.sizes
 
             budget = self._goal.budget_bytes
             is_checkpointed = found[0].is_checkpointed
 
             def join() -> None:
-                site.part, site.edges, site.control = found[0], found[1], None
-                site.planner = plan_tape
-                site.may_follow, site.may_keep = forward.graph.may_follow, forward.graph.may_keep
+                tracked.description, tracked.edges, tracked.control = found[0], found[1], None
+                tracked.planner = plan_chain
+                tracked.may_follow, tracked.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
-                    site.gives_up = functools.partial(_warn_of_irregular_steps, budget)
+                    tracked.gives_up = functools.partial(_warn_of_irregular_steps, budget)
                 elif is_checkpointed:
-                    site.gives_up = _say_that_checkpointing_stays
+                    tracked.gives_up = _say_that_checkpointing_stays
 
             if own is not None:
-                site.edges = found[1]
-                site.alone = PlannedAlone(own.plan.predicted.peak_bytes, self._own_budget or 0, join)
+                tracked.edges = found[1]
+                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, join)
                 return
             join()
             # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
             # also what says how much of the device is not the graphs': nothing is under way when a call begins.
-            site.at_first = Choice(forward.graph.actions["auto"], no_windows(site.part.step))
+            tracked.at_first = Choice(forward.graph.actions["auto"], no_windows(tracked.description.step))
 
-    def _with_measured_segments(self, part: Part, backward: BackwardState) -> Part:
-        """``part`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""
-        ran = self._run_segments(backward, part.step) if part.sized is None else None
+    def _with_measured_segments(self, description: GraphDescription, backward: BackwardState) -> GraphDescription:
+        """``description`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""
+        ran = self._run_segments(backward, description.step) if description.sized is None else None
         if ran is None:
-            return part
+            return description
         sizes = shared(ran.readings.temp_bytes(), self._alike)
-        step = measured_step(part.step, ran.readings.segment_ms(), sizes)
-        return replace(part, step=step, estimate=part.step, basis="segments" if ran.are_all else part.basis)
+        step = measured_step(description.step, ran.readings.segment_ms(), sizes)
+        return replace(
+            description, step=step, estimate=description.step, basis="segments" if ran.are_all else description.basis
+        )
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
@@ -593,27 +614,27 @@ class CompileSession:
             graph.planned, self._settled = self._choice(state, first), planned
             self._not_judged.append(graph.planned)
         register(graph)
-        self._forward = _CompiledForward(state, built.movables, donatable, graph, kwargs)
+        self._forward = _CompiledForward(state, built.offload_candidates, donatable, graph, kwargs)
         log.info(
             "forward: %d segments, %d of %d candidates (%.1f of %.1f MiB) offloaded by policy %s",
             len(state.segmentation.segments),
             sum(flags),
-            len(built.movables),
+            len(built.offload_candidates),
             moved / 2**20,
             state.saved.candidate_bytes / 2**20,
             policy,
         )
         by_size = self._by_size(state)
-        site = self._site = engine.calls.site()
-        site.reserved_bytes = reserved
-        site.may_record = "allocator_record" not in self.disabled
-        site.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
+        tracked = self._tracked = engine.calls.track()
+        tracked.reserved_bytes = reserved
+        tracked.may_record = "allocator_record" not in self.disabled
+        tracked.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         variants, own = self._variants, self._plan_box
         is_told: list[bool] = []
         is_in_order = list(built.order) == list(range(len(built.order)))
 
         def decide(args: list[Any]) -> Choice:
-            instead = site.followed
+            instead = tracked.followed
             if instead is not None and instead.variant:
                 if graph.may_follow() or graph.may_keep():
                     return variants.in_order(instead)
@@ -626,7 +647,7 @@ class CompileSession:
         def clock(args: list[Any]) -> SegmentClock | None:
             """The clock, for calls of the step that was planned."""
             replan = self._replan
-            if site.followed is not None and own is not None and not is_told:
+            if tracked.followed is not None and own is not None and not is_told:
                 is_told.append(True)
                 own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
                 if replan is not None:
@@ -639,22 +660,22 @@ class CompileSession:
 
             def pin(more: int) -> bool:
                 # Before the first step, reserved memory may not be pinned yet.
-                is_there = engine.pin(max(engine.arena.reserved_bytes, site.reserved_bytes) + more, budgets)
-                site.reserved_bytes += more * is_there
+                is_there = engine.pin(max(engine.arena.reserved_bytes, tracked.reserved_bytes) + more, budgets)
+                tracked.reserved_bytes += more * is_there
                 return is_there
 
-            about = (graph, self._planned, self._plan_box, self._planned.goal, self._alike)
+            about = (graph, self._planned, self._plan_box, self._planned.objective, self._alike)
             if "calibration" not in self.disabled:
                 records = "allocator_record" not in self.disabled
                 self._replan = replan_for(*about, self.device, pin, records)
             if self._meter is not None:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._goal.budget_bytes is not None:
-            site.control = self._control(graph, state, by_size)
+            tracked.control = self._control(graph, state, by_size)
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
-                calibration.control = site.control
-        forward = forward_callable(built.program, decide, self._hooks, clock, site, variants)
+                calibration.control = tracked.control
+        forward = forward_callable(built.program, decide, self._hooks, clock, tracked, variants)
         if self._plan_box is not None:
             forward = _watching(forward, graph.outputs, self._num_user_outputs)
         return _when_ready(forward, self._builder.pending)
@@ -663,14 +684,14 @@ class CompileSession:
         """The control that holds a graph with a plan of its own to its budget."""
         planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
         assert planned is not None and box is not None
-        assert planned.draft.step is not None and planned.schedule is not None and planned.scheduler is not None
-        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        assert planned.partitioning.step is not None and planned.schedule is not None and planned.scheduler is not None
+        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         found = PlannedGraph(
             graph,
             box,
             self._goal,
             [place[c.name] for c in state.saved.candidates],
-            Choice(state.actions["auto"], no_windows(planned.draft.step)),
+            Choice(state.actions["auto"], no_windows(planned.partitioning.step)),
             ignored=self._not_judged,
             by_size=by_size,
             pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
@@ -680,12 +701,12 @@ class CompileSession:
     def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
         """Schedules calls of other sizes than the planned ones; None where sizes are fixed."""
         sized, planned = self._sized, self._planned
-        if sized is None or planned is None or planned.draft.step is None:
+        if sized is None or planned is None or planned.partitioning.step is None:
             return None
         sizes = sized.sizes.in_forward(state.gm)
         if sizes is None:
             return None
-        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         return ScheduleBySize(replace(sized, sizes=sizes), [place[c.name] for c in state.saved.candidates])
 
     def _planned_choice(self, state: ForwardState) -> Choice | None:
@@ -697,8 +718,8 @@ class CompileSession:
 
     def _choice(self, state: ForwardState, schedule: Schedule) -> Choice:
         planned = self._planned
-        assert planned is not None and planned.draft.step is not None
-        offload = {c.name: go for c, go in zip(planned.draft.step.candidates, schedule.offload, strict=True)}
+        assert planned is not None and planned.partitioning.step is not None
+        offload = {c.name: go for c, go in zip(planned.partitioning.step.candidates, schedule.offload, strict=True)}
         found = {c.name for c in state.saved.candidates}
         if found != offload.keys():
             raise PassError(
@@ -760,18 +781,18 @@ class CompileSession:
         forward = self._forward
         assert forward is not None
         donatable = [n for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if i in forward.donatable]
-        state, program = self._builder.backward(gm, forward.state, forward.movables, donatable, kwargs)
+        state, program = self._builder.backward(gm, forward.state, forward.offload_candidates, donatable, kwargs)
         forward.graph.backward = state.outer
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
         self._plan_first(state)
-        self._describe_for_tape(state, kwargs)
+        self._describe_for_chain(state, kwargs)
         # Where sizes vary, the forward says which calls are measured.
         replan = self._replan if self._sized is None else None
         clock = no_clock if replan is None else lambda _: replan.clock
         forward.graph.outputs.zeros = zeros_of(gm)
         self.makes_zeros = bool(forward.graph.outputs.zeros)
-        run = backward_callable(program, self._hooks, clock, self._site, self._variants)
+        run = backward_callable(program, self._hooks, clock, self._tracked, self._variants)
         return _counted(self._settling(run), forward.graph)
 
     # -- before the first step ---------------------------------------------------------------------------------------
@@ -841,7 +862,7 @@ class CompileSession:
             run = run if self._watched_graph is None else self._until_its_end(run, self._watched_graph)
         elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
             predicted = self._plan_box.plan.predicted.peak_bytes
-            self._watched_graph = PlannedAlone(predicted, self._goal.budget_bytes, IS_PLAIN)
+            self._watched_graph = OwnPlan(predicted, self._goal.budget_bytes, IS_PLAIN)
             run = self._watched(run, self._watched_graph)
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
@@ -849,7 +870,7 @@ class CompileSession:
                 run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
         return run
 
-    def _watched(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
+    def _watched(self, run: Callable[[list[Any]], Any], graph: OwnPlan) -> Callable[[list[Any]], Any]:
         """``run``, a forward, of which the device's calls know until its backward."""
         calls, num_user_outputs = engine_for(self.device).calls, self._num_user_outputs
         own: list[int | None] = []  # the position of a result that is saved, as the first call found it
@@ -866,7 +887,7 @@ class CompileSession:
 
         return boxed(forward)
 
-    def _until_its_end(self, run: Callable[[list[Any]], Any], graph: PlannedAlone) -> Callable[[list[Any]], Any]:
+    def _until_its_end(self, run: Callable[[list[Any]], Any], graph: OwnPlan) -> Callable[[list[Any]], Any]:
         """``run``, its backward."""
         calls = engine_for(self.device).calls
 

@@ -1,7 +1,7 @@
 """The plan of a step that ran on fake tensors: how its graphs would run on the device.
 
 A step of one graph has that graph's plan. Several graphs do the same as in training
-(``fxoffload.runtime.steps.alone``). Graphs without plans of their own are planned together, like layers that are
+(``fxoffload.runtime.tracker.own_plan``). Graphs without plans of their own are planned together, like layers that are
 compiled each on its own. Graphs with plans of their own keep them, unless there is a budget that these exceed side by
 side.
 """
@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from fxoffload.compiler.chain_graphs import GraphDescription
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
-from fxoffload.compiler.tape_parts import Part
-from fxoffload.compiler.tape_plan import TapePlanning
 from fxoffload.errors import BudgetError, UnsupportedError
+from fxoffload.plan_report.summary import aim_of
 from fxoffload.planner.plan import NO_GRAPH, Decision, Plan, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
-from fxoffload.planner.words import aim_of
-from fxoffload.runtime.steps.chains import Seen
-from fxoffload.runtime.steps.held import Held
-from fxoffload.runtime.windows import Windows
+from fxoffload.runtime.tracker.chains import Seen
 from fxoffload.sizes import format_bytes
+from fxoffload.step.choice import Windows
+from fxoffload.step.edges import EdgeMemory
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
     graphs = list(dict.fromkeys(step.ran))
     if not graphs:
         raise UnsupportedError(_why_nothing(step))
-    apart = [g for g in graphs if g.why_no_part]
+    apart = [g for g in graphs if g.why_not_described]
     if apart and len(graphs) > 1:
         raise UnsupportedError(
-            f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_no_part}. Plan the "
+            f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_not_described}. Plan the "
             "parts of the model between its graph breaks"
         )
     plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(graphs)
@@ -86,30 +86,32 @@ def _plan_of_graph(graphs: Sequence[FakeGraph]) -> Plan:
 # -- several calls -----------------------------------------------------------------------------------------------------
 
 
-class _Planning(TapePlanning):
+class _Planning(ChainPlanning):
     """The planner of a step's calls, as plans ahead need it.
 
     Args:
         calls: of the step.
-        held: at their edges.
+        edge_memory: at their edges.
 
     Attributes:
         said: its warnings.
     """
 
-    def __init__(self, calls: Sequence[FakeGraph], held: tuple[Held, ...]) -> None:
+    def __init__(self, calls: Sequence[FakeGraph], edge_memory: tuple[EdgeMemory, ...]) -> None:
         self.said: list[str] = []
         self._stays: dict[str, bool] = {}
-        parts = [g.part for g in calls if g.part is not None]
-        super().__init__(parts, Seen(held), [frozenset()] * len(parts))
+        descriptions = [g.description for g in calls if g.description is not None]
+        super().__init__(descriptions, Seen(edge_memory), [frozenset()] * len(descriptions))
         # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
         self._stays = {name: False for name in names if name is not None}
-        self.option = self.compiled = self.ways.as_compiled()
+        self.choice = self.compiled = self.ways.as_compiled()
 
-    def keep_all(self, parts: Sequence[Part], held: Sequence[Held]) -> Simulation:
+    def keep_all(self, descriptions: Sequence[GraphDescription], edge_memory: Sequence[EdgeMemory]) -> Simulation:
         """The step of other forms of the graphs, with everything on the device."""
-        return self._ways(parts, held, [frozenset()] * len(parts)).as_compiled().scheduler.keep_all()
+        return (
+            self._ways(descriptions, edge_memory, [frozenset()] * len(descriptions)).as_compiled().scheduler.keep_all()
+        )
 
     def warn(self, kind: str, text: str) -> None:
         """Keep the text: no step follows this plan yet."""
@@ -128,7 +130,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
             f"{len(calls)} calls of compiled graphs in another order, which are not planned together in training "
             "either. Plan the parts of the model between its graph breaks"
         )
-    planning = _Planning(calls, step.held())
+    planning = _Planning(calls, step.edge_memory())
     together = _are_planned_together(calls)
     found = planning.run() if together else _as_each_plans(calls, planning)
     for text in planning.said:
@@ -136,15 +138,15 @@ def _plan_of_calls(step: FakeStep) -> Plan:
     _check_budget(planning, found, is_least=together)
     if not together or any(g.planned is not None for g in calls):
         # As compiled, graphs with plans of their own recompute what those plans say.
-        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.held_plain())
-        aim = aim_of(planning.goal) if together else _each_by_itself(calls)
+        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.plain_edge_memory())
+        aim = aim_of(planning.objective) if together else _each_by_itself(calls)
         planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
     plan = planning.describe(found)
     return plan if together else replace(plan, decisions=tuple(_own_decisions(calls, plan)))
 
 
 def _are_planned_together(calls: Sequence[FakeGraph]) -> bool:
-    """As ``fxoffload.runtime.steps.alone`` says of the graphs of a step."""
+    """As ``fxoffload.runtime.tracker.own_plan`` says of the graphs of a step."""
     movers = [g for g in calls if not g.is_plain]
     own = [g.planned for g in movers if g.planned is not None]
     if len(movers) < 2 or not own:
@@ -153,7 +155,7 @@ def _are_planned_together(calls: Sequence[FakeGraph]) -> bool:
     if not all(budgets):
         return False
     # With a budget of the user's, graphs that were left to Inductor count too.
-    judged = own if own[0].goal.is_checkpointing else [g.planned for g in calls if g.planned is not None]
+    judged = own if own[0].objective.is_checkpointing else [g.planned for g in calls if g.planned is not None]
     return len(own) < len(movers) or sum(p.plan.predicted.peak_bytes for p in judged) > min(budgets)
 
 
@@ -163,17 +165,17 @@ def _each_by_itself(calls: Sequence[FakeGraph]) -> str:
     return f"{text}, {others} of {len(calls)} calls have none and offload what they save" if others else text
 
 
-def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) -> None:
+def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -> None:
     """``is_least``: whether nothing less than ``found`` was found, where that exceeds the budget."""
-    budget, limit = planning.goal.budget_bytes, planning.limit_bytes
-    if planning.goal.is_checkpointing or budget is None or limit is None or found.simulation.peak_bytes <= limit:
+    budget, limit = planning.objective.budget_bytes, planning.limit_bytes
+    if planning.objective.is_checkpointing or budget is None or limit is None or found.simulation.peak_bytes <= limit:
         return
     least = found.simulation.peak_bytes + budget - limit
     where = f"{found.simulation.peak_segment} in the {found.simulation.peak_phase}"
     if is_least:
         raise BudgetError(
             f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes), which {where} needs in "
-            f"a step of {len(planning.parts)} calls of compiled graphs; found {format_bytes(budget)}. Raise the "
+            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Raise the "
             "budget, or make the batch smaller",
             least,
             where,
@@ -190,14 +192,14 @@ def _check_budget(planning: TapePlanning, found: Schedule, *, is_least: bool) ->
 # -- graphs that keep their own plans ----------------------------------------------------------------------------------
 
 
-def _as_each_plans(calls: Sequence[FakeGraph], planning: TapePlanning) -> Schedule:
+def _as_each_plans(calls: Sequence[FakeGraph], planning: ChainPlanning) -> Schedule:
     """The schedule of the calls without a plan for the step."""
     chain = planning.chain
     moves: dict[str, bool] = {}
     in_flight, ahead = [0] * (len(chain.step.forward) + 1), [0] * (len(chain.step.backward) + 1)
     for k, graph in enumerate(calls):
         own, windows = _own_choice(graph, is_last=k == len(calls) - 1)
-        pairs = zip(planning.option.candidates_of(k), chain.candidates[k], strict=True)
+        pairs = zip(planning.choice.candidates_of(k), chain.candidates[k], strict=True)
         moves.update({name: own[c] for c, name in pairs if name is not None})
         down, up = chain.forward[k] + 1, chain.backward[k]
         in_flight[down : down + len(windows.in_flight)] = windows.in_flight
@@ -208,15 +210,15 @@ def _as_each_plans(calls: Sequence[FakeGraph], planning: TapePlanning) -> Schedu
 
 def _own_choice(graph: FakeGraph, *, is_last: bool) -> tuple[dict[str, bool], Windows]:
     """Candidate -> whether it is offloaded, and the windows."""
-    planned, part = graph.planned, graph.part
-    assert part is not None
-    step = part.step
+    planned, description = graph.planned, graph.description
+    assert description is not None
+    step = description.step
     if planned is not None and planned.schedule is not None:
         names = [c.name for c in planned.draft.step.candidates]  # type: ignore[union-attr]
         return dict(zip(names, planned.schedule.offload, strict=True)), planned.schedule.windows
     if planned is not None:
         return {c.name: False for c in step.candidates}, no_windows(step)
-    flags = zip(part.graph.saved.candidates, part.graph.actions["auto"], strict=True)
+    flags = zip(description.graph.saved.candidates, description.graph.actions["auto"], strict=True)
     stays = {c.name for c in step.candidates if c.of_turn and is_last}
     # Such a graph's windows follow its segments: about its largest value is under way.
     most = max((c.moved_bytes or 0 for c in step.candidates), default=0)

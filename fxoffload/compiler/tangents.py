@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from fxoffload._torch_compat import is_traceable_wrapper_subclass
-from fxoffload.passes.values import tensor_of
-from fxoffload.runtime.steps.outputs import Zeros
+from fxoffload.analysis.values import tensor_of
+from fxoffload.runtime.tracker.outputs import Zeros
 
 
 def tangents_of(backward: fx.GraphModule) -> list[fx.Node]:

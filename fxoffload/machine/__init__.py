@@ -9,6 +9,6 @@ from fxoffload.machine.curve import CopyCurve as CopyCurve
 from fxoffload.machine.lookup import profile_for as profile_for
 from fxoffload.machine.profile import Direction as Direction
 from fxoffload.machine.profile import MachineProfile as MachineProfile
-from fxoffload.machine.rates import Rates as Rates
+from fxoffload.machine.rates import MachineRates as MachineRates
 from fxoffload.machine.shelf import load_profile as load_profile
 from fxoffload.machine.shelf import shipped_names as shipped_names

@@ -15,7 +15,7 @@ from fxoffload.machine.profile import DATA_SHEET, MachineProfile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class SheetLink:
     """The link to the host.
 
     name: of the link.
@@ -47,16 +47,16 @@ class DataSheet:
     tf32: float
     float32: float
     float8: float | None
-    link: Link
+    link: SheetLink
 
 
 # 32 and 16 GT/s on 16 lanes, of which the coding takes 2 bits in 130.
-PCIE5 = Link(name="PCIe 5 x16", peak_gb_per_s=63.0)
+PCIE5 = SheetLink(name="PCIe 5 x16", peak_gb_per_s=63.0)
 # Qureshi et al., BaM (ASPLOS 2023), measured 25 GB/s of an A100's; both at once as the H200 loses by it.
-PCIE4 = Link(name="PCIe 4 x16", peak_gb_per_s=31.5, reached=(25 / 31.5, 25 / 31.5, 23 / 31.5, 23 / 31.5))
+PCIE4 = SheetLink(name="PCIe 4 x16", peak_gb_per_s=31.5, reached=(25 / 31.5, 25 / 31.5, 23 / 31.5, 23 / 31.5))
 # Schieffer et al., "Harnessing Integrated CPU-GPU System Memory for HPC", arXiv 2407.07850: 297 GB/s to the host and
 # 375 back. Both at once share the host's memory, of which STREAM took 486 GB/s there: 243 each way.
-NVLINK_C2C = Link(name="NVLink-C2C", peak_gb_per_s=450.0, reached=(297 / 450, 375 / 450, 243 / 450, 243 / 450))
+NVLINK_C2C = SheetLink(name="NVLink-C2C", peak_gb_per_s=450.0, reached=(297 / 450, 375 / 450, 243 / 450, 243 / 450))
 
 # NVIDIA's data sheets: A100 (2021), H100 (2022), GH200 (2023), H200 (2024), DGX B200 (2024; an eighth of its sums).
 H200 = DataSheet(
@@ -122,7 +122,7 @@ def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataShee
         memory_gb_per_s=measured.memory_gb_per_s * sheet.memory_gb_per_s / reference.memory_gb_per_s,
         source=DATA_SHEET,
         notes=f"From a data sheet, not measured: the rates of {measured.device_name} times the ratio of the peaks. "
-        f"Link: {sheet.link.name}.",
+        f"SheetLink: {sheet.link.name}.",
         estimate_error=None,
         **copies,
         **tables,
@@ -140,7 +140,7 @@ def _rates(measured: Mapping[str, float], sheet: DataSheet, reference: DataSheet
     return found
 
 
-def _copy_ratio(link: Link, reference: Link, curve: CopyCurve, which: int) -> float:
+def _copy_ratio(link: SheetLink, reference: SheetLink, curve: CopyCurve, which: int) -> float:
     """How many times as fast large copies are as those of the measured ``curve``."""
     if link.reached is None:
         return link.peak_gb_per_s / reference.peak_gb_per_s

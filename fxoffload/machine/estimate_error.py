@@ -26,7 +26,7 @@ class EstimateError:
         checks.positive_int("num_cases", self.num_cases)
 
 
-def in_words(error: EstimateError | None) -> str:
+def describe_error(error: EstimateError | None) -> str:
     """A clause. None: it has not been measured."""
     if error is None:
         return "how far such estimates are off on stock models is not known yet"

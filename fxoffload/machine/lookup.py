@@ -132,7 +132,7 @@ def _refuse_in_a_step(device: torch.device) -> None:
     reason = None
     if compat.in_backward():
         reason = "a backward that is running"
-    elif any(len(engine.tape) for engine in engines()):
+    elif any(len(engine.save_order) for engine in engines()):
         reason = "a forward whose backward has not run"
     elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         reason = "a CUDA graph capture"

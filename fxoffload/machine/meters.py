@@ -28,8 +28,8 @@ import torch
 
 from fxoffload._torch_compat import real_tensors
 from fxoffload.machine.clocks import CpuClock, CudaClock
-from fxoffload.runtime.clocks.allocator_history import cuda_history
-from fxoffload.runtime.clocks.allocator_trace import AllocatorTrace, cuda_memory
+from fxoffload.runtime.profiler.allocator_history import cuda_history
+from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, cuda_memory
 from fxoffload.sizes import format_bytes
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ class OpTimes:
     """The known times of some operators.
 
     Attributes:
-        ms: key (``fxoffload.passes.op_key``) -> milliseconds of one call.
+        ms: key (``fxoffload.analysis.op_key``) -> milliseconds of one call.
         reasons: why others have no time -> how many.
     """
 

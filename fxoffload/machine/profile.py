@@ -15,7 +15,7 @@ from fxoffload.errors import OptionsError
 from fxoffload.machine import checks
 from fxoffload.machine.curve import CopyCurve
 from fxoffload.machine.estimate_error import EstimateError
-from fxoffload.machine.rates import Rates
+from fxoffload.machine.rates import MachineRates
 
 T = TypeVar("T")
 Direction = Literal["d2h", "h2d"]
@@ -94,7 +94,7 @@ class MachineProfile:
         if self.estimate_error is not None and not isinstance(self.estimate_error, EstimateError):
             raise OptionsError(f"expected estimate_error to be an EstimateError, found {self.estimate_error!r}")
         for name in _TABLES:
-            object.__setattr__(self, name, _within(name, lambda name=name: Rates(getattr(self, name))))
+            object.__setattr__(self, name, _within(name, lambda name=name: MachineRates(getattr(self, name))))
 
     @property
     def title(self) -> str:

@@ -1,4 +1,4 @@
-"""Rates by name, for example TFLOP/s by dtype."""
+"""MachineRates by name, for example TFLOP/s by dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxoffload.errors import OptionsError
 from fxoffload.machine import checks
 
 
-class Rates(Mapping[str, float]):
+class MachineRates(Mapping[str, float]):
     """A read-only mapping from a name to a rate above zero; unlike a dict it can be hashed.
 
     Raises:
@@ -37,4 +37,4 @@ class Rates(Mapping[str, float]):
         return hash(frozenset(self._pairs.items()))
 
     def __repr__(self) -> str:
-        return f"Rates({self._pairs})"
+        return f"MachineRates({self._pairs})"

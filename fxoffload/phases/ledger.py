@@ -22,7 +22,7 @@ from fxoffload.sizes import format_bytes
 _RETURN_ORDER = (GRADS, BUFFERS, PARAMS, OPTIMIZER, EXTRA)
 
 
-class Ledger:
+class PhaseLedger:
     """The book of a ``PhaseManager``, whose transactions call it.
 
     It holds no tensor that is just on the device: those are the user's to drop. It only remembers its block in the host

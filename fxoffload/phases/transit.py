@@ -44,7 +44,7 @@ from fxoffload.phases.guarding.guards import Guards
 from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.inventory import Inventory
-from fxoffload.phases.ledger import Ledger
+from fxoffload.phases.ledger import PhaseLedger
 from fxoffload.phases.metrics import Transition
 from fxoffload.phases.moving.arrivals import Arrivals
 from fxoffload.phases.moving.device_memory import Returner, free_bytes, on_streams, return_to_driver, streams_of
@@ -131,7 +131,7 @@ class Transit:
         self.image = image
         self._lock = ForkSafeRLock()
         self._torn = False
-        self.ledger = Ledger(inventory, device_types, self, image)
+        self.ledger = PhaseLedger(inventory, device_types, self, image)
         self.worker = Worker("fxoffload-leave")
         self._bringer = Worker("fxoffload-return")
         self.mover = Mover(image, make_copies)
@@ -554,13 +554,13 @@ class Transit:
 
     @transaction
     def where(self, group: str) -> Where:
-        """See ``Ledger.where``."""
+        """See ``PhaseLedger.where``."""
         self.harvest()
         return self.ledger.where(group)
 
     @transaction
     def describe(self) -> str:
-        """See ``Ledger.describe``."""
+        """See ``PhaseLedger.describe``."""
         return self.ledger.describe()
 
     @transaction

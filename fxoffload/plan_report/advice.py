@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from fxoffload.plan_report.exposed import Exposed, in_ms, places_of
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
+from fxoffload.plan_report.table import describe_mask
 from fxoffload.planner.plan import FrontierPoint, Plan
-from fxoffload.planner.plan_table import mask_in_words
 from fxoffload.sizes import format_bytes
 
 # Waits below this part of a step, and differences below this part of a prediction, are not worth a word.
@@ -117,7 +117,7 @@ def on_masks(plan: Plan) -> Iterator[str]:
     """A mask for every pair of tokens."""
     for mask in plan.decisions:
         if mask.action == "mask":
-            yield f"attention is given a mask for every pair of tokens: {mask_in_words(plan, mask)}"
+            yield f"attention is given a mask for every pair of tokens: {describe_mask(plan, mask)}"
 
 
 def on_estimates(plan: Plan) -> Iterator[str]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from fxoffload.errors import NoPlanError
 from fxoffload.plan_report.advice import advice_on
+from fxoffload.plan_report.blocks import Block, Lines, Points, as_html, as_text
 from fxoffload.plan_report.exposed import Exposed
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.modules import near, values_of
-from fxoffload.planner.blocks import Block, Lines, Points, as_html, as_text
+from fxoffload.plan_report.table import basis, costs, decisions, describe, describe_mask, totals
 from fxoffload.planner.measured import why_not_measured
 from fxoffload.planner.plan import Decision, Plan
-from fxoffload.planner.plan_table import basis, costs, decisions, describe, mask_in_words, totals
 from fxoffload.sizes import format_bytes
 
 
@@ -121,7 +121,7 @@ def _of_plan(plan: Plan, graphs: list[GraphFacts]) -> list[Block]:
     if any(d.action != "mask" for d in plan.decisions):
         blocks.append(Lines((totals(plan, plan.decisions),)))
     if masks := [d for d in plan.decisions if d.action == "mask"]:
-        blocks.append(Points("attention masks:", tuple(mask_in_words(plan, d) for d in masks)))
+        blocks.append(Points("attention masks:", tuple(describe_mask(plan, d) for d in masks)))
     return blocks
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from fxoffload.plan_report.table import label_ranges
 from fxoffload.planner.plan import Plan
-from fxoffload.planner.plan_table import label_ranges
 
 # What takes less than this part of all waits is not worth its name.
 _LEAST = 0.02
 
 
-class Wait(NamedTuple):
+class ExposedWait(NamedTuple):
     """What compute waits in one layer, in all.
 
     Attributes:
@@ -42,7 +42,7 @@ class Exposed:
     """
 
     source: Literal["measured", "calibrated", "predicted", ""]
-    waits: tuple[Wait, ...]
+    waits: tuple[ExposedWait, ...]
     step_ms: float
 
     @staticmethod
@@ -50,7 +50,7 @@ class Exposed:
         """From the measured step where there is one, else from the simulation."""
         if plan.measured_step is not None:
             still = plan.measured_step.stands_still()
-            found = [Wait(s.segment.phase, "", s.segment.place, s.end_ms - s.begin_ms) for s in still]
+            found = [ExposedWait(s.segment.phase, "", s.segment.place, s.end_ms - s.begin_ms) for s in still]
             return Exposed("measured", _merged(found), plan.measured_step.step_ms)
         simulation = plan.simulation
         newest = plan.calibrated or plan.predicted
@@ -60,7 +60,7 @@ class Exposed:
         for event in simulation.events:
             if event.track == "compute" and event.name == "wait":
                 at = simulation.boundaries[event.at]
-                found.append(Wait(at.phase, event.label, at.place, event.end_ms - event.begin_ms))
+                found.append(ExposedWait(at.phase, event.label, at.place, event.end_ms - event.begin_ms))
         source = "predicted" if plan.calibrated is None else "calibrated"
         return Exposed(source, _merged(found), simulation.step_ms)
 
@@ -77,25 +77,25 @@ class Exposed:
             lines.append(f"{title}: {in_ms(sum(w.ms for w in some))}, in {places_of(some)}")
         return lines
 
-    def by_direction(self) -> dict[tuple[str, str], list[Wait]]:
+    def by_direction(self) -> dict[tuple[str, str], list[ExposedWait]]:
         """(phase, way) -> its waits, without those that are next to nothing."""
-        found: dict[tuple[str, str], list[Wait]] = defaultdict(list)
+        found: dict[tuple[str, str], list[ExposedWait]] = defaultdict(list)
         for wait in self.waits:
             if wait.ms > _LEAST * self.ms:
                 found[wait.phase, wait.way].append(wait)
         return dict(found)
 
 
-def places_of(waits: Iterable[Wait]) -> str:
+def places_of(waits: Iterable[ExposedWait]) -> str:
     """The layers, consecutive ones as ranges: "layers.0-9"."""
     return label_ranges(w.place for w in waits)
 
 
-def _merged(waits: Iterable[Wait]) -> tuple[Wait, ...]:
+def _merged(waits: Iterable[ExposedWait]) -> tuple[ExposedWait, ...]:
     found: dict[tuple[Literal["forward", "backward"], str, str], float] = defaultdict(float)
     for wait in waits:
         found[wait.phase, wait.way, wait.place] += wait.ms
-    return tuple(Wait(*key, ms) for key, ms in found.items())
+    return tuple(ExposedWait(*key, ms) for key, ms in found.items())
 
 
 def in_ms(value: float) -> str:

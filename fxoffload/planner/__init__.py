@@ -1,9 +1,10 @@
 """Predicts what a training step will take: bytes on the device, time, and copies that compute has to wait for."""
 
+from fxoffload.plan_report.timeline import to_chrome_trace as to_chrome_trace
 from fxoffload.planner.link import ConstantRates as ConstantRates
 from fxoffload.planner.link import CopyRates as CopyRates
 from fxoffload.planner.simulate import Boundary as Boundary
-from fxoffload.planner.simulate import Event as Event
+from fxoffload.planner.simulate import SimEvent as SimEvent
 from fxoffload.planner.simulate import Simulation as Simulation
 from fxoffload.planner.simulate import simulate as simulate
 from fxoffload.planner.steps import SegmentStep as SegmentStep
@@ -11,4 +12,3 @@ from fxoffload.planner.steps import StorageInfo as StorageInfo
 from fxoffload.planner.steps import Take as Take
 from fxoffload.planner.steps import TrainingStep as TrainingStep
 from fxoffload.planner.steps import from_graphs as from_graphs
-from fxoffload.planner.timeline import to_chrome_trace as to_chrome_trace

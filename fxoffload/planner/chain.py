@@ -2,7 +2,7 @@
 
 A storage inside one call is taken as it is. A value that passes between calls is one storage in the chain: a layer's
 output is the next layer's saved input, and the gradient of one is the tangent of the other. It lives as long as it was
-seen to (``fxoffload.runtime.steps.held.Held``).
+seen to (``fxoffload.step.edges.EdgeMemory``).
 
 An empty segment stands for the entry of each forward call: values that only its caller makes are allocated there. One
 more stands for the entry of each backward call but the first.
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.clocks.chain_clock import TURN, entry_of, segment_of
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
-from fxoffload.runtime.steps.held import Held, Moment
-from fxoffload.runtime.windows import Windows
+from fxoffload.runtime.profiler.chain_clock import TURN, entry_of, segment_of
+from fxoffload.step.choice import Windows
+from fxoffload.step.edges import EdgeMemory, Moment
+from fxoffload.step.readings import PHASES, Phase
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExtraMemory:
     """Bytes on the device outside the graphs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Beside:
     gaps: tuple[tuple[str, int], ...] = ()
 
 
-BESIDE_NOTHING = Beside()
+NO_EXTRA_MEMORY = ExtraMemory()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Chain:
         backward: per call, the position of its first segment among the backward segments.
         candidates: per call, its candidates' names in ``step``; None for a value that stays under every decision.
         sizes: per call, its segments forward and backward.
-        beside: the part of the working sets of ``step`` outside the graphs (``fxoffload.planner.beside``).
+        extra_memory: the part of the working sets of ``step`` outside the graphs (``fxoffload.planner.extra_memory``).
         turn_bytes: the part of the first backward segment's working set that is for the turn alone.
     """
 
@@ -58,7 +58,7 @@ class Chain:
     backward: tuple[int, ...]
     candidates: tuple[tuple[str | None, ...], ...]
     sizes: tuple[tuple[int, int], ...]
-    beside: Beside = BESIDE_NOTHING
+    extra_memory: ExtraMemory = NO_EXTRA_MEMORY
     turn_bytes: int = 0
 
     def offload_of(self, call: int, offload: Sequence[bool]) -> tuple[bool, ...]:
@@ -85,13 +85,13 @@ class Chain:
         """The same with other times and working sets."""
         return replace(self, step=step)
 
-    def with_beside(self, beside: Beside) -> Chain:
+    def with_extra_memory(self, extra_memory: ExtraMemory) -> Chain:
         """The same with other bytes outside its graphs."""
-        if beside == self.beside:
+        if extra_memory == self.extra_memory:
             return self
-        more, less = self._by_segment(beside), self._by_segment(self.beside)
+        more, less = self._by_segment(extra_memory), self._by_segment(self.extra_memory)
         first = self.step.backward[0]
-        at_turn = 0 if _has_turn(self.step) else dict(beside.gaps).get(TURN, 0)
+        at_turn = 0 if _has_turn(self.step) else dict(extra_memory.gaps).get(TURN, 0)
         own = first.temp_bytes - self.turn_bytes - less.get(("backward", first.name), 0)
         turn_bytes = max(at_turn - own - more.get(("backward", first.name), 0), 0)
 
@@ -112,14 +112,14 @@ class Chain:
             forward=changed("forward", self.step.forward),
             backward=changed("backward", self.step.backward),
         )
-        return replace(self, step=step, beside=beside, turn_bytes=turn_bytes)
+        return replace(self, step=step, extra_memory=extra_memory, turn_bytes=turn_bytes)
 
-    def _by_segment(self, beside: Beside) -> dict[tuple[Phase, str], int]:
+    def _by_segment(self, extra_memory: ExtraMemory) -> dict[tuple[Phase, str], int]:
         found: dict[tuple[Phase, str], int] = {}
-        for phase, calls in zip(PHASES, beside.calls, strict=False):
+        for phase, calls in zip(PHASES, extra_memory.calls, strict=False):
             for nbytes, segments in zip(calls, self.segments_of_calls(phase), strict=True):
                 found.update({(phase, s.name): nbytes for s in segments})
-        for name, nbytes in beside.gaps:
+        for name, nbytes in extra_memory.gaps:
             found.update({(phase, name): nbytes for phase in PHASES})  # no two of them have one name
         return found
 
@@ -144,22 +144,22 @@ def _has_turn(step: TrainingStep) -> bool:
     return any(s.name == TURN for s in step.forward)
 
 
-def concatenate(calls: Sequence[TrainingStep], held: Iterable[Held] = ()) -> Chain:
+def concatenate(calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory] = ()) -> Chain:
     """Make one step of many.
 
     Args:
         calls: in the order of their forwards. Each has segments both ways.
-        held: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step says,
+        edge_memory: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step says,
             from the beginning of their call. The outputs of such a call then stay until the end.
 
     Raises:
-        ValueError: a call has no segments, or ``held`` names what no call has.
+        ValueError: a call has no segments, or ``edge_memory`` names what no call has.
     """
-    return _Builder(calls, held).build()
+    return _ChainBuilder(calls, edge_memory).build()
 
 
-class _Builder:
-    def __init__(self, calls: Sequence[TrainingStep], held: Iterable[Held]) -> None:
+class _ChainBuilder:
+    def __init__(self, calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory]) -> None:
         self.calls = list(calls)
         if not self.calls or not all(s.forward and s.backward for s in self.calls):
             raise ValueError("expected calls with segments both ways, found one without")
@@ -180,12 +180,12 @@ class _Builder:
         self.down_writes: dict[int, list[str]] = defaultdict(list)
         self.up_reads: dict[int, list[str]] = defaultdict(list)
         self.up_writes: dict[int, list[str]] = defaultdict(list)
-        for item in held:
+        for item in edge_memory:
             self._share(item)
         for k, infos in enumerate(self.infos):
             for name, info in infos.items():
                 if (k, name) not in self.names:
-                    self._share(Held(((k, name),), Moment("backward", k) if info.is_tangent else None))
+                    self._share(EdgeMemory(((k, name),), Moment("backward", k) if info.is_tangent else None))
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
@@ -211,9 +211,9 @@ class _Builder:
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
-    def _share(self, held: Held) -> None:
+    def _share(self, edge_memory: EdgeMemory) -> None:
         """One storage of the chain."""
-        members = [m for m in held.members if m not in self.names]
+        members = [m for m in edge_memory.members if m not in self.names]
         if not members:
             return
         unknown = [name for k, name in members if name not in self.infos[k]]
@@ -225,16 +225,16 @@ class _Builder:
         nbytes = max(i.nbytes for i in infos)
         self.names.update(dict.fromkeys(members, name))
         plain = StorageInfo(name, nbytes)
-        mover = self._mover(members, held.until)
+        mover = self._mover(members, edge_memory.until)
         if mover is not None:
-            self._add_candidate(mover, name, nbytes, held.until)
+            self._add_candidate(mover, name, nbytes, edge_memory.until)
             if info.is_input and not self.made[name].is_input:
                 self.down_writes[self.forward[first]].append(name)
             return
         for k, own in members:
             self._keep(k, own, name)
         if info.is_input:
-            if held.until is None or held.until.phase == "backward":
+            if edge_memory.until is None or edge_memory.until.phase == "backward":
                 self.made[name] = replace(plain, is_input=True)  # the caller's, whatever happens here
                 return
             self.down_writes[self.forward[first]].append(name)
@@ -243,14 +243,14 @@ class _Builder:
         for (k, _), other in zip(members, infos, strict=True):
             if other.is_tangent:
                 self._hold(name, Moment("backward", k))
-        if held.until is not None:
-            self._hold(name, held.until)
+        if edge_memory.until is not None:
+            self._hold(name, edge_memory.until)
         elif info.is_tangent:
             self._hold(name, Moment("backward", 0))
         self.made[name] = replace(
             plain,
-            is_output=info.is_output and held.until is None,
-            is_gradient=info.is_gradient and held.until is None,
+            is_output=info.is_output and edge_memory.until is None,
+            is_gradient=info.is_gradient and edge_memory.until is None,
         )
 
     def _mover(self, members: Sequence[tuple[int, str]], until: Moment | None) -> tuple[int, str] | None:
@@ -272,13 +272,13 @@ class _Builder:
     def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, until: Moment | None) -> None:
         k, own = mover
         info = self.infos[k][own]
-        lent_until, copied_after = None, info.copied_after
+        caller_until, copied_after = None, info.copied_after
         if copied_after is not None:
             copied_after += self.forward[k] + 1
         if info.is_input:
             copied_after = self.forward[k] if copied_after is None else copied_after
             last = k if until is None else max(k, until.call)
-            lent_until = self._last_forward(last)
+            caller_until = self._last_forward(last)
         number = [c.name for c in self.calls[k].candidates].index(own)
         self.place[name] = mover
         self.made[name] = replace(
@@ -291,9 +291,9 @@ class _Builder:
             of_turn=False,
             copied_after=copied_after,
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
-            lent_until=lent_until,
+            caller_until=caller_until,
             # A value that is held to the step's end is mostly a leaf, as a batch is, and so waited for.
-            watched=lent_until is not None and until is not None,
+            watched=caller_until is not None and until is not None,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:
@@ -371,5 +371,5 @@ def _with(
 ) -> Iterable[SegmentStep]:
     for i, segment in enumerate(segments):
         made = dict.fromkeys((*segment.writes, *writes[i]))
-        held = (n for n in reads[i] if n not in made)  # its own results exist after it anyway
-        yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *held))), writes=tuple(made))
+        edge_memory = (n for n in reads[i] if n not in made)  # its own results exist after it anyway
+        yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *edge_memory))), writes=tuple(made))

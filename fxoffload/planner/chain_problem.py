@@ -14,8 +14,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from fxoffload.planner.chain import Chain
-from fxoffload.planner.formulate import items_of, other_bytes, problem_of
-from fxoffload.planner.problem import Alternative, Item, Layer, Problem
+from fxoffload.planner.formulate import other_bytes, problem_of, storages_of
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
 from fxoffload.planner.rates import ProfileRates
 
 
@@ -43,7 +43,7 @@ def chain_problem(
         raise ValueError("expected layouts of one chain, and a count and a kind for each of its calls")
     found = [_Layout(layout, layouts[0]) for layout in layouts]
     layers = [
-        Layer(f"call {k}", kinds[k], tuple(found[j].alternative(k, j) for j in range(count)))
+        ProblemLayer(f"call {k}", kinds[k], tuple(found[j].variant(k, j) for j in range(count)))
         for k, count in enumerate(counts)
     ]
     return problem_of(layouts[0].step, rates, layers=layers, host_bytes=host_bytes)
@@ -56,21 +56,21 @@ class _Layout:
         self._chain, self._onto = chain, onto
         self._backwards = sorted((at, k) for k, at in enumerate(chain.backward))
         owner = {name: k for k, names in enumerate(chain.candidates) for name in names if name is not None}
-        self._items: dict[int, list[Item]] = {}
-        for item in items_of(chain.step):
-            k = owner[item.name]
-            self._items.setdefault(k, []).append(self._moved_over(item, k))
+        self._items: dict[int, list[SavedStorage]] = {}
+        for storage in storages_of(chain.step):
+            k = owner[storage.name]
+            self._items.setdefault(k, []).append(self._moved_over(storage, k))
         self._bytes = other_bytes(chain.step)[1]
         self._onto_bytes = other_bytes(onto.step)[1]
 
-    def alternative(self, call: int, number: int) -> Alternative:
+    def variant(self, call: int, number: int) -> LayerVariant:
         """The alternative of a call under this variant."""
         first, count = self._onto.backward[call], self._onto.sizes[call][1]
         extra_ms = self._ms(self._chain, call) - self._ms(self._onto, call)
         # No segment takes less than nothing.
         extra_ms = max(extra_ms, -self._onto.step.backward[first].ms)
         extra = {q: max(self._most_bytes(call, q) - self._onto_bytes[q], 0) for q in range(first, first + count)}
-        return Alternative(
+        return LayerVariant(
             f"call {call}, variant {number}",
             tuple(self._items.get(call, ())),
             {first: extra_ms} if extra_ms else {},
@@ -93,15 +93,15 @@ class _Layout:
 
     # -- places --------------------------------------------------------------------------------------------------------
 
-    def _moved_over(self, item: Item, call: int) -> Item:
+    def _moved_over(self, storage: SavedStorage, call: int) -> SavedStorage:
         return replace(
-            item,
-            name=f"call {call}: {item.name}",
-            made_at=self._forward(item.made_at),
-            copy_after=self._forward(item.copy_after),
-            freed_after=self._forward(item.freed_after),
-            needed_at=self._needed(item.needed_at),
-            dies_at=self._dies(item.dies_at),
+            storage,
+            name=f"call {call}: {storage.name}",
+            made_at=self._forward(storage.made_at),
+            copy_after=self._forward(storage.copy_after),
+            freed_after=self._forward(storage.freed_after),
+            needed_at=self._needed(storage.needed_at),
+            dies_at=self._dies(storage.dies_at),
         )
 
     def _forward(self, at: int) -> int:

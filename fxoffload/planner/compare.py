@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxoffload.plan_report.table import gib, layer_ranges, number_ranges
 from fxoffload.planner.plan import Decision, Plan
-from fxoffload.planner.plan_table import gib, layer_ranges, number_ranges
 
 ABSENT = "absent"
 
@@ -122,7 +122,7 @@ class _Key(NamedTuple):
     number: int
 
 
-class _Entry(NamedTuple):
+class _PairEntry(NamedTuple):
     name: str
     row: int
     decision: Decision
@@ -132,7 +132,7 @@ def _differences(position: int, plans: Sequence[Plan]) -> list[Difference]:
     named = all(len(d.names or (d.name,)) == max(len(d.layers), 1) for plan in plans for d in plan.decisions)
     entries = [dict(_entries(plan, named)) for plan in plans]
     # Layers in which the ranks do the same different things share one difference, as far as they share a decision.
-    found: dict[tuple[int, int, tuple[str, ...]], list[tuple[str, _Entry]]] = {}
+    found: dict[tuple[int, int, tuple[str, ...]], list[tuple[str, _PairEntry]]] = {}
     for key in dict.fromkeys(key for of_rank in entries for key in of_rank):
         actions = tuple(of_rank[key].decision.action if key in of_rank else ABSENT for of_rank in entries)
         # What stays is computed once whatever it is called; names of random states, for one, differ.
@@ -143,17 +143,17 @@ def _differences(position: int, plans: Sequence[Plan]) -> list[Difference]:
     return [_difference(position, same, actions) for (_, _, actions), same in found.items()]
 
 
-def _difference(position: int, same: Sequence[tuple[str, _Entry]], actions: tuple[str, ...]) -> Difference:
+def _difference(position: int, same: Sequence[tuple[str, _PairEntry]], actions: tuple[str, ...]) -> Difference:
     entry = same[0][1]
     layers = tuple(layer for layer, _ in same if layer)
     return Difference(position, layers, entry.name, entry.decision.producer, entry.decision.nbytes, actions)
 
 
-def _entries(plan: Plan, named: bool) -> Iterator[tuple[_Key, _Entry]]:
+def _entries(plan: Plan, named: bool) -> Iterator[tuple[_Key, _PairEntry]]:
     seen: Counter[tuple[str, str]] = Counter()
     for row, decision in enumerate(plan.decisions):
         for i, layer in enumerate(decision.layers or ("",)):
             name = decision.names[i] if named and decision.names else decision.name
             what = name if named else decision.producer
-            yield _Key(layer, what, seen[layer, what]), _Entry(name, row, decision)
+            yield _Key(layer, what, seen[layer, what]), _PairEntry(name, row, decision)
             seen[layer, what] += 1

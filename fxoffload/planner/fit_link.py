@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.clocks.segment_readings import Phase, Readings
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
+from fxoffload.step.readings import Phase, Readings
 
 # Waits that differ by less than this part of their phase are the same: events, and a host that is late now and then,
 # make up as much. Without this, waits of 4 ms of 563 gave 0.64 for a link that reached 0.92, and the plan made from

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fxoffload.planner.problem import Alternative, Item, Layer, Problem
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
 from fxoffload.planner.program import program_of
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep
 
 
-def items_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[Item]:
+def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[SavedStorage]:
     """One item per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
     program = program_of(step)
     c = program.candidates
@@ -20,13 +20,13 @@ def items_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> lis
     for at, takes in enumerate(program.takes):
         for i, _ in takes:
             first.setdefault(i, at)
-    items = []
+    storages = []
     for i, name in enumerate(c.names):
         if not c.held_bytes[i] and not c.moved_bytes[i]:
             continue
         made_at = -1 if c.is_input[i] else made.get(name, -1)
-        items.append(
-            Item(
+        storages.append(
+            SavedStorage(
                 name,
                 held_bytes=c.held_bytes[i],
                 moved_bytes=c.moved_bytes[i],
@@ -38,7 +38,7 @@ def items_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> lis
                 fixed=(fixed or {}).get(name),
             )
         )
-    return items
+    return storages
 
 
 def other_bytes(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -64,13 +64,15 @@ def problem_of(
     step: TrainingStep,
     rates: ProfileRates,
     *,
-    layers: Sequence[Layer] | None = None,
+    layers: Sequence[ProblemLayer] | None = None,
     fixed: Mapping[str, bool] | None = None,
     host_bytes: int | None = None,
 ) -> Problem:
     """The problem of a step. ``layers``: alternatives to choose from; default: the step as it is, keep or offload."""
     if layers is None:
-        layers = [Layer("step", "step", (Alternative("as partitioned", tuple(items_of(step, fixed)), {}, {}),))]
+        layers = [
+            ProblemLayer("step", "step", (LayerVariant("as partitioned", tuple(storages_of(step, fixed)), {}, {}),))
+        ]
     forward, backward = other_bytes(step)
     return Problem(
         tuple(layers),

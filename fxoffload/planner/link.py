@@ -88,12 +88,12 @@ class Link:
         if begin >= self._down_free + self._lag:
             end = begin + duration
         else:
-            end = self._up_beside_down(nbytes, begin, duration)
+            end = self._up_during_down(nbytes, begin, duration)
         self._up_free = end
         self.ups.append((begin, end))
         return end
 
-    def _up_beside_down(self, nbytes: int, begin: float, alone_ms: float) -> float:
+    def _up_during_down(self, nbytes: int, begin: float, alone_ms: float) -> float:
         """The end of a copy up that begins while copies down are under way; holds those back."""
         duplex_ms = self.rates.copy_ms(nbytes, "h2d", True)
         if duplex_ms <= 0.0:

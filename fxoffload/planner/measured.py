@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fxoffload.planner.simulate import place_of
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase, Readings, Sample
+from fxoffload.step.readings import PHASES, Phase, Readings, Sample
 
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Plan
@@ -42,7 +42,7 @@ class MeasuredSegment(NamedTuple):
         return place_of(self.segment, self.layer)
 
 
-class StandStill(NamedTuple):
+class Stall(NamedTuple):
     """Compute stood still: it waited for copies, or for a host that launches late.
 
     Attributes:
@@ -71,17 +71,17 @@ class MeasuredStep:
     forward_ms: float
     step_ms: float
 
-    def stands_still(self) -> Iterator[StandStill]:
+    def stands_still(self) -> Iterator[Stall]:
         """The times between segments, in order."""
         for phase, begin, end in (("forward", 0.0, self.forward_ms), ("backward", self.forward_ms, self.step_ms)):
             segments = [s for s in self.segments if s.phase == phase]
             now = begin
             for i, segment in enumerate(segments):
                 if segment.begin_ms > now:
-                    yield StandStill(now, segment.begin_ms, segments[max(i - 1, 0)] if phase == "forward" else segment)
+                    yield Stall(now, segment.begin_ms, segments[max(i - 1, 0)] if phase == "forward" else segment)
                 now = max(now, segment.end_ms)
             if segments and end > now:
-                yield StandStill(now, end, segments[-1])
+                yield Stall(now, end, segments[-1])
 
 
 def why_not_measured(plan: Plan) -> str:

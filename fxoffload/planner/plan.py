@@ -9,11 +9,13 @@ from typing import Literal, get_args
 
 from fxoffload.files import replace_file
 from fxoffload.machine.estimate_error import EstimateError
-from fxoffload.planner import plan_json, plan_plot, plan_table
-from fxoffload.planner.blocks import as_html
+from fxoffload.plan_report import plot as plan_plot
+from fxoffload.plan_report import table as plan_table
+from fxoffload.plan_report.blocks import as_html
+from fxoffload.plan_report.timeline import to_chrome_trace
+from fxoffload.planner import plan_json
 from fxoffload.planner.measured import MeasuredStep, why_not_measured
 from fxoffload.planner.simulate import Boundary, Simulation
-from fxoffload.planner.timeline import to_chrome_trace
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 

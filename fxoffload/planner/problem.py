@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Item:
+class SavedStorage:
     """A storage that a forward saves for the backward.
 
     Attributes:
@@ -57,35 +57,35 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Alternative:
+class LayerVariant:
     """A way to recompute a part of a layer.
 
     Attributes:
         name: for messages.
-        items: storages that its forward saves.
+        storages: storages that its forward saves.
         extra_ms: backward segment -> time to recompute.
         extra_bytes: backward segment -> working set beyond ``Problem.backward_bytes``.
     """
 
     name: str
-    items: tuple[Item, ...]
+    storages: tuple[SavedStorage, ...]
     extra_ms: Mapping[int, float]
     extra_bytes: Mapping[int, int]
 
 
 @dataclass(frozen=True)
-class Layer:
+class ProblemLayer:
     """A part of the step for which one alternative is chosen.
 
     Attributes:
         name: for messages.
         structure: layers of one structure have the same alternatives in the same order.
-        alternatives: at least one.
+        variants: at least one.
     """
 
     name: str
     structure: Hashable
-    alternatives: tuple[Alternative, ...]
+    variants: tuple[LayerVariant, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Problem:
         ValueError: it contradicts itself.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ProblemLayer, ...]
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     forward_bytes: tuple[int, ...]
@@ -119,35 +119,35 @@ class Problem:
             raise ValueError("expected positive rates of the link")
         owner: dict[str, int] = {}
         for at, layer in enumerate(self.layers):
-            if not layer.alternatives:
+            if not layer.variants:
                 raise ValueError(f"expected at least one alternative, found none for layer {layer.name}")
-            for alternative in layer.alternatives:
-                self._check(layer, alternative)
-                for item in alternative.items:
-                    if owner.setdefault(item.name, at) != at:
-                        raise ValueError(f"expected items of different names in different layers, found {item.name}")
+            for variant in layer.variants:
+                self._check(layer, variant)
+                for storage in variant.storages:
+                    if owner.setdefault(storage.name, at) != at:
+                        raise ValueError(f"expected items of different names in different layers, found {storage.name}")
 
-    def _check(self, layer: Layer, alternative: Alternative) -> None:
+    def _check(self, layer: ProblemLayer, variant: LayerVariant) -> None:
         forward, backward = len(self.forward_ms), len(self.backward_ms)
-        where = f"alternative {alternative.name} of layer {layer.name}"
-        twice = [name for name, count in Counter(i.name for i in alternative.items).items() if count > 1]
+        where = f"alternative {variant.name} of layer {layer.name}"
+        twice = [name for name, count in Counter(i.name for i in variant.storages).items() if count > 1]
         if twice:
             raise ValueError(f"expected items of different names in {where}, found {twice[0]} twice")
-        for item in alternative.items:
-            if not (-1 <= item.made_at <= item.copy_after < forward and item.freed_after < forward):
-                raise ValueError(f"expected {item.name} in {where} to be made, then copied, in the forward")
-            if not 0 <= item.needed_at <= item.dies_at <= backward:
-                raise ValueError(f"expected {item.name} in {where} to be needed, then to die, in the backward")
-            if item.fixed and not item.moved_bytes:
-                raise ValueError(f"expected {item.name} in {where} to move, as it must: it has no bytes to move")
-        for at in (*alternative.extra_ms, *alternative.extra_bytes):
+        for storage in variant.storages:
+            if not (-1 <= storage.made_at <= storage.copy_after < forward and storage.freed_after < forward):
+                raise ValueError(f"expected {storage.name} in {where} to be made, then copied, in the forward")
+            if not 0 <= storage.needed_at <= storage.dies_at <= backward:
+                raise ValueError(f"expected {storage.name} in {where} to be needed, then to die, in the backward")
+            if storage.fixed and not storage.moved_bytes:
+                raise ValueError(f"expected {storage.name} in {where} to move, as it must: it has no bytes to move")
+        for at in (*variant.extra_ms, *variant.extra_bytes):
             if not 0 <= at < backward:
                 raise ValueError(f"expected backward segments in {where}, found {at} of {backward}")
 
-    def is_taken_back(self, item: Item) -> bool:
+    def is_taken_back(self, storage: SavedStorage) -> bool:
         """Whether an item must be offloaded, but so late that it is still on the device when the backward begins. It
         counts as kept; but for the host."""
-        return item.fixed is True and item.held_bytes > 0 and item.copy_after == len(self.forward_ms) - 1
+        return storage.fixed is True and storage.held_bytes > 0 and storage.copy_after == len(self.forward_ms) - 1
 
     @property
     def compute_ms(self) -> float:
@@ -160,7 +160,7 @@ class Solution:
     """A choice, and its predicted time and memory.
 
     Attributes:
-        alternatives: per layer, the number of the chosen one.
+        variants: per layer, the number of the chosen one.
         offloaded: names of the items to offload.
         ms: the step.
         exposed_ms: the part of it in which compute waits for copies.
@@ -170,7 +170,7 @@ class Solution:
         is_optimal: whether ``gap`` is within the gap that the solver was asked for.
     """
 
-    alternatives: tuple[int, ...]
+    variants: tuple[int, ...]
     offloaded: frozenset[str]
     ms: float
     exposed_ms: float

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.clocks.chain_clock import lies_between
+from fxoffload.runtime.profiler.chain_clock import lies_between
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Candidates:
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
         is_input, of_turn, paces_forward, paces_backward: as in ``StorageInfo``.
-        is_lent: whether the caller holds it too, so that it is never taken back.
+        is_callers: whether the caller holds it too, so that it is never taken back.
         rank: place in the order of reloads.
         last_read_forward: the last forward segment that reads it or through which the caller holds it, -1 for none.
         last_read_backward: the backward segment in which it dies where it was kept; len(backward): it does not.
@@ -38,7 +38,7 @@ class Candidates:
     moved_bytes: list[int]
     held_bytes: list[int]
     is_input: list[bool]
-    is_lent: list[bool]
+    is_callers: list[bool]
     of_turn: list[bool]
     paces_forward: list[bool]
     paces_backward: list[bool]
@@ -91,7 +91,7 @@ def program_of(step: TrainingStep) -> Program:
     """
     program = _PROGRAMS.get(step)
     if program is None:
-        program = _PROGRAMS[step] = _Builder(step).build()
+        program = _PROGRAMS[step] = _ProgramBuilder(step).build()
     return program
 
 
@@ -116,7 +116,7 @@ class _Uses:
         self.read_by_layers = {n for s in segments if s.layer or not layered for n in s.reads}
 
 
-class _Builder:
+class _ProgramBuilder:
     """Works a ``Program`` out."""
 
     def __init__(self, step: TrainingStep) -> None:
@@ -164,7 +164,7 @@ class _Builder:
                 last = max(self.down.last_read.get(self.all[i].name, at) for i in op)
                 releases[max(at, last) + 1] = True
                 for i in op:
-                    until = self.all[i].lent_until
+                    until = self.all[i].caller_until
                     if (is_input or until is not None) and not self.all[i].watched:
                         awaited[self.num_forward if until is None else until + 1].append(i)
         if self.step.releases is not None:
@@ -222,13 +222,14 @@ class _Builder:
             moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
             is_input=[c.is_input for c in self.all],
-            is_lent=[(c.is_input or c.lent_until is not None) and not c.watched for c in self.all],
+            is_callers=[(c.is_input or c.caller_until is not None) and not c.watched for c in self.all],
             of_turn=[c.of_turn for c in self.all],
             paces_forward=[c.name in down if c.paces_forward is None else c.paces_forward for c in self.all],
             paces_backward=[c.name in up if c.paces_backward is None else c.paces_backward for c in self.all],
             rank=rank,
             last_read_forward=[
-                max(self.down.last_read.get(c.name, -1), -1 if c.lent_until is None else c.lent_until) for c in self.all
+                max(self.down.last_read.get(c.name, -1), -1 if c.caller_until is None else c.caller_until)
+                for c in self.all
             ],
             last_read_backward=[dies.get(c.name, self.num_backward) for c in self.all],
             need_order=sorted(copied, key=lambda i: rank[i]),

@@ -10,11 +10,11 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_private import fsdp2_is_used
+from fxoffload.analysis.op_key import op_key
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
-from fxoffload.passes.op_key import op_key
 from fxoffload.planner.link import Direction
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 
@@ -23,14 +23,14 @@ REHEARSED = "h200"
 # Rate of a link during collectives, whose streams wait for the device, as a part of its rate alone. Measured: 0.89 to
 # 0.94, with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``). Measured steps
 # then replace it.
-BESIDE_COLLECTIVES = 0.9
+WITH_COLLECTIVES = 0.9
 # A dtype without a measurement -> one that has one, and how many times slower than that it counts.
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
 
 @dataclass(frozen=True)
 class ProfileRates:
-    """Rates of ``fxoffload.passes.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
+    """Rates of ``fxoffload.analysis.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
 
     ``link``: the parts of the profile's rates that copies reach, to the host and back. ``assumed``: dtypes that the
     profile has no rate for -> the dtype whose rate stands in. ``op_times``: measured milliseconds of operators, by
@@ -111,10 +111,10 @@ def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
         OptionsError, ProfileError: there is no such profile, or none at all.
     """
     found = ProfileRates(_profile_for(profile, device))
-    return found.reaching(BESIDE_COLLECTIVES, BESIDE_COLLECTIVES) if beside_collectives() else found
+    return found.reaching(WITH_COLLECTIVES, WITH_COLLECTIVES) if with_collectives() else found
 
 
-def beside_collectives() -> bool:
+def with_collectives() -> bool:
     """Whether steps of this process may have streams for communication next to the compute stream."""
     return processes_on_this_machine() > 1 or fsdp2_is_used()
 

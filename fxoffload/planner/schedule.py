@@ -20,7 +20,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 
 # How often the solver's budget is lowered by the excess that the simulator found.
 _MAX_REPAIRS = 4

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 
 Track = Literal["compute", "d2h", "h2d"]
 
@@ -87,7 +87,7 @@ class Boundary(NamedTuple):
         return place_of(self.segment, self.layer)
 
 
-class Event(NamedTuple):
+class SimEvent(NamedTuple):
     """One bar of the timeline.
 
     Attributes:
@@ -168,7 +168,7 @@ class Simulation:
         return [b.live_bytes for b in self.boundaries]
 
     @cached_property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[SimEvent, ...]:
         """Segments, waits and copies, by track and time."""
         return tuple(self._recording.events(self.boundaries))
 
@@ -186,11 +186,11 @@ class _Recording:
     left_at: dict[int, int] = field(default_factory=dict)  # candidate -> boundary after which it left
     waits: list[tuple[float, float, str, int]] = field(default_factory=list)  # begin, end, for which way, boundary
 
-    def events(self, boundaries: Sequence[Boundary]) -> list[Event]:
-        found = [Event("compute", b.segment, b.begin_ms, b.end_ms, at=i) for i, b in enumerate(boundaries)]
+    def events(self, boundaries: Sequence[Boundary]) -> list[SimEvent]:
+        found = [SimEvent("compute", b.segment, b.begin_ms, b.end_ms, at=i) for i, b in enumerate(boundaries)]
         last = len(boundaries) - 1
         found.extend(
-            Event("compute", "wait", begin, end, label=way, at=min(max(at, 0), last))
+            SimEvent("compute", "wait", begin, end, label=way, at=min(max(at, 0), last))
             for begin, end, way, at in self.waits
         )
         found.sort(key=lambda event: (event.begin_ms, event.end_ms))
@@ -200,7 +200,9 @@ class _Recording:
         )
         for track, which, times in copies:
             found.extend(
-                Event(track, self.names[i], begin, end, self.moved_bytes[i], self.labels[i], self.left_at.get(i, -1), i)
+                SimEvent(
+                    track, self.names[i], begin, end, self.moved_bytes[i], self.labels[i], self.left_at.get(i, -1), i
+                )
                 for i, (begin, end) in zip(which, times, strict=True)
             )
         return found
@@ -420,7 +422,7 @@ class _Run:
         c = self.program.candidates
         kept: deque[int] = deque()
         for i in self.in_flight:
-            if c.is_lent[i]:
+            if c.is_callers[i]:
                 kept.append(i)
             else:
                 self.state[i] = _TAKEN_BACK

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from fxoffload.planner.problem import Problem, Solution
-from fxoffload.planner.solve_improve import Goal, improve, rounded
+from fxoffload.planner.solve_improve import SolverObjective, improve, rounded
 from fxoffload.planner.solve_model import MOVE_PRICE, Model, slots_of
 from fxoffload.planner.solve_schedule import Loads
 
@@ -27,15 +27,15 @@ _GRACE_S = 1.0
 def least_time(problem: Problem, budget_bytes: int, *, deadline_s: float = 10.0) -> Solution | None:
     """The fastest choice that fits into ``budget_bytes``; None: no choice does."""
     clock = _Clock(deadline_s)
-    goal = Goal(problem, budget_bytes=budget_bytes)
-    bound, found = _search(problem, goal, clock)
+    objective = SolverObjective(problem, budget_bytes=budget_bytes)
+    bound, found = _search(problem, objective, clock)
     if found is None:
         smallest = _smallest(problem, clock)
         if smallest.least_bytes() > budget_bytes:
             return None
         found = smallest
-    improve(found, goal, clock.until)
-    ms = goal.value(found)
+    improve(found, objective, clock.until)
+    ms = objective.value(found)
     assert ms is not None
     return _solution(found, ms, bound - MOVE_PRICE * problem.compute_ms, ms, _GAP)
 
@@ -43,15 +43,15 @@ def least_time(problem: Problem, budget_bytes: int, *, deadline_s: float = 10.0)
 def least_peak(problem: Problem, max_ms: float, *, deadline_s: float = 10.0) -> Solution | None:
     """The choice of the least bytes among those that take at most ``max_ms``; None: all take longer."""
     clock = _Clock(deadline_s)
-    goal = Goal(problem, max_ms=max_ms)
-    bound, found = _search(problem, goal, clock)
+    objective = SolverObjective(problem, max_ms=max_ms)
+    bound, found = _search(problem, objective, clock)
     if found is None:
         fastest = least_time(problem, _all_bytes(problem), deadline_s=clock.left())
         if fastest is None or fastest.ms > max_ms:
             return None
-        found = Loads(problem, fastest.alternatives, fastest.offloaded)
-    improve(found, goal, clock.until)
-    peak = goal.value(found)
+        found = Loads(problem, fastest.variants, fastest.offloaded)
+    improve(found, objective, clock.until)
+    peak = objective.value(found)
     assert peak is not None
     schedule = found.schedule(int(peak))
     assert schedule is not None
@@ -84,38 +84,40 @@ class _Clock:
         return max(self.until - time.monotonic(), 0.0)
 
 
-def _search(problem: Problem, goal: Goal, clock: _Clock) -> tuple[float, Loads | None]:
+def _search(problem: Problem, objective: SolverObjective, clock: _Clock) -> tuple[float, Loads | None]:
     """A bound of the objective, and a choice that meets the goal if one was found."""
-    decisions = sum(len(la.alternatives) for la in problem.layers if len(la.alternatives) > 1)
+    decisions = sum(len(la.variants) for la in problem.layers if len(la.variants) > 1)
     decisions += len(slots_of(problem, exact=True))
-    single = all(len(la.alternatives) == 1 for la in problem.layers)
+    single = all(len(la.variants) == 1 for la in problem.layers)
     if single or decisions <= _MOST_AT_ONCE:
         model = Model(problem, exact=True, is_timed=True)
-        answer = goal.solve(model, _GAP, clock.left() * 0.8)
-        loads = _best([rounded(problem, model.slots, answer)], goal) if answer.choose else None
+        answer = objective.solve(model, _GAP, clock.left() * 0.8)
+        loads = _best([rounded(problem, model.slots, answer)], objective) if answer.choose else None
         if loads is not None or answer.status == _INFEASIBLE:
             return answer.bound, loads
     model = Model(problem, exact=False, is_timed=True)
-    answer = goal.solve(model, _GAP, clock.left() * 0.6)
+    answer = objective.solve(model, _GAP, clock.left() * 0.6)
     bound = answer.bound
     if answer.status == _INFEASIBLE:
         return bound, None
     if not answer.choose:
-        answer = goal.solve(model, _GAP, max(clock.left() * 0.5, _GRACE_S), relaxed=True)
+        answer = objective.solve(model, _GAP, max(clock.left() * 0.5, _GRACE_S), relaxed=True)
         bound = max(bound, answer.bound)
     if not answer.choose:
         return bound, None
     first = rounded(problem, model.slots, answer)
-    model = Model(problem, exact=True, is_timed=True, alternatives=first.alternatives)
-    second = goal.solve(model, _GAP, max(clock.left() * 0.8, _GRACE_S))
-    found = [first, Loads(problem, first.alternatives, [i.name for i in first.saved() if i.may_move])]
+    model = Model(problem, exact=True, is_timed=True, variants=first.variants)
+    second = objective.solve(model, _GAP, max(clock.left() * 0.8, _GRACE_S))
+    found = [first, Loads(problem, first.variants, [i.name for i in first.saved() if i.may_move])]
     if second.choose:
         found.append(rounded(problem, model.slots, second))
-    return bound, _best(found, goal)
+    return bound, _best(found, objective)
 
 
-def _best(found: Iterable[Loads], goal: Goal) -> Loads | None:
-    values = [(value, number, loads) for number, loads in enumerate(found) if (value := goal.value(loads)) is not None]
+def _best(found: Iterable[Loads], objective: SolverObjective) -> Loads | None:
+    values = [
+        (value, number, loads) for number, loads in enumerate(found) if (value := objective.value(loads)) is not None
+    ]
     return min(values)[2] if values else None
 
 
@@ -139,18 +141,16 @@ def _smallest(problem: Problem, clock: _Clock) -> Loads:
 
 def _plain(problem: Problem) -> Iterable[Loads]:
     """Choices that need no search: each alternative everywhere, with all offloaded, or nothing that need not be."""
-    for a in range(max((len(la.alternatives) for la in problem.layers), default=1)):
-        chosen = [min(a, len(la.alternatives) - 1) for la in problem.layers]
+    for a in range(max((len(la.variants) for la in problem.layers), default=1)):
+        chosen = [min(a, len(la.variants) - 1) for la in problem.layers]
         nothing = Loads(problem, chosen, ())
         yield Loads(problem, chosen, [i.name for i in nothing.saved() if i.may_move])
         yield Loads(problem, chosen, [i.name for i in nothing.saved() if i.fixed])
 
 
 def _all_bytes(problem: Problem) -> int:
-    held = sum(
-        max(sum(i.held_bytes + i.moved_bytes for i in a.items) for a in la.alternatives) for la in problem.layers
-    )
-    extra = sum(max(sum(a.extra_bytes.values()) for a in la.alternatives) for la in problem.layers)
+    held = sum(max(sum(i.held_bytes + i.moved_bytes for i in a.storages) for a in la.variants) for la in problem.layers)
+    extra = sum(max(sum(a.extra_bytes.values()) for a in la.variants) for la in problem.layers)
     return held + extra + max((*problem.forward_bytes, *problem.backward_bytes), default=0)
 
 
@@ -160,7 +160,7 @@ def _solution(loads: Loads, ms: float, bound: float, objective: float, asked: fl
     assert peak is not None and schedule is not None
     gap = max(objective - bound, 0.0) / objective if objective > 0 else 0.0
     return Solution(
-        tuple(loads.alternatives),
+        tuple(loads.variants),
         frozenset(loads.offloaded),
         schedule.ms,
         schedule.exposed_ms,

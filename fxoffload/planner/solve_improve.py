@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from fxoffload.planner.problem import Problem
-from fxoffload.planner.solve_model import Answer, Model, Slot
+from fxoffload.planner.solve_model import Answer, Model, ModelSlot
 from fxoffload.planner.solve_schedule import Loads
 
 _TIE = 1e-9
 
 
-class Goal:
+class SolverObjective:
     """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
 
     def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
@@ -47,7 +47,7 @@ class Goal:
         return found if found is not None and found <= value * (1 + _TIE) else None
 
 
-def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
+def rounded(problem: Problem, slots: Sequence[ModelSlot], answer: Answer) -> Loads:
     """The choice that an answer means, or is closest to. Layers of one structure that mix alternatives take turns."""
     owed: dict[Hashable, list[float]] = {}
     chosen: list[int] = []
@@ -60,59 +60,59 @@ def rounded(problem: Problem, slots: Sequence[Slot], answer: Answer) -> Loads:
         sums[best] -= 1.0
         chosen.append(best)
     offloaded = {
-        i.name for la, a in zip(problem.layers, chosen, strict=True) for i in la.alternatives[a].items if i.fixed
+        i.name for la, a in zip(problem.layers, chosen, strict=True) for i in la.variants[a].storages if i.fixed
     }
     for slot, moved in zip(slots, answer.moved, strict=True):
-        if chosen[slot.layer] not in slot.alternatives:
+        if chosen[slot.layer] not in slot.variants:
             continue
-        weight = sum(answer.choose[slot.layer][a] for a in slot.alternatives)
-        if slot.count == len(slot.items):
+        weight = sum(answer.choose[slot.layer][a] for a in slot.variants)
+        if slot.count == len(slot.storages):
             number = round(min(moved / max(weight, 1e-6), slot.count))
-            offloaded.update(i.name for i in slot.items[:number])
+            offloaded.update(i.name for i in slot.storages[:number])
         elif moved >= weight / 2:
-            offloaded.update(i.name for i in slot.items)
+            offloaded.update(i.name for i in slot.storages)
     return Loads(problem, chosen, offloaded)
 
 
-def improve(loads: Loads, goal: Goal, until: float) -> None:
+def improve(loads: Loads, objective: SolverObjective, until: float) -> None:
     """Exchange alternatives while that is better, then keep items that need no move. Stops at ``until`` (monotonic)."""
-    value = goal.value(loads)
+    value = objective.value(loads)
     if value is None:
         return
-    value = _exchange(loads, goal, value, until)
-    _keep(loads, goal, value, until)
+    value = _exchange(loads, objective, value, until)
+    _keep(loads, objective, value, until)
 
 
-def _exchange(loads: Loads, goal: Goal, value: float, until: float) -> float:
+def _exchange(loads: Loads, objective: SolverObjective, value: float, until: float) -> float:
     by_structure: dict[Hashable, list[int]] = defaultdict(list)
     for at, layer in enumerate(loads.problem.layers):
         by_structure[layer.structure].append(at)
     for at, layer in enumerate(loads.problem.layers):
-        for alternative in range(len(layer.alternatives)):
+        for variant in range(len(layer.variants)):
             if time.monotonic() > until:
                 return value
-            before, offloaded = loads.alternatives[at], set(loads.offloaded)
-            if alternative == before:
+            before, offloaded = loads.variants[at], set(loads.offloaded)
+            if variant == before:
                 continue
-            loads.choose(at, alternative)
-            found = goal.reaches(loads, value)
+            loads.choose(at, variant)
+            found = objective.reaches(loads, value)
             if found is not None and found < value * (1 - _TIE):
                 value = found
                 continue
             loads.choose(at, before)
-            for item in loads.items(at):
-                loads.set(item, offload=item.name in offloaded)
+            for storage in loads.items(at):
+                loads.set(storage, offload=storage.name in offloaded)
     return value
 
 
-def _keep(loads: Loads, goal: Goal, value: float, until: float) -> None:
-    movable = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
-    for item in sorted(movable, key=lambda i: -i.moved_bytes):
+def _keep(loads: Loads, objective: SolverObjective, value: float, until: float) -> None:
+    offload_candidate = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
+    for storage in sorted(offload_candidate, key=lambda i: -i.moved_bytes):
         if time.monotonic() > until:
             return
-        loads.set(item, offload=False)
-        found = goal.reaches(loads, value)
+        loads.set(storage, offload=False)
+        found = objective.reaches(loads, value)
         if found is None:
-            loads.set(item, offload=True)
+            loads.set(storage, offload=True)
         else:
             value = min(value, found)

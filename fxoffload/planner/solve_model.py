@@ -15,49 +15,56 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from fxoffload.planner.problem import Item, Problem
+from fxoffload.planner.problem import Problem, SavedStorage
 
 Terms = dict[int, float]  # variable -> factor
 MOVE_PRICE = 5e-5  # price of moving all that can move, in parts of the compute time
 
 
 @dataclass(frozen=True)
-class Slot:
+class ModelSlot:
     """Items of one layer that are decided together.
 
     Attributes:
         layer: position of the layer.
-        alternatives: those that save the items.
-        items: they live alike.
+        variants: those that save the items.
+        storages: they live alike.
         count: the decision is how many of the items move, all of one size; 1: which part of them all.
     """
 
     layer: int
-    alternatives: tuple[int, ...]
-    items: tuple[Item, ...]
+    variants: tuple[int, ...]
+    storages: tuple[SavedStorage, ...]
     count: int
 
 
-def slots_of(problem: Problem, *, exact: bool) -> list[Slot]:
+def slots_of(problem: Problem, *, exact: bool) -> list[ModelSlot]:
     """The decisions about items that may move.
 
     Equal items are one slot. If not ``exact``, so are all that live alike: a part of them moves.
     """
-    found: list[Slot] = []
+    found: list[ModelSlot] = []
     for at, layer in enumerate(problem.layers):
-        where: dict[Item, list[int]] = defaultdict(list)
-        for number, alternative in enumerate(layer.alternatives):
-            for item in alternative.items:
-                if item.may_move and not problem.is_taken_back(item):
-                    where[item].append(number)
-        groups: dict[object, list[Item]] = defaultdict(list)
-        for item, numbers in where.items():
-            life = (item.made_at, item.copy_after, item.freed_before, item.needed_at, item.dies_at, item.fixed)
-            by_size = exact or item.held_bytes != item.moved_bytes
-            groups[tuple(numbers), life, (item.held_bytes, item.moved_bytes) if by_size else None].append(item)
-        for items in groups.values():
-            equal = exact or items[0].held_bytes != items[0].moved_bytes
-            found.append(Slot(at, tuple(where[items[0]]), tuple(items), len(items) if equal else 1))
+        where: dict[SavedStorage, list[int]] = defaultdict(list)
+        for number, variant in enumerate(layer.variants):
+            for storage in variant.storages:
+                if storage.may_move and not problem.is_taken_back(storage):
+                    where[storage].append(number)
+        groups: dict[object, list[SavedStorage]] = defaultdict(list)
+        for storage, numbers in where.items():
+            life = (
+                storage.made_at,
+                storage.copy_after,
+                storage.freed_before,
+                storage.needed_at,
+                storage.dies_at,
+                storage.fixed,
+            )
+            by_size = exact or storage.held_bytes != storage.moved_bytes
+            groups[tuple(numbers), life, (storage.held_bytes, storage.moved_bytes) if by_size else None].append(storage)
+        for storages in groups.values():
+            equal = exact or storages[0].held_bytes != storages[0].moved_bytes
+            found.append(ModelSlot(at, tuple(where[storages[0]]), tuple(storages), len(storages) if equal else 1))
     return found
 
 
@@ -85,12 +92,10 @@ class Model:
         problem: the decisions.
         exact: whether items move as a whole.
         is_timed: whether time counts; else compute waits for free and the link does not matter.
-        alternatives: the chosen ones, where they are chosen already.
+        variants: the chosen ones, where they are chosen already.
     """
 
-    def __init__(
-        self, problem: Problem, *, exact: bool, is_timed: bool, alternatives: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, *, exact: bool, is_timed: bool, variants: Sequence[int] | None = None) -> None:
         self._problem = problem
         self.slots = slots = slots_of(problem, exact=exact)
         self._forward_waits: list[int] = []
@@ -100,13 +105,13 @@ class Model:
         self._cost: list[float] = []
         self._rows: list[Terms] = []
         self._limits: list[tuple[float, float]] = []
-        items = {i for layer in problem.layers for a in layer.alternatives for i in a.items}
-        self._byte = 1 / max(1, max((max(i.held_bytes, i.moved_bytes) for i in items), default=1))
+        storages = {i for layer in problem.layers for a in layer.variants for i in a.storages}
+        self._byte = 1 / max(1, max((max(i.held_bytes, i.moved_bytes) for i in storages), default=1))
         self._tick = 1000 / problem.compute_ms if problem.compute_ms > 0 else 1.0
         self._choose = [
             [
-                self._variable(float(alternatives is not None and alternatives[at] == a), 1.0, integer=True)
-                for a in range(len(layer.alternatives))
+                self._variable(float(variants is not None and variants[at] == a), 1.0, integer=True)
+                for a in range(len(layer.variants))
             ]
             for at, layer in enumerate(problem.layers)
         ]
@@ -114,14 +119,14 @@ class Model:
             self._row(dict.fromkeys(choose, 1.0), 1.0, 1.0)
         self._move = [self._variable(0.0, s.count, integer=exact) for s in slots]
         for slot, move in zip(slots, self._move, strict=True):
-            saved = {self._choose[slot.layer][a]: -float(slot.count) for a in slot.alternatives}
-            must = slot.items[0].fixed is True
+            saved = {self._choose[slot.layer][a]: -float(slot.count) for a in slot.variants}
+            must = slot.storages[0].fixed is True
             self._row({move: 1.0, **saved}, 0.0 if must else -np.inf, 0.0)
         self._peak = self._variable(0.0, np.inf)
         self._time: Terms = {self._variable(1.0, 1.0): problem.compute_ms * self._tick}
         for at, layer in enumerate(problem.layers):
-            for a, alternative in enumerate(layer.alternatives):
-                self._time[self._choose[at][a]] = sum(alternative.extra_ms.values()) * self._tick
+            for a, variant in enumerate(layer.variants):
+                self._time[self._choose[at][a]] = sum(variant.extra_ms.values()) * self._tick
         if problem.host_bytes is not None:
             self._host(problem.host_bytes)
         if is_timed:
@@ -130,10 +135,10 @@ class Model:
             self._untimed()
 
     def _host(self, nbytes: int) -> None:
-        terms = self._moving(lambda item: item.moved_bytes)
+        terms = self._moving(lambda storage: storage.moved_bytes)
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
-            for x, alternative in zip(choose, layer.alternatives, strict=True):
-                back = sum(i.moved_bytes for i in alternative.items if self._problem.is_taken_back(i))
+            for x, variant in zip(choose, layer.variants, strict=True):
+                back = sum(i.moved_bytes for i in variant.storages if self._problem.is_taken_back(i))
                 if back:
                     terms[x] = back * self._byte
         self._row(terms, -np.inf, nbytes * self._byte)
@@ -156,32 +161,34 @@ class Model:
         self._rows.append(terms)
         self._limits.append((low, high))
 
-    def _moving(self, size: Callable[[Item], int]) -> Terms:
+    def _moving(self, size: Callable[[SavedStorage], int]) -> Terms:
         """The bytes of all that moves, by slot."""
         found: Terms = {}
         for slot, move in zip(self.slots, self._move, strict=True):
-            nbytes = sum(size(i) for i in slot.items) / slot.count
+            nbytes = sum(size(i) for i in slot.storages) / slot.count
             if nbytes:
                 found[move] = nbytes * self._byte
         return found
 
-    def _by_segment(self, count: int, where: Callable[[Item], int], size: Callable[[Item], int]) -> list[Terms]:
+    def _by_segment(
+        self, count: int, where: Callable[[SavedStorage], int], size: Callable[[SavedStorage], int]
+    ) -> list[Terms]:
         """The same, of what ``where`` places at each segment."""
         found: list[Terms] = [{} for _ in range(count)]
         total = self._moving(size)
         for slot, move in zip(self.slots, self._move, strict=True):
             if move in total:
-                found[where(slot.items[0])][move] = total[move]
+                found[where(slot.storages[0])][move] = total[move]
         return found
 
-    def _saved(self, count: int, where: Callable[[Item], int]) -> list[Terms]:
+    def _saved(self, count: int, where: Callable[[SavedStorage], int]) -> list[Terms]:
         """Per segment, the bytes of the items that the chosen alternatives save."""
         found: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
-            for x, alternative in zip(choose, layer.alternatives, strict=True):
-                for item in alternative.items:
-                    terms = found[where(item)]
-                    terms[x] = terms.get(x, 0.0) + item.held_bytes * self._byte
+            for x, variant in zip(choose, layer.variants, strict=True):
+                for storage in variant.storages:
+                    terms = found[where(storage)]
+                    terms[x] = terms.get(x, 0.0) + storage.held_bytes * self._byte
         return found
 
     def _sums(self, changes: Iterable[Terms]) -> list[int]:
@@ -205,10 +212,10 @@ class Model:
         times: list[Terms] = [{} for _ in range(count)]
         sizes: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
-            for x, alternative in zip(choose, layer.alternatives, strict=True):
-                for at, ms in alternative.extra_ms.items():
+            for x, variant in zip(choose, layer.variants, strict=True):
+                for at, ms in variant.extra_ms.items():
                     times[at][x] = ms * self._tick
-                for at, nbytes in alternative.extra_bytes.items():
+                for at, nbytes in variant.extra_bytes.items():
                     sizes[at][x] = nbytes * self._byte
         return times, sizes
 
@@ -219,12 +226,12 @@ class Model:
         that must be back. [-1] of the last list is the end.
         """
         forward, backward = len(self._problem.forward_ms), len(self._problem.backward_ms)
-        made = self._sums(self._saved(forward, lambda item: max(item.made_at, 0)))
+        made = self._sums(self._saved(forward, lambda storage: max(storage.made_at, 0)))
         freed = self._sums(self._by_segment(forward + 1, lambda i: i.freed_before, lambda i: i.held_bytes))
         # Kept bytes less dead ones; where an item moved, less the bytes of it that were not kept.
-        kept = self._saved(1, lambda item: 0)[0]
-        kept.update({v: -f for v, f in self._moving(lambda item: item.held_bytes).items()})
-        dead = self._saved(backward + 1, lambda item: item.dies_at)
+        kept = self._saved(1, lambda storage: 0)[0]
+        kept.update({v: -f for v, f in self._moving(lambda storage: storage.held_bytes).items()})
+        dead = self._saved(backward + 1, lambda storage: storage.dies_at)
         more = self._by_segment(backward + 1, lambda i: i.dies_at, lambda i: i.moved_bytes - i.held_bytes)
         changes = [kept, *({v: -f for v, f in (*a.items(), *b.items())} for a, b in zip(dead, more, strict=True))]
         base = self._sums(changes[:backward])
@@ -289,7 +296,7 @@ class Model:
         self._forward_waits.append(wait)
         self._time.update(dict.fromkeys(self._forward_waits, 1.0))
         self._row({ready: 1.0, wait: -down, **_minus(copied)}, -np.inf, 0.0)
-        inputs = self._moving(lambda item: 0 if item.held_bytes else item.moved_bytes)
+        inputs = self._moving(lambda storage: 0 if storage.held_bytes else storage.moved_bytes)
         if inputs:
             free = sum(self._problem.forward_ms) * self._tick * down
             self._row({ready: 1.0, **inputs, **dict.fromkeys(self._forward_waits, -down)}, -np.inf, free)
@@ -314,7 +321,7 @@ class Model:
             self._rows, self._limits = rows, limits
 
     def _add_price(self, cost: Terms) -> None:
-        moving = self._moving(lambda item: item.moved_bytes)
+        moving = self._moving(lambda storage: storage.moved_bytes)
         total = sum(f * self._high[v] for v, f in moving.items())
         price = MOVE_PRICE * self._problem.compute_ms * self._tick
         for v, f in moving.items():

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from fxoffload.planner.problem import Item, Problem
+from fxoffload.planner.problem import Problem, SavedStorage
 
 
-class Schedule(NamedTuple):
+class SolverSchedule(NamedTuple):
     """Times of a step, in milliseconds. ``exposed_ms``: of waits for copies."""
 
     ms: float
@@ -32,9 +32,9 @@ class Loads:
     Lists are of changes: the bytes at a segment are the sum up to it.
     """
 
-    def __init__(self, problem: Problem, alternatives: Iterable[int], offloaded: Iterable[str]) -> None:
+    def __init__(self, problem: Problem, variants: Iterable[int], offloaded: Iterable[str]) -> None:
         self.problem = problem
-        self.alternatives = list(alternatives)
+        self.variants = list(variants)
         self.offloaded = set(offloaded)
         self.moved = 0  # bytes of all that is offloaded
         forward, backward = len(problem.forward_ms), len(problem.backward_ms)
@@ -47,59 +47,59 @@ class Loads:
         self._needs = [0] * (backward + 1)
         self._backward_ms = list(problem.backward_ms)
         self._backward_bytes = list(problem.backward_bytes)
-        for at in range(len(self.alternatives)):
-            self._count_alternative(at, 1)
+        for at in range(len(self.variants)):
+            self._count_variant(at, 1)
 
-    def items(self, layer: int) -> tuple[Item, ...]:
+    def items(self, layer: int) -> tuple[SavedStorage, ...]:
         """The items that the chosen alternative of a layer saves."""
-        return self.problem.layers[layer].alternatives[self.alternatives[layer]].items
+        return self.problem.layers[layer].variants[self.variants[layer]].storages
 
-    def saved(self) -> list[Item]:
+    def saved(self) -> list[SavedStorage]:
         """The same of all layers."""
-        return [item for layer in range(len(self.alternatives)) for item in self.items(layer)]
+        return [storage for layer in range(len(self.variants)) for storage in self.items(layer)]
 
-    def choose(self, layer: int, alternative: int) -> None:
+    def choose(self, layer: int, variant: int) -> None:
         """Exchange the alternative of a layer. Its offloaded items stay offloaded where that is allowed."""
-        self._count_alternative(layer, -1)
+        self._count_variant(layer, -1)
         moves = {i.name for i in self.items(layer)} & self.offloaded
         self.offloaded -= moves
-        self.alternatives[layer] = alternative
+        self.variants[layer] = variant
         self.offloaded |= {i.name for i in self.items(layer) if i.fixed or (i.name in moves and i.may_move)}
-        self._count_alternative(layer, 1)
+        self._count_variant(layer, 1)
 
-    def set(self, item: Item, *, offload: bool) -> None:
+    def set(self, storage: SavedStorage, *, offload: bool) -> None:
         """Keep or offload an item of a chosen alternative."""
-        if (item.name in self.offloaded) == offload:
+        if (storage.name in self.offloaded) == offload:
             return
-        self._count(item, not offload, -1)
-        self._count(item, offload, 1)
-        (self.offloaded.add if offload else self.offloaded.discard)(item.name)
+        self._count(storage, not offload, -1)
+        self._count(storage, offload, 1)
+        (self.offloaded.add if offload else self.offloaded.discard)(storage.name)
 
-    def _count_alternative(self, layer: int, sign: int) -> None:
-        alternative = self.problem.layers[layer].alternatives[self.alternatives[layer]]
-        for at, ms in alternative.extra_ms.items():
+    def _count_variant(self, layer: int, sign: int) -> None:
+        variant = self.problem.layers[layer].variants[self.variants[layer]]
+        for at, ms in variant.extra_ms.items():
             self._backward_ms[at] += sign * ms
-        for at, nbytes in alternative.extra_bytes.items():
+        for at, nbytes in variant.extra_bytes.items():
             self._backward_bytes[at] += sign * nbytes
-        for item in alternative.items:
-            self._count(item, item.name in self.offloaded, sign)
+        for storage in variant.storages:
+            self._count(storage, storage.name in self.offloaded, sign)
 
-    def _count(self, item: Item, offload: bool, sign: int) -> None:
-        held, moved = sign * item.held_bytes, sign * item.moved_bytes
-        self._made[max(item.made_at, 0)] += held
+    def _count(self, storage: SavedStorage, offload: bool, sign: int) -> None:
+        held, moved = sign * storage.held_bytes, sign * storage.moved_bytes
+        self._made[max(storage.made_at, 0)] += held
         if offload:
             self.moved += moved
-        if not offload or self.problem.is_taken_back(item):
+        if not offload or self.problem.is_taken_back(storage):
             self._kept += held
-            self._dies[item.dies_at + 1] += held
+            self._dies[storage.dies_at + 1] += held
             return
-        self._dies[item.dies_at + 1] += moved
-        self._needs[item.needed_at] += moved
-        if not item.held_bytes:
+        self._dies[storage.dies_at + 1] += moved
+        self._needs[storage.needed_at] += moved
+        if not storage.held_bytes:
             self._inputs += moved
             return
-        self._ready[item.copy_after + 1] += sign * item.copied_bytes
-        self._freed[item.freed_before] += held
+        self._ready[storage.copy_after + 1] += sign * storage.copied_bytes
+        self._freed[storage.freed_before] += held
 
     def fits_host(self) -> bool:
         """Whether the host has room for the offloaded items."""
@@ -117,7 +117,7 @@ class Loads:
         backward = [b + n for b, n in zip(self._backward_base(), accumulate(self._needs), strict=False)]
         return max((*forward, *backward), default=0)
 
-    def schedule(self, budget: int) -> Schedule | None:
+    def schedule(self, budget: int) -> SolverSchedule | None:
         """The shortest step within ``budget`` bytes; None: it does not fit."""
         room = [budget - b for b in self._backward_base()]
         needs = list(accumulate(self._needs))
@@ -134,7 +134,7 @@ class Loads:
         waits += max(left / rate, copied / rate - sum(self.problem.forward_ms) - waits, 0.0)
         waits += self._backward(needs, room)
         ms = sum(self.problem.forward_ms) + sum(self._backward_ms)
-        return Schedule(ms + waits, waits)
+        return SolverSchedule(ms + waits, waits)
 
     def _forward(self, budget: int) -> tuple[float, float] | None:
         """Waits of the forward, and the bytes still to copy at its end."""

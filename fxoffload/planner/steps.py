@@ -16,12 +16,12 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload._torch_sizes import hint
+from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
-from fxoffload.passes.values import extent_bytes, output_values, tensor_of
 from fxoffload.runtime.engine import _RANGE_ALIGNMENT
-from fxoffload.runtime.outer_program import Movable
-from fxoffload.runtime.steps.held import Edges
+from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.step.edges import Edges
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StorageInfo:
         rank: place in the order of reloads; None: the backward segment that first reads it.
         paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
         paces_backward: whether it counts for the default prefetch window; None: whether a layer reads it.
-        lent_until: of a candidate that the caller holds too: the forward segment after which the caller may release
+        caller_until: of a candidate that the caller holds too: the forward segment after which the caller may release
             it or write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back.
             None: for an input, the last segment; all others are held by the graph alone.
         watched: of a lent one: its copy is not waited for, and it is taken back (``Choice.watches``).
@@ -61,7 +61,7 @@ class StorageInfo:
     rank: int | None = None
     paces_forward: bool | None = None
     paces_backward: bool | None = None
-    lent_until: int | None = None
+    caller_until: int | None = None
     watched: bool = False
     label: str = ""
 
@@ -177,7 +177,7 @@ class TrainingStep:
 def from_graphs(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    movables: Sequence[Movable],
+    offload_candidates: Sequence[OffloadCandidate],
     *,
     num_user_outputs: int,
     forward_ms: Mapping[str, float] | None = None,
@@ -192,7 +192,7 @@ def from_graphs(
     Args:
         forward: outer forward graph.
         backward: outer backward graph.
-        movables: of the executor: one per candidate, in the order of the offload ops, ranked.
+        offload_candidates: of the executor: one per candidate, in the order of the offload ops, ranked.
         num_user_outputs: leading outputs of the forward that the caller sees.
         forward_ms: segment name -> time; 0 where missing.
         backward_ms: segment name -> time; 0 where missing.
@@ -201,7 +201,7 @@ def from_graphs(
         min_bytes: smaller values stay (the option of that name).
         device: values elsewhere take no bytes; None counts all.
     """
-    down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
+    down = _ForwardReader(forward, offload_candidates, num_user_outputs, min_bytes, device)
     up = _BackwardReader(backward, down, device)
     return TrainingStep(
         storages=(*down.storages(), *up.storages()),
@@ -215,14 +215,14 @@ def from_graphs(
 def edges_of(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    movables: Sequence[Movable],
+    offload_candidates: Sequence[OffloadCandidate],
     *,
     num_user_outputs: int,
     min_bytes: int = 1,
     device: torch.device | None = None,
 ) -> Edges:
     """The inputs and outputs of the graphs of ``from_graphs``, in the names of its step; arguments as there."""
-    down = _ForwardReader(forward, movables, num_user_outputs, min_bytes, device)
+    down = _ForwardReader(forward, offload_candidates, num_user_outputs, min_bytes, device)
     up = _BackwardReader(backward, down, device)
     made = {s.name for s in (*down.storages(), *up.storages())}
 
@@ -232,7 +232,7 @@ def edges_of(
     def given(value: object) -> str | None:
         return value.meta.get(STORAGE_KEY) if isinstance(value, fx.Node) else None
 
-    own = {m.name for m in movables if not m.is_input and not m.unread}
+    own = {m.name for m in offload_candidates if not m.is_input and not m.unread}
     results = output_values(forward.graph)
     inputs = forward.graph.find_nodes(op="placeholder")
     tangents = backward.graph.find_nodes(op="placeholder")
@@ -277,7 +277,7 @@ class _ForwardReader:
     def __init__(
         self,
         outer: fx.GraphModule,
-        movables: Sequence[Movable],
+        offload_candidates: Sequence[OffloadCandidate],
         num_user_outputs: int,
         min_bytes: int,
         device: torch.device | None,
@@ -287,7 +287,7 @@ class _ForwardReader:
         self._inputs = {n.meta[STORAGE_KEY] for n in graph.nodes if _is_given(n)}
         self._candidates: dict[str, StorageInfo] = {}  # storage class -> candidate
         self.candidate_of: dict[str, str] = {}
-        self._find_candidates(graph, movables, min_bytes)
+        self._find_candidates(graph, offload_candidates, min_bytes)
         self._outputs = {
             v.meta[STORAGE_KEY]
             for v in output_values(graph)[:num_user_outputs]
@@ -297,8 +297,8 @@ class _ForwardReader:
         self.place.update(self.candidate_of)
         self.calls = _calls(graph, lambda n: self.name(n.meta.get(STORAGE_KEY)))
 
-    def _find_candidates(self, graph: fx.Graph, movables: Sequence[Movable], min_bytes: int) -> None:
-        rest = iter(movables)
+    def _find_candidates(self, graph: fx.Graph, offload_candidates: Sequence[OffloadCandidate], min_bytes: int) -> None:
+        rest = iter(offload_candidates)
         segment = -1
         for node in graph.nodes:
             segment += node.op == "call_module"
@@ -306,7 +306,7 @@ class _ForwardReader:
                 continue
             sources = iter(node.args[0])  # type: ignore[arg-type]
             for candidate in node.meta[CANDIDATES_KEY]:
-                movable = next(rest)
+                offload_candidate = next(rest)
                 values = [next(sources) for _ in candidate.nodes]
                 key = values[0].meta[STORAGE_KEY]
                 self.candidate_of.update((n.name, candidate.name) for n in candidate.nodes)
@@ -314,12 +314,12 @@ class _ForwardReader:
                     candidate.name,
                     self._sizes.get(key, 0),
                     moved_bytes=_moved_bytes([v.meta["val"] for v in values], min_bytes),
-                    is_input=movable.is_input,
-                    of_turn=movable.of_turn,
+                    is_input=offload_candidate.is_input,
+                    of_turn=offload_candidate.of_turn,
                     copied_after=segment,
-                    rank=movable.rank,
-                    paces_forward=movable.paces_forward,
-                    paces_backward=movable.paces_backward,
+                    rank=offload_candidate.rank,
+                    paces_forward=offload_candidate.paces_forward,
+                    paces_backward=offload_candidate.paces_backward,
                     label=candidate.label,
                 )
 

@@ -10,7 +10,7 @@ from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 
 # Bytes do not depend on rates (see ``simulate``).
 _ANY_RATES = ConstantRates(1.0, 1.0)

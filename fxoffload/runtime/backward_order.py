@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 
 
 class BackwardOrder:
-    """Watches forwards and backwards go by. Not thread-safe: see ``fxoffload.runtime.tape``."""
+    """Watches forwards and backwards go by. Not thread-safe: see ``fxoffload.runtime.save_order``."""
 
     def __init__(self) -> None:
         # A digest of the events -> the number of the next backward, and the digest after it.

@@ -26,7 +26,7 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
-def work_beside_captures() -> None:
+def work_during_captures() -> None:
     """Called once by each thread of ours: the captures of other threads do not bind it. Nothing without CUDA."""
     _exchange(ctypes.c_int(THREAD_LOCAL))
 

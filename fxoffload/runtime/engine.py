@@ -54,9 +54,6 @@ from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.counters import counters
 from fxoffload.errors import ModifiedInputError
 from fxoffload.reset import on_reset
-from fxoffload.runtime.clocks.allocator_history import cuda_history
-from fxoffload.runtime.clocks.allocator_trace import cuda_memory
-from fxoffload.runtime.clocks.stream_events import cuda_events
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
@@ -70,10 +67,13 @@ from fxoffload.runtime.host_memory.arena import (
 )
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
-from fxoffload.runtime.steps.calls import StepCalls
-from fxoffload.runtime.steps.lent import others_watch
+from fxoffload.runtime.profiler.allocator_history import cuda_history
+from fxoffload.runtime.profiler.allocator_trace import cuda_memory
+from fxoffload.runtime.profiler.stream_events import cuda_events
+from fxoffload.runtime.save_order import SaveOrder
 from fxoffload.runtime.switches import on_gpu
-from fxoffload.runtime.tape import Tape
+from fxoffload.runtime.tracker.first_arguments import others_watch
+from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
 
@@ -123,9 +123,9 @@ class CopyEngine:
         self.device = device
         self.streams = streams
         self.arena = arena
-        self.tape = Tape()
+        self.save_order = SaveOrder()
         on_gpu = device.type == "cuda"
-        self.calls = StepCalls(
+        self.calls = StepTracker(
             self._sources,
             in_background=on_gpu,
             memory=cuda_memory(device) if on_gpu else None,
@@ -144,7 +144,7 @@ class CopyEngine:
     def forget(self) -> None:
         """Drop the state of compiled code. Offloaded values stay until their backward, and so does host memory."""
         self.calls.forget()
-        self.tape.forget()
+        self.save_order.forget()
         self._warned_full = False
 
     def _begin(self) -> None:
@@ -280,7 +280,7 @@ class CopyEngine:
         wanted = group.in_need_order()
         mine = set(wanted)
         is_surprise = self._is_surprise(group)
-        following = self.tape.begin_backward(group, keeps_graph=keeps_graph)
+        following = self.save_order.begin_backward(group, keeps_graph=keeps_graph)
         # A target belongs to the compute stream that it was allocated on.
         following = [g for g in following if g.stream == group.stream] if across_graphs else []
         for other in following:

@@ -23,15 +23,15 @@ from fxoffload._torch_compat import (
     saved_tensor_hooks_module,
 )
 from fxoffload.counters import counters
-from fxoffload.runtime.clocks.segment_clock import SegmentClock
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import OuterCall, OuterProgram
-from fxoffload.runtime.steps.calls import Site
-from fxoffload.runtime.tape import TurnWatch
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.save_order import TurnWatch
+from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
-from fxoffload.runtime.windows import Choice
+from fxoffload.step.choice import Choice
 
 _GRAPHS = itertools.count(1)
 
@@ -91,7 +91,7 @@ def _settled(choice: Choice, program: OuterProgram, variants: Variants) -> tuple
     counters.add_reason("calls_kept", reason)
     if reason in _TOLD:
         _TOLD[reason]()
-    return Choice((False,) * len(program.movables), None if choice.variant else choice.windows), None
+    return Choice((False,) * len(program.offload_candidates), None if choice.variant else choice.windows), None
 
 
 def forward_callable(
@@ -99,7 +99,7 @@ def forward_callable(
     decide: Callable[[list[Any]], Choice],
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
-    site: Site | None = None,
+    tracked: TrackedGraph | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """The function that AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
@@ -112,12 +112,12 @@ def forward_callable(
     def forward(args: list[Any]) -> list[Any]:
         engine = engine_for(program.device)
         hooks.seen = hooks.seen or saved_tensor_hooks_active()
-        if site is not None:
-            site.forward_begins(args)
+        if tracked is not None:
+            tracked.forward_begins(args)
         choice, variant = _settled(decide(args), program, others)
         decisions = choice.offload
         runs = program if variant is None else variant.forward
-        keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.tape.live())
+        keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.save_order.live())
         group = Group(engine.streams.compute_stream(), choice.windows, graph)
         call = OuterCall(
             engine,
@@ -134,8 +134,8 @@ def forward_callable(
         if measured is not None and measured.measuring and choice.windows is not None:
             group.clock = measured
             call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
-        elif site is not None and site.measure is not None:
-            call.recorder = site.recorder()
+        elif tracked is not None and tracked.measure is not None:
+            call.recorder = tracked.recorder()
         if choice.paced:
             engine.streams.pace()
         token = None
@@ -147,9 +147,9 @@ def forward_callable(
         if call.recorder is not None:
             call.recorder.end()
         if len(call.group):
-            engine.tape.push(call.group)
-        if site is not None:
-            site.forward_ends(call.group, results, token)
+            engine.save_order.push(call.group)
+        if tracked is not None:
+            tracked.forward_ends(call.group, results, token)
         return results
 
     return boxed(forward)
@@ -159,7 +159,7 @@ def backward_callable(
     program: OuterProgram,
     hooks: HookWatch | None = None,
     clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
-    site: Site | None = None,
+    tracked: TrackedGraph | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``, ``variants``: as of
@@ -188,14 +188,14 @@ def backward_callable(
                 if isinstance(args[i], Tensor) and slot_of(args[i], "") is None:
                     args[i] = clone_as_laid_out(args[i])
         group = own if own is not None else slots[0].group if slots else Group()
-        if site is not None:
-            group = site.backward_begins(group, args)
+        if tracked is not None:
+            group = tracked.backward_begins(group, args)
         call = OuterCall(engine, runs.options, group, windows=group.windows, has_tokens=own is not None or bool(slots))
         measured = (group.clock or clock(args)) if runs is program else None
         if measured is not None and measured.measuring:
             call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
-        elif site is not None and site.measure is not None:
-            call.recorder = site.recorder()
+        elif tracked is not None and tracked.measure is not None:
+            call.recorder = tracked.recorder()
         del slots, group, own
         if len(call.group) or call.windows is not None:
             call.window = call.group.prefetch_window_bytes()
@@ -208,8 +208,8 @@ def backward_callable(
         results = runs.run(args, call)
         if call.recorder is not None:
             call.recorder.end()
-        if site is not None:
-            site.backward_ends(results)
+        if tracked is not None:
+            tracked.backward_ends(results)
         return results
 
     return boxed(backward)

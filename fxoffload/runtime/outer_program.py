@@ -20,11 +20,11 @@ from fxoffload import ops
 from fxoffload._torch_private import profiled
 from fxoffload.counters import counters
 from fxoffload.ops import is_op
-from fxoffload.runtime.clocks.call_recorder import Recorder
 from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.layout import layout_of
+from fxoffload.runtime.profiler.call_recorder import Recorder
 from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RuntimeOptions:
 
 
 @dataclass
-class Movable:
+class OffloadCandidate:
     """One storage that a forward may offload.
 
     Attributes:
@@ -167,7 +167,7 @@ class OuterProgram:
 
     Args:
         outer: the graph, verified; its segments are compiled.
-        movables: the forward's storages in the order of its offload ops; empty for a backward.
+        offload_candidates: the forward's storages in the order of its offload ops; empty for a backward.
         copies: position of a placeholder -> name, for the placeholders of a backward that may hold tokens.
         device: the device that values leave and return to.
         overwritten: positions of placeholders that some segment may overwrite (donated).
@@ -179,18 +179,18 @@ class OuterProgram:
         *,
         device: torch.device,
         options: RuntimeOptions,
-        movables: Sequence[Movable] = (),
+        offload_candidates: Sequence[OffloadCandidate] = (),
         copies: Mapping[int, str] | None = None,
         overwritten: Sequence[int] = (),
     ) -> None:
         self.device = device
         self.options = options
-        self.movables = tuple(movables)
+        self.offload_candidates = tuple(offload_candidates)
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
         # Whether the last saved values may stay where they are.
-        self.has_turn = options.keeps_turn and any(m.of_turn for m in self.movables)
-        self._movable_at = 0
+        self.has_turn = options.keeps_turn and any(m.of_turn for m in self.offload_candidates)
+        self._candidate_at = 0
         self._build(_Steps(outer))
 
     def _build(self, steps: _Steps) -> None:
@@ -242,15 +242,15 @@ class OuterProgram:
     def _offload_step(self, node: fx.Node, steps: _Steps) -> _Step:
         sources = steps.slots_of(node.args[0])  # type: ignore[arg-type]
         targets = steps.unpacked(node, len(sources))
-        first, end = self._movable_at, self._movable_at
+        first, end = self._candidate_at, self._candidate_at
         taken = 0
         while taken < len(sources):
-            taken += self.movables[end].sources
+            taken += self.offload_candidates[end].sources
             end += 1
-        self._movable_at = end
-        movables = list(enumerate(self.movables))[first:end]
+        self._candidate_at = end
+        offload_candidates = list(enumerate(self.offload_candidates))[first:end]
         pairs = list(zip(targets, sources, strict=True))
-        has_unread = any(m.unread for _, m in movables)
+        has_unread = any(m.unread for _, m in offload_candidates)
 
         def offload(slots: list[Any], call: OuterCall) -> None:
             if not has_unread and not any(call.decisions[first:end]):
@@ -258,21 +258,23 @@ class OuterProgram:
                     slots[target] = slots[source]
                 return
             at = 0
-            moved: list[tuple[Movable, list[int], list[Tensor]]] = []
-            for index, movable in movables:
-                mine = range(at, at + movable.sources)
-                at += movable.sources
+            moved: list[tuple[OffloadCandidate, list[int], list[Tensor]]] = []
+            for index, offload_candidate in offload_candidates:
+                mine = range(at, at + offload_candidate.sources)
+                at += offload_candidate.sources
                 for i in mine:
-                    slots[targets[i]] = slots[sources[i]].new_empty(0) if movable.unread else slots[sources[i]]
-                if movable.unread:
+                    slots[targets[i]] = (
+                        slots[sources[i]].new_empty(0) if offload_candidate.unread else slots[sources[i]]
+                    )
+                if offload_candidate.unread:
                     continue
                 if not call.decisions[index]:
                     continue
                 found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes, call.engine.device)
-                if movable.of_turn and call.keeps_turn:
+                if offload_candidate.of_turn and call.keeps_turn:
                     counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
                 else:
-                    moved.extend((movable, *group) for group in found)
+                    moved.extend((offload_candidate, *group) for group in found)
             if moved:
                 _offload_storages(slots, moved, call)
 
@@ -370,9 +372,11 @@ def _by_storage(
     ]
 
 
-def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], list[Tensor]]], call: OuterCall) -> None:
+def _offload_storages(
+    slots: list[Any], moved: list[tuple[OffloadCandidate, list[int], list[Tensor]]], call: OuterCall
+) -> None:
     """Start the copies; put tokens where the values were, except where the host is full."""
-    are_inputs = any(movable.is_input for movable, _, _ in moved)
+    are_inputs = any(offload_candidate.is_input for offload_candidate, _, _ in moved)
     transfers = call.engine.offload(
         [t for _, _, t in moved],
         call.options.budgets,
@@ -383,10 +387,10 @@ def _offload_storages(slots: list[Any], moved: list[tuple[Movable, list[int], li
     call.largest_offload = max(call.largest_offload, paced)
     if not call.largest_offload:
         call.before_layers += sum(t.nbytes for t in transfers if t is not None)
-    for (movable, where, _), transfer in zip(moved, transfers, strict=True):
+    for (offload_candidate, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue
-        call.group.add(movable.rank, transfer, sets_window=movable.paces_backward)
+        call.group.add(offload_candidate.rank, transfer, sets_window=offload_candidate.paces_backward)
         for i, view in zip(where, transfer.views, strict=True):
             slots[i] = make_token(Slot(call.group, transfer, view))
             call.transfers[i] = transfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fxoffload.runtime.capture_mode import work_beside_captures
+from fxoffload.runtime.capture_mode import work_during_captures
 
 
 def device_of_caller() -> int | None:
@@ -24,7 +24,7 @@ def begin_thread(device: int | None) -> None:
         device: ``device_of_caller()`` of the thread that this one works for.
     """
     use_device(device)
-    work_beside_captures()
+    work_during_captures()
 
 
 def use_device(device: int | None) -> None:

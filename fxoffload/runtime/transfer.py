@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxoffload.errors import TokenLostError
 from fxoffload.runtime.host_memory.arena import HostBlock
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
 # A shape that no saved value has. It survives whatever a hook does to a token (detach, clone, a trip to another

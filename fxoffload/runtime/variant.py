@@ -22,11 +22,11 @@ from torch import Tensor
 from fxoffload.runtime.bundle import Bundle, bundle_of, bundle_token
 from fxoffload.runtime.outer_program import OuterProgram
 from fxoffload.runtime.transfer import Group
-from fxoffload.runtime.windows import Choice
+from fxoffload.step.choice import Choice
 
 
 @dataclass(frozen=True)
-class Layout:
+class VariantLayout:
     """How the values of a variant lie in the slots of variant 0.
 
     Attributes:
@@ -71,7 +71,7 @@ class Variant:
     forward: OuterProgram
     backward: OuterProgram
     order: tuple[int, ...]
-    layout: Layout
+    layout: VariantLayout
 
     def arguments_of_forward(self, args: list[Any]) -> list[Any]:
         """The arguments of the forward, out of those of variant 0's: ``args``, which is cleared."""

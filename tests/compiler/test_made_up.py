@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxoffload.analysis.op_key import op_key
 from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, Shared, nbytes_shared, why_not
-from fxoffload.passes.op_key import op_key
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

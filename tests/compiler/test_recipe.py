@@ -20,16 +20,16 @@ from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._config_module import ConfigModule
 
-from fxoffload.compiler import recipe
+from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.build import Builder
-from fxoffload.compiler.draft import copy_graph
+from fxoffload.compiler.chain_search import _variants_of
 from fxoffload.compiler.fit import Signature, fit
+from fxoffload.compiler.partitioning import copy_graph
 from fxoffload.compiler.session import CompileSession
-from fxoffload.compiler.tape_recompute import _drafts_of
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.calls import Site, StepCalls
-from tests.runtime.forced import CPU, Forced, Layers, part_of, recipe_of
+from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
+from tests.runtime.forced import CPU, Forced, Layers, part_of, variant_maker_of
 from tests.support import assert_equal, rehearsal
 
 aten, order = torch.ops.aten, torch.ops.higher_order
@@ -43,18 +43,18 @@ def alone() -> Iterator[None]:
     engine_for(CPU).calls._step = None
 
 
-def sites_of(model: nn.Module, *inputs: Tensor, steps: int = 1, **changes: Any) -> list[Site]:
+def sites_of(model: nn.Module, *inputs: Tensor, steps: int = 1, **changes: Any) -> list[TrackedGraph]:
     """Where the graphs of a model's layers are called, in order of compilation."""
-    found: list[Site] = []
-    make = StepCalls.site
+    found: list[TrackedGraph] = []
+    make = StepTracker.tracked
 
-    def site(calls: StepCalls) -> Site:
+    def track(calls: StepTracker) -> TrackedGraph:
         found.append(make(calls))
         return found[-1]
 
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(backend="fxoffload", options=rehearsal(**{"policy": "auto", **changes}))
-    with mock.patch.object(StepCalls, "site", site):
+    with mock.patch.object(StepTracker, "site", tracked):
         for _ in range(steps):
             model(*inputs).square().mean().backward()
     return found
@@ -117,9 +117,9 @@ class Adding(nn.Module):
 
 def test_points_go_from_least_to_most_recomputation() -> None:
     forced = Forced(compiles=False)
-    for site in forced.order:
-        points = recipe_of(site).points()
-        assert points is recipe_of(site).points()
+    for tracked in forced.order:
+        points = variant_maker_of(tracked).points()
+        assert points is variant_maker_of(tracked).points()
         assert [set(p) for p in points] == [{""}] * len(points)
         saved = [p[""].nbytes for p in points]
         assert len(saved) > 2 and saved == sorted(set(saved), reverse=True)
@@ -127,26 +127,26 @@ def test_points_go_from_least_to_most_recomputation() -> None:
 
 def test_a_draft_changes_nothing_and_says_what_it_saves() -> None:
     forced = Forced(compiles=False)
-    site = forced.order[1]
-    mine, graph = recipe_of(site), part_of(site).graph
+    tracked = forced.order[1]
+    mine, graph = variant_maker_of(tracked), part_of(tracked).graph
     joint = str(mine._source.joint.graph)
     tags = [n.meta.get("recompute") for n in mine._source.joint.graph.nodes]
-    drafts = [mine.draft(p) for p in mine.points()]
+    variants = [mine.variant(p) for p in mine.points()]
     assert str(mine._source.joint.graph) == joint
     assert [n.meta.get("recompute") for n in mine._source.joint.graph.nodes] == tags
-    found = [d for d in drafts if d is not None]
-    assert len(found) == len(drafts)
+    found = [d for d in variants if d is not None]
+    assert len(found) == len(variants)
     nbytes = [d.saved.candidate_bytes for d in found]
     assert nbytes == sorted(nbytes, reverse=True) and nbytes[-1] < nbytes[0] == graph.saved.candidate_bytes
     assert [c.name for c in found[0].step.candidates] == [c.name for c in found[0].saved.candidates]
-    edges = site.edges
+    edges = tracked.edges
     assert edges is not None
-    for draft in found:
-        assert len(draft.edges.inputs) == len(edges.inputs)
-        assert len(draft.edges.tangents) == len(edges.tangents)
-        assert draft.edges.outputs == edges.outputs
-        assert [t is None for t in draft.edges.tangents] == [t is None for t in edges.tangents]
-        assert len(draft.edges.gradients) == len(edges.gradients)
+    for variant in found:
+        assert len(variant.edges.inputs) == len(edges.inputs)
+        assert len(variant.edges.tangents) == len(edges.tangents)
+        assert variant.edges.outputs == edges.outputs
+        assert [t is None for t in variant.edges.tangents] == [t is None for t in edges.tangents]
+        assert len(variant.edges.gradients) == len(edges.gradients)
     assert not graph.variants and not mine.is_compiled(1)
 
 
@@ -161,31 +161,31 @@ def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
 
     torch.manual_seed(0)
     inputs = torch.randn(4, 16), torch.randn(4, 16)
-    (site,) = sites_of(Two(), *inputs)
-    (edges,) = [site.edges]
+    (tracked,) = sites_of(Two(), *inputs)
+    (edges,) = [tracked.edges]
     assert edges is not None
-    placeholders = part_of(site).graph.forward.graph.find_nodes(op="placeholder")
+    placeholders = part_of(tracked).graph.forward.graph.find_nodes(op="placeholder")
     given = [n.name if n.meta["val"].shape == (4, 16) else None for n in placeholders]
-    saved = {c.name for c in part_of(site).graph.saved.candidates}
+    saved = {c.name for c in part_of(tracked).graph.saved.candidates}
     assert saved.isdisjoint(n.name for n in placeholders)
     assert list(edges.inputs) == given
     assert sum(n is not None for n in given) == 2
     torch.compiler.reset()
-    (site,) = sites_of(Two(), *inputs, disable=("tape_recompute",))
-    assert site.edges is not None and not any(site.edges.inputs)
+    (tracked,) = sites_of(Two(), *inputs, disable=("tape_recompute",))
+    assert tracked.edges is not None and not any(tracked.edges.inputs)
 
 
 def test_without_the_piece_there_is_no_recipe() -> None:
     for changes in ({"disable": ("tape_recompute",)}, {"recompute": "cheap"}):
         torch.compiler.reset()
         found = sites_of(Layers(2), torch.randn(2, 12, 16), **changes)
-        assert found and all(part_of(s).recipe is None for s in found)
+        assert found and all(part_of(s).variant_maker is None for s in found)
 
 
 @pytest.mark.parametrize("changes", [{"policy": "offload_all"}, {"disable": ("tape_plan",)}])
 def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None:
-    with mock.patch.object(recipe, "Recipe") as made:
-        assert [s.part for s in sites_of(Layers(2), torch.randn(2, 12, 16), **changes)] == [None, None]
+    with mock.patch.object(variant_maker, "Recipe") as made:
+        assert [s.description for s in sites_of(Layers(2), torch.randn(2, 12, 16), **changes)] == [None, None]
     made.assert_not_called()
 
 
@@ -194,19 +194,19 @@ def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None
 
 def test_a_graph_that_writes_to_its_inputs_has_no_variants() -> None:
     found = sites_of(Same(Counting()), torch.randn(8, 16))
-    assert [part_of(s).recipe for s in found] == [None]
+    assert [part_of(s).variant_maker for s in found] == [None]
 
 
 def test_random_numbers_are_not_drawn_again() -> None:
     """No point computes dropout again; a partition that did would not fit."""
     torch.manual_seed(0)
-    (site,) = sites_of(Same(Dropping()), torch.randn(2, 12, 16))
-    assert any(recipe_of(site).draft(p) is not None for p in recipe_of(site).points())
+    (tracked,) = sites_of(Same(Dropping()), torch.randn(2, 12, 16))
+    assert any(variant_maker_of(tracked).variant(p) is not None for p in variant_maker_of(tracked).points())
     forced = Forced(Layers(2), compiles=False)
-    points = recipe_of(forced.first).points()[-1]
-    assert recipe_of(forced.first).draft(points) is not None
+    points = variant_maker_of(forced.first).points()[-1]
+    assert variant_maker_of(forced.first).variant(points) is not None
     with mock.patch("fxoffload.passes.unwrap_random.never_drops", lambda node: False):
-        found = recipe_of(forced.first).draft(points)
+        found = variant_maker_of(forced.first).variant(points)
     # From torch 2.14 on the partitioner itself leaves attention alone that cannot draw.
     assert found is None or hasattr(partitioners, "is_nonzero_dropout_sdpa")
 
@@ -385,11 +385,11 @@ def test_ops_are_told_apart_by_their_keywords() -> None:
 
 def test_there_are_at_most_two_variants() -> None:
     forced = Forced(compiles=False)
-    site = forced.first
-    mine = recipe_of(site)
+    tracked = forced.first
+    mine = variant_maker_of(tracked)
     for number in (1, 2):
-        assert mine.add(forced.drafts[site, number]) == number
-    third = mine.draft(mine.points()[0])
+        assert mine.add(forced.variants[tracked, number]) == number
+    third = mine.variant(mine.points()[0])
     assert third is not None
     with pytest.raises(RuntimeError, match="at most 2 variants"):
         mine.add(third)
@@ -399,7 +399,7 @@ def test_there_are_at_most_two_variants() -> None:
 
 def test_a_variant_is_compiled_once() -> None:
     forced = Forced(compiles=False)
-    mine = recipe_of(forced.first)
+    mine = variant_maker_of(forced.first)
     mine.compile(2)
     assert (mine.is_compiled(1), mine.is_compiled(2)) == (False, True)
     with mock.patch.object(Builder, "forward") as build:
@@ -407,7 +407,7 @@ def test_a_variant_is_compiled_once() -> None:
     build.assert_not_called()
     (shown,) = part_of(forced.first).graph.variants
     assert shown.number == 2
-    saved = forced.drafts[forced.first, 2].saved
+    saved = forced.variants[forced.first, 2].saved
     assert [c.name for c in shown.saved.candidates] == [c.name for c in saved.candidates]
     assert shown.forward.graph.find_nodes(op="call_module") and shown.backward.graph.find_nodes(op="call_module")
 
@@ -416,7 +416,7 @@ def test_a_variant_is_compiled_once() -> None:
 def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
     forced = Forced(compiles=False)
     expected = forced.step()
-    mine = recipe_of(forced.first)
+    mine = variant_maker_of(forced.first)
     with mock.patch.object(Builder, step, side_effect=ValueError("on purpose")):
         with pytest.raises(ValueError, match="on purpose"):
             mine.compile(1)
@@ -425,8 +425,8 @@ def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
     assert not mine.is_compiled(1) and not part_of(forced.first).graph.variants
     assert torch._guards.TracingContext.try_get() is None
     mine.compile(2)
-    for site in forced.order[1:]:
-        recipe_of(site).compile(2)
+    for tracked in forced.order[1:]:
+        variant_maker_of(tracked).compile(2)
     forced.force(2, 2, 2)
     assert_equal(forced.step(), expected)
 
@@ -443,14 +443,14 @@ def test_compiling_draws_no_random_numbers() -> None:
         return find(*args)
 
     with mock.patch.object(Builder, "find", drawing):
-        recipe_of(forced.first).compile(1)
+        variant_maker_of(forced.first).compile(1)
     assert torch.equal(torch.rand(4), expected)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_threads_compile_a_variant_once(fails: bool) -> None:
     forced = Forced(compiles=False)
-    mine, errors, calls = recipe_of(forced.first), [], []
+    mine, errors, calls = variant_maker_of(forced.first), [], []
     both, find = threading.Barrier(2), Builder.find
 
     def slow(*args: Any) -> Any:
@@ -481,8 +481,8 @@ def test_two_threads_compile_a_variant_once(fails: bool) -> None:
 
 def test_numbers_are_given_once_whoever_asks() -> None:
     forced = Forced(compiles=False)
-    mine = recipe_of(forced.first)
-    drafts = mine.drafts()
+    mine = variant_maker_of(forced.first)
+    variants = mine.variants()
     both, found = threading.Barrier(8), []
 
     class Slow(dict[Any, int]):
@@ -492,11 +492,11 @@ def test_numbers_are_given_once_whoever_asks() -> None:
 
     mine._numbers = Slow()
 
-    def run(draft: Any) -> None:
+    def run(variant: Any) -> None:
         both.wait()
-        found.append((drafts.index(draft), mine.add(draft)))
+        found.append((variants.index(variant), mine.add(variant)))
 
-    threads = [threading.Thread(target=run, args=(drafts[i % 2],)) for i in range(8)]
+    threads = [threading.Thread(target=run, args=(variants[i % 2],)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -506,27 +506,27 @@ def test_numbers_are_given_once_whoever_asks() -> None:
 
 def test_lost_numbers_leave_no_room() -> None:
     forced = Forced(compiles=False)
-    mine, site = recipe_of(forced.first), part_of(forced.first)
-    first, second = mine.drafts()
-    assert mine.room() == 0 and _drafts_of(mine, site.step) == [first, second]
+    mine, tracked = variant_maker_of(forced.first), part_of(forced.first)
+    first, second = mine.variants()
+    assert mine.room() == 0 and _variants_of(mine, tracked.step) == [first, second]
     with mock.patch.object(Builder, "forward", side_effect=ValueError("on purpose")):
         with pytest.raises(ValueError, match="on purpose"):
             mine.compile(1)
-        assert mine.drafts() == [second] and mine.room() == 0
-        assert _drafts_of(mine, site.step) == [second]
+        assert mine.variants() == [second] and mine.room() == 0
+        assert _variants_of(mine, tracked.step) == [second]
         with pytest.raises(ValueError, match="on purpose"):
             mine.compile(2)
-    assert mine.drafts() == [] and mine.room() == 0
-    assert _drafts_of(mine, site.step) == []
+    assert mine.variants() == [] and mine.room() == 0
+    assert _variants_of(mine, tracked.step) == []
 
 
 def test_a_graph_with_one_variant_may_have_another() -> None:
     forced = Forced(compiles=False)
-    mine, site = recipe_of(forced.first), part_of(forced.first)
-    first, second = mine.drafts()
+    mine, tracked = variant_maker_of(forced.first), part_of(forced.first)
+    first, second = mine.variants()
     del mine._numbers[second]
     assert mine.room() == 1
-    offered = _drafts_of(mine, site.step)
+    offered = _variants_of(mine, tracked.step)
     assert first in offered and len(offered) > 1
     assert mine.add(next(d for d in offered if d is not first)) == 2
 
@@ -543,8 +543,8 @@ def test_the_joint_graph_is_kept_as_it_was_before_it_was_partitioned() -> None:
         return found
 
     with mock.patch.object(CompileSession, "partition", looking):
-        (site, *_) = sites_of(Layers(2), torch.randn(2, 12, 16))
-    joint = recipe_of(site)._source.joint
+        (tracked, *_) = sites_of(Layers(2), torch.randn(2, 12, 16))
+    joint = variant_maker_of(tracked)._source.joint
     assert str(joint.graph) == given[0][1]
     assert all(joint is not gm and set(joint.graph.nodes).isdisjoint(gm.graph.nodes) for gm, _ in given)
     assert not any("recompute" in n.meta for n in joint.graph.nodes)
@@ -575,7 +575,7 @@ def test_copies_share_no_graphs_of_higher_order_ops() -> None:
 
 def test_copies_of_a_joint_graph_share_nothing_that_changes() -> None:
     forced = Forced(compiles=False)
-    joint = recipe_of(forced.first)._source.joint
+    joint = variant_maker_of(forced.first)._source.joint
     copied = copy_graph(joint)
     for node in copied.graph.nodes:
         node.meta["recompute"] = "changed"
@@ -601,7 +601,7 @@ def test_the_settings_of_the_first_compilation_hold_for_variants() -> None:
         functorch_config.patch(activation_memory_budget=0.5),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        recipe_of(forced.first).compile(1)
+        variant_maker_of(forced.first).compile(1)
         assert config.fallback_random and torch.is_autocast_enabled("cpu")
     assert seen == [(False, 3, 1.0)]
 
@@ -632,7 +632,7 @@ def test_settings_are_the_users_own_objects() -> None:
     with config.patch(post_grad_custom_post_pass=mine):
         forced = Forced(compiles=False)
     with mock.patch.object(Builder, "find", looking):
-        recipe_of(forced.first).compile(1)
+        variant_maker_of(forced.first).compile(1)
     assert seen == [mine] and config.post_grad_custom_post_pass is None
 
 
@@ -642,7 +642,7 @@ def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -
         mock.patch("fxoffload.compiler.session.recipe_for", side_effect=TypeError("on purpose")),
     ):
         found = sites_of(Layers(2), torch.randn(2, 12, 16))
-    assert len(found) == 2 and all(part_of(s).recipe is None for s in found)
+    assert len(found) == 2 and all(part_of(s).variant_maker is None for s in found)
     assert "no variants that compute more again: TypeError: on purpose" in caplog.text
 
 
@@ -652,9 +652,9 @@ def test_a_draft_patches_no_settings_that_are_the_same() -> None:
 
     with config.patch(fallback_random=True, max_fusion_size=3):
         forced = Forced(compiles=False)
-        mine = recipe_of(forced.first)
+        mine = variant_maker_of(forced.first)
         with config.patch(max_fusion_size=5), mock.patch.object(ConfigModule, "patch") as patch:
-            assert mine.draft(mine.points()[-1]) is not None
+            assert mine.variant(mine.points()[-1]) is not None
         patch.assert_not_called()
 
 
@@ -662,7 +662,7 @@ def test_a_draft_sees_the_settings_that_the_partitioner_reads() -> None:
     import torch._functorch.config as functorch_config
 
     forced = Forced(compiles=False)
-    mine = recipe_of(forced.first)
+    mine = variant_maker_of(forced.first)
     seen, partition = [], mine._source.partition
 
     def looking(gm: fx.GraphModule) -> Any:
@@ -671,6 +671,6 @@ def test_a_draft_sees_the_settings_that_the_partitioner_reads() -> None:
 
     mine._source = replace(mine._source, partition=looking)
     with functorch_config.patch(activation_memory_budget=0.5, enable_autograd_cache=True):
-        assert mine.draft(mine.points()[-1]) is not None
+        assert mine.variant(mine.points()[-1]) is not None
         assert functorch_config.activation_memory_budget == 0.5
     assert seen == [(1.0, True)]

@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxoffload
-from fxoffload.compiler.tape_plan import TapePlanning
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.runtime.copies.streams import Wait
 from fxoffload.runtime.engine import CopyEngine
 from fxoffload.runtime.transfer import Group
-from fxoffload.runtime.windows import Choice
+from fxoffload.step.choice import Choice
 
 from .gpu_support import MIB, TOKENS, WIDTH, Stack, deterministic, differing, disturbed, sleep
 
@@ -385,13 +385,13 @@ def _prefetch(rank: Rank, model: Stack) -> Found:
 def _nothing_moves() -> Iterator[None]:
     """Plans over several graphs are followed, with every call's recompute choice, and keep the values that they would
     offload."""
-    choose = TapePlanning._choice
+    choose = ChainPlanning._choice
 
     def keep(*args: Any) -> Choice:
         choice = choose(*args)
         return replace(choice, offload=(False,) * len(choice.offload))
 
-    with mock.patch.object(TapePlanning, "_choice", keep):
+    with mock.patch.object(ChainPlanning, "_choice", keep):
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fxoffload.passes.hidden_memory import hidden_bytes
+from fxoffload.analysis.hidden_memory import hidden_bytes
 from tests.gpu.gpu_support import MIB, allocated_above, deterministic
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.clocks.allocator_trace import cuda_memory
-from fxoffload.runtime.clocks.call_recorder import Recorder
-from fxoffload.runtime.clocks.segment_clock import SegmentClock
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
-from fxoffload.runtime.clocks.stream_events import PooledEvents, cuda_events
+from fxoffload.runtime.profiler.allocator_trace import cuda_memory
+from fxoffload.runtime.profiler.call_recorder import Recorder
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.stream_events import PooledEvents, cuda_events
+from fxoffload.step.readings import PHASES, Phase
 from tests.gpu.gpu_support import MIB, sleep
 
 pytestmark = pytest.mark.gpu

@@ -34,7 +34,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = engine()
     monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(found.calls, "_trim", HostTrim(found))
-    monkeypatch.setattr(found.calls, "_sites", weakref.WeakSet())
+    monkeypatch.setattr(found.calls, "_tracked_graphs", weakref.WeakSet())
     start_anew()
     yield
 

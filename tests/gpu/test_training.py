@@ -127,7 +127,7 @@ def test_under_save_on_cpu_with_pinned_memory_the_call_keeps_everything() -> Non
     assert differing(expected, found) == 0
     assert fxoffload.stats().calls_kept == {"saved-tensor hooks": 1}
     assert fxoffload.stats().bytes_offloaded == 0
-    assert engine().tape.live() == []
+    assert engine().save_order.live() == []
 
 
 class Tokens(Dataset[Tensor]):

@@ -133,7 +133,7 @@ def _engine(device: torch.device) -> CopyEngine | None:
 def _pending(device: torch.device) -> tuple[int, int]:
     """Forward calls that wait for their backward, and the host bytes that they hold."""
     engine = _engine(device)
-    return (0, 0) if engine is None else (len(engine.tape), engine.host_bytes_in_use())
+    return (0, 0) if engine is None else (len(engine.save_order), engine.host_bytes_in_use())
 
 
 @contextlib.contextmanager

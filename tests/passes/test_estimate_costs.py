@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from fxoffload.analysis import estimate_costs
+from fxoffload.analysis.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
+from fxoffload.analysis.kernel_fusion import Fusion
+from fxoffload.analysis.op_costs import assumption_of, base_of, compute_dtype, is_grouped, node_kind, op_flops
 from fxoffload.compiler import build
 from fxoffload.machine.profile import grouped_name
 from fxoffload.machine.shelf import load_profile
-from fxoffload.passes import estimate_costs
-from fxoffload.passes.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
-from fxoffload.passes.kernel_fusion import Fusion
-from fxoffload.passes.op_costs import assumption_of, base_of, compute_dtype, is_grouped, node_kind, op_flops
 from fxoffload.planner.rates import ProfileRates
 from tests.capture import Sketch, tiny_tower
 

@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
+from fxoffload.analysis import segment_kernels
+from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
+from fxoffload.analysis.hidden_memory import hidden_bytes
+from fxoffload.analysis.kernel_fusion import Fusion
 from fxoffload.compiler import build
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.passes import segment_kernels
 from fxoffload.passes.cut_segments import CutSegments, Segment
-from fxoffload.passes.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
-from fxoffload.passes.hidden_memory import hidden_bytes
-from fxoffload.passes.kernel_fusion import Fusion
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
 from tests.marks import slow
@@ -501,7 +501,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
     from benchmarks import workloads
 
     states: dict[str, Any] = {}
-    movables: list[Any] = []
+    offload_candidates: list[Any] = []
     run_steps, rank = build.run_steps, build.rank_movables
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
@@ -510,7 +510,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     def rank_and_leave(found: list[Any], *args: Any) -> None:
         rank(found, *args)
-        movables.extend(found)
+        offload_candidates.extend(found)
         raise _Traced
 
     with (
@@ -527,7 +527,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
     for node in states["backward"].gm.graph.nodes:
         if node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             node.target = aten._scaled_dot_product_flash_attention_backward.default
-    return states["forward"], states["backward"], movables
+    return states["forward"], states["backward"], offload_candidates
 
 
 @pytest.mark.parametrize("name", ["stack", "causal_lm"])
@@ -538,7 +538,7 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
     records = {
         r["variant"]["label"]: r for r in json.loads(RESULTS.read_text())["records"] if r["case"]["name"] == name
     }
-    forward, backward, movables = traced(schema.Case(**records["inductor"]["case"] | {"device": "cpu"}))
+    forward, backward, offload_candidates = traced(schema.Case(**records["inductor"]["case"] | {"device": "cpu"}))
     saved = {n.name for n in backward.donatable}
     down = EstimateMemory(forward.segmentation, dying=dying_inputs(forward.gm, forward.segmentation))
     up = EstimateMemory(
@@ -549,7 +549,7 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
     step = from_graphs(
         forward.outer,
         backward.outer,
-        movables,
+        offload_candidates,
         num_user_outputs=forward.num_user_outputs,
         forward_temp_bytes=down(forward.gm),
         backward_temp_bytes=up(backward.gm),

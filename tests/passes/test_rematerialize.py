@@ -8,13 +8,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fxoffload.analysis.op_costs import base_of
+from fxoffload.analysis.repeatable import Repeatable
+from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments, Segmentation, segments_of
-from fxoffload.passes.op_costs import base_of
 from fxoffload.passes.rematerialize import REPEATS_KEY, Rematerialize
-from fxoffload.passes.repeatable import Repeatable
-from fxoffload.passes.values import Storages, output_values
 from tests.capture import Sketch, rehearsal_options
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch.fx as fx
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS
 from fxoffload.errors import PassError, VerificationError
 from fxoffload.passes import runner
-from fxoffload.passes.runner import Step, run_steps, without
+from fxoffload.passes.runner import PassEntry, run_passes, without
 from tests.capture import Sketch, Tower, capture, example_input
 
 aten = torch.ops.aten
@@ -30,12 +30,12 @@ def make_state() -> State:
 
 
 def test_steps_run_in_order_and_write_down_what_they_return() -> None:
-    steps: tuple[Step[State], ...] = (
-        Step("count", lambda s: lambda gm: len(gm.graph.nodes), "first"),
-        Step("double", lambda s: lambda gm: 2 * s.first, "second"),
+    steps: tuple[PassEntry[State], ...] = (
+        PassEntry("count", lambda s: lambda gm: len(gm.graph.nodes), "first"),
+        PassEntry("double", lambda s: lambda gm: 2 * s.first, "second"),
     )
     state = make_state()
-    times = run_steps(steps, state, "forward")
+    times = run_passes(steps, state, "forward")
     assert (state.first, state.second) == (5, 10)
     assert list(times) == ["count", "double"]
 
@@ -43,33 +43,33 @@ def test_steps_run_in_order_and_write_down_what_they_return() -> None:
 def test_a_step_works_on_the_graph_that_it_names() -> None:
     state = make_state()
     state.second = make_state().gm
-    run_steps((Step("same", lambda s: lambda gm: gm, "first", on="second"),), state, "forward")
+    run_passes((PassEntry("same", lambda s: lambda gm: gm, "first", on="second"),), state, "forward")
     assert state.first is state.second
 
 
 def test_times_are_milliseconds() -> None:
-    steps: tuple[Step[State], ...] = (Step("sleep", lambda s: lambda gm: time.sleep(0.02), "first"),)
-    assert 20 <= run_steps(steps, make_state(), "forward")["sleep"] < 2000
+    steps: tuple[PassEntry[State], ...] = (PassEntry("sleep", lambda s: lambda gm: time.sleep(0.02), "first"),)
+    assert 20 <= run_passes(steps, make_state(), "forward")["sleep"] < 2000
 
 
 def test_a_failing_pass_is_named() -> None:
     def fail(gm: fx.GraphModule) -> None:
         raise KeyError("mm_7")
 
-    steps: tuple[Step[State], ...] = (
-        Step("fine", lambda s: lambda gm: 1, "first"),
-        Step("broken", lambda s: fail, "second"),
+    steps: tuple[PassEntry[State], ...] = (
+        PassEntry("fine", lambda s: lambda gm: 1, "first"),
+        PassEntry("broken", lambda s: fail, "second"),
     )
     with pytest.raises(PassError, match=r"pass broken: failed on the backward graph: KeyError: 'mm_7'") as caught:
-        run_steps(steps, make_state(), "backward")
+        run_passes(steps, make_state(), "backward")
     assert caught.value.pass_name == "broken"
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_pass_that_cannot_be_made_is_named_too() -> None:
-    steps: tuple[Step[State], ...] = (Step("unmade", lambda s: s.nothing, "first"),)  # type: ignore[attr-defined]
+    steps: tuple[PassEntry[State], ...] = (PassEntry("unmade", lambda s: s.nothing, "first"),)  # type: ignore[attr-defined]
     with pytest.raises(PassError, match="pass unmade: failed on the forward graph: AttributeError"):
-        run_steps(steps, make_state(), "forward")
+        run_passes(steps, make_state(), "forward")
 
 
 def test_errors_of_ours_keep_their_type() -> None:
@@ -77,7 +77,7 @@ def test_errors_of_ours_keep_their_type() -> None:
         raise VerificationError("unpaired: x")
 
     with pytest.raises(VerificationError, match=r"^unpaired: x"):
-        run_steps((Step("verify", lambda s: refute, "first"),), make_state(), "forward")
+        run_passes((PassEntry("verify", lambda s: refute, "first"),), make_state(), "forward")
 
 
 def test_what_a_pass_leaves_is_linted() -> None:
@@ -86,7 +86,7 @@ def test_what_a_pass_leaves_is_linted() -> None:
         nodes[1].append(nodes[0])  # a placeholder after its reader
 
     with pytest.raises(PassError, match="pass scramble"):
-        run_steps((Step("scramble", lambda s: break_order, "first"),), make_state(), "forward")
+        run_passes((PassEntry("scramble", lambda s: break_order, "first"),), make_state(), "forward")
 
 
 def test_a_graph_that_a_pass_makes_is_linted() -> None:
@@ -97,7 +97,7 @@ def test_a_graph_that_a_pass_makes_is_linted() -> None:
         return broken
 
     with pytest.raises(PassError, match="pass make"):
-        run_steps((Step("make", lambda s: make_broken, "first"),), make_state(), "forward")
+        run_passes((PassEntry("make", lambda s: make_broken, "first"),), make_state(), "forward")
 
 
 def test_artifacts_show_the_graph_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_artifacts_show_the_graph_before_and_after(monkeypatch: pytest.MonkeyPat
         gm.recompile()
 
     monkeypatch.setattr(runner, "trace_structured", trace)
-    run_steps((Step("add_one", lambda s: add_one, "first"),), make_state(), "forward")
+    run_passes((PassEntry("add_one", lambda s: add_one, "first"),), make_state(), "forward")
     (before, text_before), (after, text_after) = seen
     assert (before, after) == ("fxoffload_forward_before_add_one", "fxoffload_forward_after_add_one")
     assert "tanh" not in text_before

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxoffload.passes.value_names import ValueNames
+from fxoffload.analysis.value_names import ValueNames
 
 
 class Gated(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases.inventory import Inventory
-from fxoffload.phases.ledger import Ledger
+from fxoffload.phases.ledger import PhaseLedger
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.weight_sync import bucket_stream
 from fxoffload.phases.weight_sync.plans import WeightPlans
@@ -44,8 +44,8 @@ def test_nobody_collects_garbage_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(kind, name, watched)
 
-    watch(Ledger, "on_device")
-    watch(Ledger, "leave")
+    watch(PhaseLedger, "on_device")
+    watch(PhaseLedger, "leave")
     watch(WeightPlans, "plan")
     assert gc.isenabled()
     manager.offload("optimizer", wait=False).wait()
@@ -53,7 +53,7 @@ def test_nobody_collects_garbage_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
         pass
     assert gc.isenabled() and collecting == [False, False, False]
     manager.onload("optimizer")
-    monkeypatch.setattr(Ledger, "leave", lambda *_: 1 / 0)
+    monkeypatch.setattr(PhaseLedger, "leave", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         manager.offload("optimizer")
     assert gc.isenabled()
@@ -80,7 +80,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
     manager.offload("params")
     seen: list[str] = []
 
-    class Watched(bucket_stream.Ledger):
+    class Watched(bucket_stream.PhaseLedger):
         def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
             seen.append("take" if shape[0] else "-")
             return super().take(shape, dtype, device)
@@ -94,7 +94,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
                 seen.append("copy")
             return super().reload(pieces, gives_way=gives_way)
 
-    monkeypatch.setattr("fxoffload.phases.weight_sync.weights.Ledger", Watched)
+    monkeypatch.setattr("fxoffload.phases.weight_sync.weights.PhaseLedger", Watched)
     monkeypatch.setattr(manager, "copies", lambda device: Copies())
     stream = manager.stream_weights(16 << 10)
     assert stream.plan.landings == 2

@@ -16,7 +16,7 @@ from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory import chunk_threads
 from fxoffload.runtime.host_memory import limits as host_limits
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostBlock
-from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.cgroups import ControlGroup
 from fxoffload.runtime.host_memory.ledger import Ledger
 
 MIB = 1 << 20
@@ -53,9 +53,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[ControlGroup]:
     """What bounds the ledger: a machine of 100 MiB, of which nothing is used."""
-    found = [Group("", 100 * MIB, 0)]
+    found = [ControlGroup("", 100 * MIB, 0)]
     monkeypatch.setattr(host_limits, "memory_limits", lambda: ("/", found))
     return found
 
@@ -219,7 +219,7 @@ def test_after_a_release_the_driver_is_asked_again(make: Callable[..., HostImage
     assert image.pageable_bytes == 0
 
 
-def test_more_than_the_machine_has(make: Callable[..., HostImage], machine: list[Group]) -> None:
+def test_more_than_the_machine_has(make: Callable[..., HostImage], machine: list[ControlGroup]) -> None:
     """80 of the 100 MiB may be pinned and 95 be taken in all."""
     image = make(limit=1 << 40)
     image.take(80 * MIB)
@@ -233,11 +233,11 @@ def test_more_than_the_machine_has(make: Callable[..., HostImage], machine: list
     assert (image.pinned_bytes, image.pageable_bytes, image.in_use_bytes) == (80 * MIB, 15 * MIB, 95 * MIB)
 
 
-def test_a_machine_in_use_leaves_less(make: Callable[..., HostImage], machine: list[Group]) -> None:
-    machine[0] = Group("", 100 * MIB, 90 * MIB)
+def test_a_machine_in_use_leaves_less(make: Callable[..., HostImage], machine: list[ControlGroup]) -> None:
+    machine[0] = ControlGroup("", 100 * MIB, 90 * MIB)
     image = make(limit=1 << 40)
     image.take(5 * MIB)
-    machine[0] = Group("", 100 * MIB, 95 * MIB)
+    machine[0] = ControlGroup("", 100 * MIB, 95 * MIB)
     with pytest.raises(HostMemoryError, match=r"of the machine, 0\.09 GiB are in use"):
         image.take(MIB)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager, Where
-from fxoffload.phases.ledger import Ledger
+from fxoffload.phases.ledger import PhaseLedger
 from fxoffload.phases.moving.mover import Mover
 from fxoffload.runtime.copies.streams import CopyStreams
 
@@ -69,9 +69,9 @@ def test_who_reads_while_copies_run_ahead_is_waited_for(monkeypatch: pytest.Monk
     scene = Scene(streams)
     scene.once()
     seen: list[Tensor] = []
-    search = Ledger.on_device
+    search = PhaseLedger.on_device
 
-    def with_company(ledger: Ledger, groups: tuple[str, ...]) -> Any:
+    def with_company(ledger: PhaseLedger, groups: tuple[str, ...]) -> Any:
         found = search(ledger, groups)
 
         def read() -> None:
@@ -82,7 +82,7 @@ def test_who_reads_while_copies_run_ahead_is_waited_for(monkeypatch: pytest.Monk
         thread.join()
         return found
 
-    monkeypatch.setattr(Ledger, "on_device", with_company)
+    monkeypatch.setattr(PhaseLedger, "on_device", with_company)
     scene.manager.offload()
     assert streams.num_lost == 0
     scene.manager.onload()

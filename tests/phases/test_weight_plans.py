@@ -18,7 +18,7 @@ from fxoffload.errors import UnsupportedError
 from fxoffload.phases import PhaseManager
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync import plans as weight_plans
-from fxoffload.phases.weight_sync.cuts import Cut
+from fxoffload.phases.weight_sync.cuts import TensorCut
 
 
 class Two(nn.Module):
@@ -182,7 +182,7 @@ def test_other_placements_and_meshes_are_planned_again(planned: list[int], mesh:
     model.weight = nn.Parameter(distribute_tensor(torch.rand(4, 4), mesh, [Shard(0)], src_data_rank=None))
     plans = weight_plans.WeightPlans()
 
-    def cuts() -> tuple[Cut, ...]:
+    def cuts() -> tuple[TensorCut, ...]:
         return plans.plan(model, 1024)[0][0].cuts
 
     first = cuts()

@@ -18,7 +18,7 @@ from fxoffload.errors import UnsupportedError
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.weight_sync import bucket_stream
 from fxoffload.phases.weight_sync.buckets import Load, plan_buckets
-from fxoffload.phases.weight_sync.cuts import Cut, boxes, region
+from fxoffload.phases.weight_sync.cuts import TensorCut, boxes, region
 from fxoffload.phases.weight_sync.weights import stream_weights, weights_on_device
 from tests.phases.delayed import DelayedCopies
 
@@ -322,7 +322,7 @@ def test_boxes_hold_the_elements_in_order(sizes: list[int], data: st.DataObject)
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
 @settings(deadline=None, max_examples=60)
 def test_regions_are_what_chunk_gives(extent: int, first: int, second: int) -> None:
-    cuts = [Cut(0, first, 0, None), Cut(0, second, 0, None)]
+    cuts = [TensorCut(0, first, 0, None), TensorCut(0, second, 0, None)]
     array = torch.arange(extent)
     for i in range(first):
         outer = list(array.chunk(first)) + [array[:0]] * first

@@ -20,7 +20,7 @@ from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
-from fxoffload.runtime.windows import Choice, Windows
+from fxoffload.step.choice import Choice, Windows
 from tests.capture import rehearsal_options
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ class Rehearsal:
         self.call, self.loss = call, loss
         self.model = model
         self.default_windows = default_windows
-        self.movables: list[outer_program.Movable] = []
+        self.offload_candidates: list[outer_program.Movable] = []
         self.programs: list[outer_program.OuterProgram] = []
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
@@ -163,7 +163,7 @@ class Rehearsal:
         self.graph = [g for g in fxoffload.graphs() if g not in alive][-1]
         assert self.graph.backward is not None
         self.step = from_graphs(
-            self.graph.forward, self.graph.backward, self.movables, num_user_outputs=self.num_user_outputs
+            self.graph.forward, self.graph.backward, self.offload_candidates, num_user_outputs=self.num_user_outputs
         )
         outer = {n.name: f"forward/{n.meta.get(STORAGE_KEY)}" for n in self.graph.forward.graph.nodes}
         given = {n.name for n in self.graph.forward.graph.nodes if n.op in ("placeholder", "get_attr")}
@@ -185,7 +185,7 @@ class Rehearsal:
                 super().__init__(outer, **kwargs)
                 rehearsal.programs.append(self)
                 if kwargs.get("movables"):
-                    rehearsal.movables = kwargs["movables"]
+                    rehearsal.offload_candidates = kwargs["movables"]
 
         original = build.run_steps
 

@@ -13,19 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import tape_plan
-from fxoffload.planner.beside import beside_of_larger, beside_segments, beside_when_calls_begin
-from fxoffload.planner.chain import BESIDE_NOTHING, Beside, Chain, concatenate, with_turn
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
+from fxoffload.planner.extra_memory import (
+    extra_memory_of_larger,
+    extra_memory_of_segments,
+    extra_memory_when_calls_begin,
+)
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
-from fxoffload.runtime.clocks.allocator_trace import Block, Memory
-from fxoffload.runtime.clocks.chain_clock import TURN, entry_of
-from fxoffload.runtime.clocks.segment_readings import PHASES, Readings, Sample
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.held import CallAt, Held, Moment
-from fxoffload.runtime.steps.lent import Lent, OnOtherStreams
+from fxoffload.runtime.profiler.allocator_trace import Block, Memory
+from fxoffload.runtime.profiler.chain_clock import TURN, entry_of
+from fxoffload.runtime.tracker.first_arguments import FirstArguments, OnOtherStreams
+from fxoffload.step.edges import CallAt, EdgeMemory, Moment
+from fxoffload.step.readings import PHASES, Readings, Sample
 from tests.planner.chains import training_steps
 
 CPU = torch.device("cpu")
@@ -56,19 +60,21 @@ def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataO
     ran = simulate(chain.step, decisions, copies=RATES, windows=no_windows(chain.step))
     turned = _turned(chain, decisions)
     calls = tuple(tuple(data.draw(st.integers(0, 1 << 20)) for _ in steps) for _ in PHASES)
-    beside = Beside(calls)
+    extra_memory = ExtraMemory(calls)
     turn = len(chain.step.forward)
     seen = {}
     for k in range(len(steps)):
         seen["forward", k] = turned.boundaries[chain.forward[k]].after_bytes + calls[0][k]
         seen["backward", k] = turned.boundaries[turn + chain.backward[k]].after_bytes + calls[1][k]
-    assert beside_when_calls_begin(chain, turned, seen) == beside
-    larger = simulate(chain.with_beside(beside).step, decisions, copies=RATES, windows=no_windows(chain.step))
+    assert extra_memory_when_calls_begin(chain, turned, seen) == extra_memory
+    larger = simulate(
+        chain.with_extra_memory(extra_memory).step, decisions, copies=RATES, windows=no_windows(chain.step)
+    )
     for before, now in zip(ran.boundaries, larger.boundaries, strict=True):
         assert now.live_bytes == before.live_bytes
         assert now.peak_bytes >= before.peak_bytes
     assert larger.peak_bytes <= ran.peak_bytes + max(map(max, calls))
-    again = chain.with_beside(beside).with_beside(BESIDE_NOTHING).step
+    again = chain.with_extra_memory(extra_memory).with_extra_memory(NO_EXTRA_MEMORY).step
     assert (again.forward, again.backward) == (chain.step.forward, chain.step.backward)
 
 
@@ -76,7 +82,9 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
     """Above the bytes at the next one's beginning, extra memory included; an entry also has the tensors made there."""
     step = _step()
     made = (StorageInfo("x", 60, is_input=True), StorageInfo("t", 70, is_tangent=True))
-    held = [Held(((k, "x"),), Moment("forward", k)) for k in range(3)] + [Held(((2, "y"),), Moment("forward", 2))]
+    held = [EdgeMemory(((k, "x"),), Moment("forward", k)) for k in range(3)] + [
+        EdgeMemory(((2, "y"),), Moment("forward", 2))
+    ]
     chain = concatenate([replace(step, storages=(*step.storages, *made)) for _ in range(3)], held)
     ran = _turned(chain, [False] * len(chain.step.candidates))
     turn = len(chain.step.forward)
@@ -93,48 +101,50 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
         ("backward", 1): 13,
         ("backward", 0): 17,
     }
-    found = beside_when_calls_begin(chain, ran, live, gaps)
+    found = extra_memory_when_calls_begin(chain, ran, live, gaps)
     behind, two_behind = entry_of("backward", 1), entry_of("backward", 0)
     entries = {entry_of("forward", 1): 7 + 60, entry_of("forward", 2): 100 + 60}
     assert dict(found.gaps) == {**entries, TURN: 211, behind: 1013 + 70, two_behind: 17 + 70}
     assert found.calls == ((0, 0, 100), (0, 1000, 200))
-    assert beside_when_calls_begin(chain, ran, {}, gaps) == BESIDE_NOTHING
+    assert extra_memory_when_calls_begin(chain, ran, {}, gaps) == NO_EXTRA_MEMORY
 
 
 def test_less_than_the_graphs_take_is_nothing() -> None:
     """The allocator counts requests, a plan rounded sizes: the allocator may show less."""
     chain = concatenate([_step(), _step()])
     ran = _turned(chain, [False] * len(chain.step.candidates))
-    assert beside_when_calls_begin(chain, ran, {("forward", 1): 0}) == Beside(((0, 0), (0, 0)))
-    assert beside_when_calls_begin(chain, ran, {}) == BESIDE_NOTHING
+    assert extra_memory_when_calls_begin(chain, ran, {("forward", 1): 0}) == ExtraMemory(((0, 0), (0, 0)))
+    assert extra_memory_when_calls_begin(chain, ran, {}) == NO_EXTRA_MEMORY
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_what_the_last_call_saved_is_not_there_any_more_when_its_backward_begins(moves: bool) -> None:
     """Where it moves: its copy is done, and its reload comes later. So no byte on the device is taken for it."""
-    chain = concatenate([_step()] * 2, [Held(((1, "y"),), Moment("forward", 1))])
+    chain = concatenate([_step()] * 2, [EdgeMemory(((1, "y"),), Moment("forward", 1))])
     ran = _turned(chain, [moves] * len(chain.step.candidates))
     there = 0 if moves else 2 * 400
     outputs = 50  # of the first call: the caller holds it
-    found = beside_when_calls_begin(chain, ran, {("backward", 1): there + outputs + 1000}, {("backward", 1): 30})
-    assert found == Beside(((0, 0), (0, 1000)), ((TURN, 1030),))
+    found = extra_memory_when_calls_begin(chain, ran, {("backward", 1): there + outputs + 1000}, {("backward", 1): 30})
+    assert found == ExtraMemory(((0, 0), (0, 1000)), ((TURN, 1030),))
 
 
 def test_what_runs_beside_larger_calls() -> None:
     """Another size tells what grows with it; where none was seen, everything is taken to."""
-    seen = Beside(((0, 100), (700, 90)), (("a", 1000), (TURN, 500)))
-    other = Beside(((0, 60), (700, 110)), (("a", 800),))
-    assert beside_of_larger(50, (50, seen), (10, other)) is seen
-    assert beside_of_larger(40, (50, seen), (10, other)) is seen
+    seen = ExtraMemory(((0, 100), (700, 90)), (("a", 1000), (TURN, 500)))
+    other = ExtraMemory(((0, 60), (700, 110)), (("a", 800),))
+    assert extra_memory_of_larger(50, (50, seen), (10, other)) is seen
+    assert extra_memory_of_larger(40, (50, seen), (10, other)) is seen
     # By one for each of 40. Memory that is always there, or shrinks, stays as it was seen, and so does memory not seen
     # there.
-    assert beside_of_larger(60, (50, seen), (10, other)) == Beside(((0, 110), (700, 90)), (("a", 1050), (TURN, 500)))
+    assert extra_memory_of_larger(60, (50, seen), (10, other)) == ExtraMemory(
+        ((0, 110), (700, 90)), (("a", 1050), (TURN, 500))
+    )
     # The same from a larger one: it had 20 more for 40 more.
-    larger = Beside(((0, 120), (700, 90)), (("a", 1000), (TURN, 500)))
-    assert beside_of_larger(60, (50, seen), (90, larger)).calls == ((0, 105), (700, 90))
-    alone = Beside(((0, 110), (770, 99)), (("a", 1100), (TURN, 550)))
-    assert beside_of_larger(55, (50, seen), None) == beside_of_larger(55, (50, seen), (50, other)) == alone
-    assert beside_of_larger(55, (50, BESIDE_NOTHING), (10, other)) == BESIDE_NOTHING
+    larger = ExtraMemory(((0, 120), (700, 90)), (("a", 1000), (TURN, 500)))
+    assert extra_memory_of_larger(60, (50, seen), (90, larger)).calls == ((0, 105), (700, 90))
+    alone = ExtraMemory(((0, 110), (770, 99)), (("a", 1100), (TURN, 550)))
+    assert extra_memory_of_larger(55, (50, seen), None) == extra_memory_of_larger(55, (50, seen), (50, other)) == alone
+    assert extra_memory_of_larger(55, (50, NO_EXTRA_MEMORY), (10, other)) == NO_EXTRA_MEMORY
 
 
 def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
@@ -147,20 +157,20 @@ def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
         found = Sample(1.0)
         found.live_before = {n: live[phase, n] + 100 * (k + 1) + 1000 * i for k, of in enumerate(names) for n in of}
         samples[phase] = [found]
-    beside = beside_segments(chain, ran, Readings(samples))
-    assert beside == Beside(((100, 200), (1100, 1200)))
+    extra_memory = extra_memory_of_segments(chain, ran, Readings(samples))
+    assert extra_memory == ExtraMemory(((100, 200), (1100, 1200)))
     known = simulate(
-        chain.with_beside(beside).step, [False] * len(chain.step.candidates), copies=RATES, windows=None
+        chain.with_extra_memory(extra_memory).step, [False] * len(chain.step.candidates), copies=RATES, windows=None
     ).peak_bytes
     samples["backward"][0].peak = known + 77
-    raised = beside_segments(chain, ran, Readings(samples))
-    assert raised == Beside(((177, 277), (1177, 1277)))
+    raised = extra_memory_of_segments(chain, ran, Readings(samples))
+    assert raised == ExtraMemory(((177, 277), (1177, 1277)))
 
 
 def test_what_is_gone_when_the_second_call_begins_belongs_to_the_step() -> None:
     """As FSDP2 does it: the storage of gathered parameters is emptied, the tensors stay."""
     stays, emptied, gone = torch.ones(8), torch.ones(16), torch.ones(32)
-    lent = Lent([stays, emptied, emptied[1:], gone, None, 3])
+    lent = FirstArguments([stays, emptied, emptied[1:], gone, None, 3])
     assert lent.left_bytes() == 0
     emptied.untyped_storage().resize_(0)
     assert lent.left_bytes() == 64

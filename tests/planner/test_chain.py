@@ -12,8 +12,8 @@ from fxoffload.planner import ConstantRates, SegmentStep, StorageInfo, TrainingS
 from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.steps import edges_of, from_graphs
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.outer_program import Movable
-from fxoffload.runtime.steps.held import Held, Moment
+from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.step.edges import EdgeMemory, Moment
 from tests.capture import Block, capture, example_input
 from tests.planner.chains import training_steps
 
@@ -36,14 +36,14 @@ def layer(nbytes: int = 10, ms: float = 1.0) -> TrainingStep:
     )
 
 
-def passed(count: int) -> list[Held]:
+def passed(count: int) -> list[EdgeMemory]:
     """Observations of layers that run one after the other and whose weights' gradients stay."""
-    found = [Held(((0, "x"),), None)]
+    found = [EdgeMemory(((0, "x"),), None)]
     for k in range(count - 1):
-        found.append(Held(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)))
-    found.append(Held(((count - 1, "y"),), Moment("forward", count - 1)))
+        found.append(EdgeMemory(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)))
+    found.append(EdgeMemory(((count - 1, "y"),), Moment("forward", count - 1)))
     for k in range(count - 1, 0, -1):
-        found.append(Held(((k, "dx"), (k - 1, "dy")), Moment("backward", k - 1)))
+        found.append(EdgeMemory(((k, "dx"), (k - 1, "dy")), Moment("backward", k - 1)))
     return found
 
 
@@ -83,25 +83,25 @@ def test_candidates_of_each_call() -> None:
 def test_what_others_hold_stays() -> None:
     """An output that two calls save, one that its own backward reads, and one that the caller keeps."""
     steps = [layer()] * 3
-    both = [Held(((0, "y"), (1, "x"), (2, "x")), Moment("forward", 2))]
+    both = [EdgeMemory(((0, "y"), (1, "x"), (2, "x")), Moment("forward", 2))]
     assert concatenate(steps, both).candidates[1:] == ((None, "call 1/h"), (None, "call 2/h"))
     for until in (None, Moment("backward", 2)):
-        held = [Held(((0, "y"), (1, "x")), until)]
-        assert concatenate(steps, held).candidates[1] == (None, "call 1/h")
+        edge_memory = [EdgeMemory(((0, "y"), (1, "x")), until)]
+        assert concatenate(steps, edge_memory).candidates[1] == (None, "call 1/h")
     read = replace(layer(), backward=(SegmentStep("b", reads=("dy", "x", "h", "y"), writes=("dx", "dw")),))
-    held = [Held(((0, "y"), (1, "x")), Moment("forward", 1))]
-    assert concatenate([read, layer()], held).candidates[1] == (None, "call 1/h")
-    assert concatenate([layer(), layer()], held).candidates[1] == ("call 0/y", "call 1/h")
+    edge_memory = [EdgeMemory(((0, "y"), (1, "x")), Moment("forward", 1))]
+    assert concatenate([read, layer()], edge_memory).candidates[1] == (None, "call 1/h")
+    assert concatenate([layer(), layer()], edge_memory).candidates[1] == ("call 0/y", "call 1/h")
 
 
 def test_what_eager_code_makes_counts_from_the_entry_if_an_offload_frees_it() -> None:
     steps = [layer()] * 2
-    freed = concatenate(steps, [Held(((1, "x"),), Moment("forward", 1))])
+    freed = concatenate(steps, [EdgeMemory(((1, "x"),), Moment("forward", 1))])
     assert freed.candidates[1] == ("call 1/x", "call 1/h")
     entry = freed.step.forward[freed.forward[1]]
     assert entry.writes == ("call 1/x",)
     assert not next(c for c in freed.step.candidates if c.name == "call 1/x").is_input
-    stays = concatenate(steps, [Held(((1, "x"),), None)])
+    stays = concatenate(steps, [EdgeMemory(((1, "x"),), None)])
     assert live(freed)["f1"] == live(stays)["f1"] + 10
 
 
@@ -109,7 +109,7 @@ def test_gradients_that_die() -> None:
     """Those that a hook takes away, as FSDP's does, are there until it runs."""
     steps = [layer()] * 2
     stays = live(concatenate(steps, [*passed(2)]))
-    dies = live(concatenate(steps, [*passed(2), Held(((1, "dw"),), Moment("backward", 1))]))
+    dies = live(concatenate(steps, [*passed(2), EdgeMemory(((1, "dw"),), Moment("backward", 1))]))
     assert stays["b0"] - dies["b0"] == 1
 
 
@@ -119,7 +119,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="segments both ways"):
         concatenate([replace(layer(), backward=())])
     with pytest.raises(ValueError, match="found nothing"):
-        concatenate([layer()], [Held(((0, "nothing"),), None)])
+        concatenate([layer()], [EdgeMemory(((0, "nothing"),), None)])
 
 
 def test_moments() -> None:
@@ -180,14 +180,14 @@ def test_chains_hold_together(steps: list[TrainingStep], data: st.DataObject) ->
 def test_edges_of_a_compiled_graph() -> None:
     captured = capture(Block(), example_input().requires_grad_())
     assert captured.forward.outer is not None and captured.backward.outer is not None
-    from fxoffload.compiler.movables import movables_of, rank_movables
+    from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
 
-    _, movables = movables_of(captured.forward)
-    rank_movables(movables, captured.forward.saved.candidates, captured.backward)
+    _, offload_candidates = offload_candidates_of(captured.forward)
+    rank_offload_candidates(offload_candidates, captured.forward.saved.candidates, captured.backward)
     users = captured.forward.num_user_outputs
     graphs = (captured.forward.outer, captured.backward.outer)
-    step = from_graphs(*graphs, movables, num_user_outputs=users)
-    edges = edges_of(*graphs, movables, num_user_outputs=users)
+    step = from_graphs(*graphs, offload_candidates, num_user_outputs=users)
+    edges = edges_of(*graphs, offload_candidates, num_user_outputs=users)
     infos = {s.name: s for s in step.storages}
     inputs = [infos[n] for n in edges.inputs if n is not None]
     assert inputs and all(i.is_input and i.moved_bytes for i in inputs)
@@ -196,6 +196,6 @@ def test_edges_of_a_compiled_graph() -> None:
     assert [infos[n].is_tangent for n in edges.tangents if n is not None] == [True]
     gradients = [n for n in edges.gradients if n is not None]
     assert gradients and all(infos[n].is_gradient for n in gradients)
-    own = [m for m in movables if not m.is_input and not m.unread]
+    own = [m for m in offload_candidates if not m.is_input and not m.unread]
     assert len(edges.saved) == sum(m.sources for m in own)
-    assert all(isinstance(m, Movable) for m in own)
+    assert all(isinstance(m, OffloadCandidate) for m in own)

@@ -10,8 +10,8 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.clocks.segment_readings import Readings, Sample
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
+from fxoffload.step.readings import Readings, Sample
 
 MB = 1 << 20
 RATES = ProfileRates(load_profile("h200"))

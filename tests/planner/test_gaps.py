@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import tape_plan
-from fxoffload.planner.beside import beside_segments
-from fxoffload.planner.chain import Beside, Chain, concatenate, with_turn
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.planner.chain import Chain, ExtraMemory, concatenate, with_turn
+from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, entry_of
-from fxoffload.runtime.clocks.segment_readings import Readings, Sample
-from fxoffload.runtime.clocks.stream_events import host_events
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, entry_of
+from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.step.readings import Readings, Sample
 from tests.allocator import Allocator
 from tests.planner import test_tape_plan as chains
 from tests.planner.rehearsal import Watch
@@ -73,12 +73,12 @@ def test_the_peak_of_a_gap_is_what_was_measured() -> None:
     kept = _keep(chain)
     name = entry_of("backward", 1)
     peak = kept.peak_bytes + 1000
-    beside = beside_segments(chain, kept, _readings({name: peak}))
-    assert dict(beside.gaps)[name] == peak - _live(kept, "backward", name)
-    found = _keep(chain.with_beside(beside))
+    extra_memory = extra_memory_of_segments(chain, kept, _readings({name: peak}))
+    assert dict(extra_memory.gaps)[name] == peak - _live(kept, "backward", name)
+    found = _keep(chain.with_extra_memory(extra_memory))
     assert (found.peak_bytes, found.peak_segment, found.peak_phase) == (peak, name, "backward")
     assert found.live_bytes == kept.live_bytes
-    back = chain.with_beside(beside).with_beside(Beside()).step
+    back = chain.with_extra_memory(extra_memory).with_extra_memory(ExtraMemory()).step
     assert (back.forward, back.backward) == (chain.step.forward, chain.step.backward)
 
 
@@ -89,14 +89,14 @@ def test_gaps_that_are_hidden_are_like_the_others_of_their_phase() -> None:
     first, second, third = (entry_of("backward", k) for k in (2, 1, 0))
     live = {name: _live(kept, "backward", name) for name in (first, second, third)}
     measured: dict[str, int | None] = {first: live[first] + 500, second: None}
-    gaps = dict(beside_segments(chain, kept, _readings(measured, kept.peak_bytes + 9999)).gaps)
+    gaps = dict(extra_memory_of_segments(chain, kept, _readings(measured, kept.peak_bytes + 9999)).gaps)
     assert gaps == {first: 500, second: 500, third: 500}
     high = live[second] + 120
-    gaps = dict(beside_segments(chain, kept, _readings(measured, high)).gaps)
+    gaps = dict(extra_memory_of_segments(chain, kept, _readings(measured, high)).gaps)
     assert gaps == {first: 500, second: 120, third: min(500, high - live[third])}
-    assert beside_segments(chain, kept, _readings({TURN: 10**6})).gaps == (), "this step has no segment for it"
+    assert extra_memory_of_segments(chain, kept, _readings({TURN: 10**6})).gaps == (), "this step has no segment for it"
     down: dict[str, int | None] = {entry_of("forward", 1): _live(kept, "forward", entry_of("forward", 1)) + 70}
-    gaps = dict(beside_segments(chain, kept, _readings(down)).gaps)
+    gaps = dict(extra_memory_of_segments(chain, kept, _readings(down)).gaps)
     assert gaps == {entry_of("forward", k): 70 for k in range(1, 4)} | {entry_of("forward", 0): 70}
 
 
@@ -107,20 +107,23 @@ def test_a_peak_that_no_measured_gap_explains_may_be_anywhere() -> None:
     first = entry_of("backward", 1)
     readings = _readings({first: _live(kept, "backward", first) + 10}, kept.peak_bytes + 300)
     readings.samples["backward"][0].peak = kept.peak_bytes + 300
-    assert beside_segments(chain, kept, readings).calls == ((300,) * 3,) * 2
-    assert _keep(chain.with_beside(beside_segments(chain, kept, readings))).peak_bytes == kept.peak_bytes + 300
+    assert extra_memory_of_segments(chain, kept, readings).calls == ((300,) * 3,) * 2
+    assert (
+        _keep(chain.with_extra_memory(extra_memory_of_segments(chain, kept, readings))).peak_bytes
+        == kept.peak_bytes + 300
+    )
 
 
 def test_less_than_is_thought_is_nothing() -> None:
     chain = _chain()
-    assert beside_segments(chain, _keep(chain), _readings({entry_of("backward", 0): 0})).gaps == ()
+    assert extra_memory_of_segments(chain, _keep(chain), _readings({entry_of("backward", 0): 0})).gaps == ()
 
 
 def test_reloads_of_a_call_come_behind_the_gap_before_it() -> None:
     """While FSDP reduces gradients nothing of the next call is there; the last call asked for the reloads ahead."""
     chain = _chain()
     gaps = tuple((entry_of("backward", k), 10_000) for k in (1, 0))
-    chain = chain.with_beside(Beside(gaps=gaps))
+    chain = chain.with_extra_memory(ExtraMemory(gaps=gaps))
     step, offload = chain.step, [True] * len(chain.step.candidates)
     least = simulate(step, offload, copies=RATES, windows=no_windows(step)).peak_bytes
     windows = windows_for(step, offload, least)
@@ -381,13 +384,13 @@ class Recorded(Rehearsed):
     Args:
         nbytes: that are allocated and freed.
         at_turn: whether this happens before the last layer's backward, and not before the others'.
-        beside: extra bytes from the second call of a step on.
+        extra_memory: extra bytes from the second call of a step on.
     """
 
-    def __init__(self, nbytes: int, *, at_turn: bool, beside: int = 0) -> None:
+    def __init__(self, nbytes: int, *, at_turn: bool, extra_memory: int = 0) -> None:
         super().__init__(nbytes)
         self.at_turn = at_turn
-        self.beside = beside
+        self.extra_memory = extra_memory
         self.is_beside = False
         self.levels: list[int] = []  # after each event
         self.begun = self.ended = 0
@@ -415,7 +418,7 @@ class Recorded(Rehearsed):
         self.levels.append(self.now_live() + self.nbytes)
 
     def now_live(self) -> int:
-        return super().now_live() + self.beside * self.is_beside
+        return super().now_live() + self.extra_memory * self.is_beside
 
     def read(self) -> Memory:
         self.levels.append(super().read().allocated)
@@ -443,15 +446,15 @@ class Recorded(Rehearsed):
 
 @pytest.mark.parametrize("beside", [0, 1], ids=["nothing else", "gathered parameters"])
 @pytest.mark.parametrize("at_turn", [False, True])
-def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, beside: int) -> None:
+def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, extra_memory: int) -> None:
     """From the record of the step before it."""
     least, most = chains.range_of_peaks("stack")
     chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     # Permanent memory takes the same bytes from the budget as from the device.
-    gathered = beside * (most - least) // 3
+    gathered = extra_memory * (most - least) // 3
     budget, calls = most + gathered, engine_for(CPU).calls
-    found = Recorded((most - least) * 2 // 3, at_turn=at_turn, beside=gathered)
+    found = Recorded((most - least) * 2 // 3, at_turn=at_turn, extra_memory=gathered)
     run = recorded(found.model, steps=1, activation_budget=budget, disable=("tape_recompute",))
     found.watch = run.watch
     with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
@@ -541,11 +544,14 @@ def test_without_a_segment_for_the_turn_the_first_backward_has_room_for_it() -> 
         (((7,) * 3,) * 2, 20, 37),
         (((90,) * 3,) * 2, 100, 120),
     ):
-        changed = chain.with_beside(Beside(calls, ((TURN, turn),)))
+        changed = chain.with_extra_memory(ExtraMemory(calls, ((TURN, turn),)))
         assert changed.step.backward[0].temp_bytes == expected
-        assert changed.with_beside(Beside(calls, ((TURN, turn + 500),))).step.backward[0].temp_bytes == turn + 500
-        back = changed.with_beside(Beside()).step
+        assert (
+            changed.with_extra_memory(ExtraMemory(calls, ((TURN, turn + 500),))).step.backward[0].temp_bytes
+            == turn + 500
+        )
+        back = changed.with_extra_memory(ExtraMemory()).step
         assert (back.forward, back.backward) == (chain.step.forward, chain.step.backward)
-    with_segment = chain.with_step(with_turn(chain.step)).with_beside(Beside((), ((TURN, 100),))).step
+    with_segment = chain.with_step(with_turn(chain.step)).with_extra_memory(ExtraMemory((), ((TURN, 100),))).step
     assert with_segment.backward == chain.step.backward
     assert with_segment.forward[-1].temp_bytes == 100

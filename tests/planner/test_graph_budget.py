@@ -17,7 +17,7 @@ from fxoffload.compiler import planning
 from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.errors import BudgetError
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.hold_to_budget import HoldToBudget
+from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from tests.allocator import Allocator
 from tests.planner.rehearsal import CPU
 from tests.support import Stack, assert_equal, batch
@@ -189,7 +189,7 @@ def test_what_was_pinned_for_a_calibrated_plan_does_not_bound_its_correction(bud
     with held(run), warnings.catch_warnings():
         warnings.simplefilter("error")
         plain = run.step()
-        control = next(s.control for s in engine_for(CPU).calls._sites if s.control is not None)
+        control = next(s.control for s in engine_for(CPU).calls._tracked_graphs if s.control is not None)
         assert isinstance(control, GraphBudget)
         now, scheduler = control.schedule, control._scheduler
         control.calibrated(scheduler.with_step(scheduler.step, now.simulation.bytes_offloaded), now)

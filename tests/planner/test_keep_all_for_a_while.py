@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import tape_plan
+from fxoffload.compiler import chain_planning as tape_plan
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.variant import Variants
-from tests.planner import test_tape_plan as tape
+from tests.planner import test_tape_plan as save_order
 from tests.planner.test_tape_plan import LENGTH, MODELS, Paths, Run, loss_of, moved_by, per_layer, recorded
 from tests.planner.test_tape_replan import measured, the_plan
 from tests.support import Stack, assert_equal, assert_nothing_held, batch
 
-alone = tape.alone  # the fixture
+alone = save_order.alone  # the fixture
 
 
 def keep() -> Any:
@@ -52,7 +52,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
     def decide(planning: Any) -> Schedule:
         ways = planning.ways
         if some:
-            variants = tuple(generator.choice([None, *ways._drafts[kind][-2:]]) for kind in ways._kinds)
+            variants = tuple(generator.choice([None, *ways._variants_by_kind[kind][-2:]]) for kind in ways._kinds)
             planning.option = ways.with_variants(variants, None)
         step = planning.chain.step
         offload = tuple(bool(c.moved_bytes) and i % 4 > 0 for i, c in enumerate(step.candidates))
@@ -142,14 +142,14 @@ def test_whatever_is_looked_at_the_plan_stays(odd: Callable[[Run], None]) -> Non
         run = Run(per_layer(Paths(), activation_budget="1GiB"), batch(length=LENGTH))
         run.steps(3)
         planned = moved_by(run)
-    shown = len(tape.new_plans())
+    shown = len(save_order.new_plans())
     for _ in range(4):
         with keep():
             odd(run)
             odd(run)
         run.model.zero_grad(set_to_none=True)
         assert moved_by(run) == planned > 0
-    assert len(tape.new_plans()) == shown
+    assert len(save_order.new_plans()) == shown
 
 
 def test_a_reference_may_be_held_while_a_step_follows_the_plan() -> None:

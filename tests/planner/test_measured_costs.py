@@ -20,7 +20,7 @@ from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
 from fxoffload.machine.meters import HostMeter, Meter, Work
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.runtime.clocks.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from tests.capture import Block, example_input
 from tests.planner.test_planning import compiled, middle, only_graph, plan_of, scenario, tower, what_others_left
 from tests.planner.test_replan import following

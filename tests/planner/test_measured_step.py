@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxoffload.planner.measured import measured_step_of
-from fxoffload.runtime.clocks.segment_readings import Readings, Sample
+from fxoffload.step.readings import Readings, Sample
 
 
 def forward(phase_ms: float, wait_ms: float = 0.0) -> Sample:

@@ -17,13 +17,13 @@ from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import pacing, rates
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
-from fxoffload.planner.rates import BESIDE_COLLECTIVES, ProfileRates, beside_collectives, rates_for
+from fxoffload.planner.rates import WITH_COLLECTIVES, ProfileRates, rates_for, with_collectives
 from fxoffload.planner.schedule import Schedule, Scheduler
 from tests.planner.test_tape_recompute import layer, passed
 
 COUNT = 6
 ALONE = ProfileRates(load_profile("h200"))
-RATES = ALONE.reaching(BESIDE_COLLECTIVES, BESIDE_COLLECTIVES)
+RATES = ALONE.reaching(WITH_COLLECTIVES, WITH_COLLECTIVES)
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +40,15 @@ def planned(ms: float, mb: int) -> Schedule:
 
 
 def test_copies_of_forwards_that_can_be_paced_are_faster_and_only_to_the_host() -> None:
-    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED, BESIDE_COLLECTIVES)
+    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED, WITH_COLLECTIVES)
     assert rates_with_pace(RATES, [1.0] * COUNT).link == RATES.link
     assert rates_with_pace(RATES, [0.0] * COUNT).link == RATES.link
 
 
 def test_gpus_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "processes_on_this_machine", lambda: 2)
-    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED_TOGETHER, BESIDE_COLLECTIVES)
-    assert BESIDE_COLLECTIVES < PACED_TOGETHER < PACED
+    assert rates_with_pace(RATES, [14.0] * COUNT).link == (PACED_TOGETHER, WITH_COLLECTIVES)
+    assert WITH_COLLECTIVES < PACED_TOGETHER < PACED
 
 
 def test_copies_are_never_faster_than_alone() -> None:
@@ -83,13 +83,13 @@ def test_nobody_is_paced_without_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("ranks", "uses", "beside"), [(1, False, False), (2, False, True), (1, True, True)])
 def test_steps_with_collectives_are_planned_with_less_of_the_link(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, uses: bool, beside: bool
+    monkeypatch: pytest.MonkeyPatch, ranks: int, uses: bool, extra_memory: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(rates, "fsdp2_is_used", lambda: uses)
-    assert beside_collectives() is beside
+    assert with_collectives() is extra_memory
     found = rates_for("h200", torch.device("cpu"))
-    assert found.link == ((BESIDE_COLLECTIVES,) * 2 if beside else (1.0, 1.0))
+    assert found.link == ((WITH_COLLECTIVES,) * 2 if extra_memory else (1.0, 1.0))
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
+from fxoffload.analysis.op_key import op_key
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import planning, recompute_search, session
-from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.errors import BudgetError
-from fxoffload.passes.op_key import op_key
 from fxoffload.planner import schedule
-from fxoffload.planner.goal import SHARED_RESERVE, PlanGoal
+from fxoffload.planner.objective import SHARED_RESERVE, Objective
 from fxoffload.planner.simulate import simulate
 from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
@@ -133,7 +133,7 @@ class Recorded:
 
     def __init__(self, model: nn.Module, call: Callable[[Any], Tensor], **changes: Any) -> None:
         self.made: list[Planning] = []
-        self.known: dict[Any, Planned] = {}
+        self.known: dict[Any, GraphPlanning] = {}
         self.context: TracingContext | None = None
         recorded = self
 
@@ -159,20 +159,20 @@ class Recorded:
         found.known, found.rates = {}, replace(self.rates, op_times=times)
         return found
 
-    def plan(self, budget: int | None = None, slowdown: float | None = None, **changes: Any) -> Planned:
+    def plan(self, budget: int | None = None, slowdown: float | None = None, **changes: Any) -> GraphPlanning:
         key = (budget, slowdown, *sorted(changes.items()))
         if key not in self.known:
             self.known[key] = self.plan_anew(budget, slowdown, **changes)
         return self.known[key]
 
-    def plan_anew(self, budget: int | None, slowdown: float | None = None, **changes: Any) -> Planned:
+    def plan_anew(self, budget: int | None, slowdown: float | None = None, **changes: Any) -> GraphPlanning:
         on = self.last
         again = Planning(
             on.joint,
             on.partition,
             replace(on.settings, rates=self.rates),
             self.rates,
-            PlanGoal.of(budget, slowdown),
+            Objective.of(budget, slowdown),
             recompute=changes.pop("recompute", on.recompute),
             num_points=changes.pop("num_points", on.num_points),
             scheduling={**on.scheduling, **changes},
@@ -225,23 +225,23 @@ def test_budgets() -> None:
 
 
 @pytest.mark.parametrize("goal", [{}, {"products": 0.004}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}])
-def test_what_a_plan_offers_can_be_asked_for(goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_plan_offers_can_be_asked_for(objective: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point of the frontier, the smallest budget among them, is met at the time that it says; this plan's too."""
     for module in (recompute_search, schedule):
         monkeypatch.setattr(module, "_SOLVER_S", 60.0)  # within less, the result depends on the machine's load
-    found, goal = recorded("tower"), dict(goal)
-    if products := goal.pop("products", None):
+    found, objective = recorded("tower"), dict(objective)
+    if products := objective.pop("products", None):
         found = found.with_products(products)
-    if share := goal.pop("share", None):
-        goal["budget"] = int(share * found.plan(1 << 60).plan.baseline_peak_bytes)
-    plan = found.plan(num_points=5, **goal).plan
+    if share := objective.pop("share", None):
+        objective["budget"] = int(share * found.plan(1 << 60).plan.baseline_peak_bytes)
+    plan = found.plan(num_points=5, **objective).plan
     assert len(plan.frontier) > 2 and plan.frontier[0].budget_bytes == plan.smallest_budget_bytes
     own = max((p for p in plan.frontier if p.peak_bytes <= plan.predicted_peak_bytes), key=lambda p: p.peak_bytes)
     assert own.step_ms <= plan.predicted_step_ms + 0.001, "it lies on the frontier, or something better does"
     for one, more in itertools.pairwise(plan.frontier):
         assert one.peak_bytes < more.peak_bytes and one.step_ms > more.step_ms
     for point in plan.frontier:
-        asked = found.plan(point.budget_bytes, recompute=goal.get("recompute", "auto")).plan.predicted
+        asked = found.plan(point.budget_bytes, recompute=objective.get("recompute", "auto")).plan.predicted
         assert asked.peak_bytes <= point.budget_bytes and asked.step_ms <= point.step_ms * 1.001
 
 
@@ -251,7 +251,7 @@ def test_plans_are_equal_when_made_again() -> None:
     one, two = (found.plan_anew(baseline.peak_bytes * 3 // 4) for _ in range(2))
     assert one.plan == two.plan
     assert one.schedule == two.schedule
-    assert one.draft.forward.code == two.draft.forward.code
+    assert one.partitioning.forward.code == two.partitioning.forward.code
 
 
 def test_the_error_is_a_value_error_that_says_what_would_do() -> None:
@@ -304,8 +304,8 @@ def test_the_decisions_explain_every_candidate() -> None:
     found = recorded("tower")
     error = found.smallest()
     planned = found.plan(error.smallest_bytes)
-    saved = planned.draft.forward_state.saved
-    assert planned.schedule is not None and planned.draft.step is not None
+    saved = planned.partitioning.forward_state.saved
+    assert planned.schedule is not None and planned.partitioning.step is not None
     rows: dict[str, list[fxoffload.Decision]] = {}
     for decision in planned.plan.decisions:
         assert decision.reason
@@ -315,17 +315,17 @@ def test_the_decisions_explain_every_candidate() -> None:
             rows.setdefault(name, []).append(decision)
     assert all(len(r) == 1 for r in rows.values())
     action = {n: r[0].action for n, r in rows.items()}
-    flags = zip(planned.draft.step.candidates, planned.schedule.offload, strict=True)
+    flags = zip(planned.partitioning.step.candidates, planned.schedule.offload, strict=True)
     for candidate, go in flags:
         assert action[candidate.name] == ("offload" if go else "keep")
     names = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
-    base = found.plan(1 << 60).draft.forward_state.saved
+    base = found.plan(1 << 60).partitioning.forward_state.saved
     gone = {c.name for c in base.candidates if names.isdisjoint(n.name for n in c.nodes)}
     assert {n for n, a in action.items() if a == "recompute"} == gone
     assert gone
     nbytes = {c.name: c.nbytes for c in (*base.candidates, *saved.candidates)}
     assert all(rows[n][0].nbytes == size for n, size in nbytes.items() if n in rows)
-    segments = {s.layer for s in planned.draft.step.forward if s.layer}
+    segments = {s.layer for s in planned.partitioning.step.forward if s.layer}
     assert segments == {layer for d in planned.plan.decisions for layer in d.layers}
 
 
@@ -674,7 +674,7 @@ def test_what_a_user_wants_on_the_host(knob: dict[str, Any]) -> None:
 
 def test_ranks_of_one_machine_leave_a_part_of_the_slowdown_free() -> None:
     """For what waits for each other costs, which no simulation of one rank knows."""
-    assert PlanGoal.of(None, None).most_ms(100.0) == pytest.approx(102.0)
-    assert PlanGoal.of(None, None, num_processes=2).most_ms(100.0) == pytest.approx(100.0 * (1.02 - SHARED_RESERVE))
-    assert PlanGoal.of(None, 0.001, num_processes=8).most_ms(100.0) == 100.0
-    assert PlanGoal.of(1 << 30, None, num_processes=2).budget_bytes == 1 << 30
+    assert Objective.of(None, None).most_ms(100.0) == pytest.approx(102.0)
+    assert Objective.of(None, None, num_processes=2).most_ms(100.0) == pytest.approx(100.0 * (1.02 - SHARED_RESERVE))
+    assert Objective.of(None, 0.001, num_processes=8).most_ms(100.0) == 100.0
+    assert Objective.of(1 << 30, None, num_processes=2).budget_bytes == 1 << 30

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import replan, session
-from fxoffload.compiler.draft import Draft
-from fxoffload.compiler.planning import Planned, Planning
+from fxoffload.compiler.partitioning import Partitioning
+from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.replan import Calibration, Replan, as_measured, measured_step, scale, shared
 from fxoffload.planner import TrainingStep
-from fxoffload.planner.goal import PlanGoal
+from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
+from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.shown import PlanBox
-from fxoffload.runtime.clocks.chain_clock import TURN
-from fxoffload.runtime.clocks.segment_clock import SegmentClock
-from fxoffload.runtime.clocks.stream_events import host_events
-from fxoffload.runtime.steps.outputs import Outputs
+from fxoffload.runtime.profiler.chain_clock import TURN
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.runtime.tracker.outputs import Outputs
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates
@@ -87,14 +87,14 @@ def times(step: TrainingStep, factor: float = 1.0) -> dict[str, dict[str, float]
 class Followed:
     """A planned chain, as a compiled graph would be followed."""
 
-    def __init__(self, goal: PlanGoal, clocks: list[FakeClock], step: TrainingStep | None = None) -> None:
+    def __init__(self, objective: Objective, clocks: list[FakeClock], step: TrainingStep | None = None) -> None:
         self.step = chain(8, 8 * MIB) if step is None else step
         self.scheduler = Scheduler(self.step, rates())
         keep = self.scheduler.keep_all()
         found = (
-            self.scheduler.least_time(goal.budget_bytes)
-            if goal.budget_bytes is not None
-            else self.scheduler.least_peak(keep.step_ms * (1 + (goal.max_slowdown or 0)))
+            self.scheduler.least_time(objective.budget_bytes)
+            if objective.budget_bytes is not None
+            else self.scheduler.least_peak(keep.step_ms * (1 + (objective.max_slowdown or 0)))
         )
         assert found is not None
         self.schedule: Schedule = found
@@ -105,8 +105,8 @@ class Followed:
             predicted=Prediction.of(found.simulation),
             baseline=Prediction.of(keep),
             smallest_budget_bytes=0,
-            activation_budget=goal.budget_bytes,
-            max_slowdown=goal.max_slowdown,
+            activation_budget=objective.budget_bytes,
+            max_slowdown=objective.max_slowdown,
             simulation=found.simulation,
         )
         self.box = PlanBox(plan)
@@ -122,9 +122,9 @@ class Followed:
 
         calibration = Calibration(
             self.graph,  # type: ignore[arg-type]
-            Planned(None, found, self.scheduler, plan),  # type: ignore[arg-type]
+            GraphPlanning(None, found, self.scheduler, plan),  # type: ignore[arg-type]
             self.box,
-            goal,
+            objective,
             self.order,
             {"forward": {}, "backward": {}},
             self.pin,
@@ -140,8 +140,8 @@ def test_times_that_make_the_plan_too_slow() -> None:
     """Segments are ten times faster than predicted: copies that they hid are exposed."""
     step = chain(8, 8 * MIB)
     fast = times(step, 0.1)
-    goal = PlanGoal(None, 0.02)
-    followed = Followed(goal, [FakeClock(fast), FakeClock(fast)], step)
+    objective = Objective(None, 0.02)
+    followed = Followed(objective, [FakeClock(fast), FakeClock(fast)], step)
     assert any(followed.schedule.offload)
     followed.replan.poll()
     planned = followed.graph.planned
@@ -169,7 +169,7 @@ def test_a_step_that_takes_far_longer_than_was_thought(factor: float, room: int,
     """It hides more copies than are pinned for. More is pinned, and then they are made; or the plan stays as it is."""
     step = chain(8, 80 * MIB)
     slow = times(step, factor)
-    followed = Followed(PlanGoal(None, 0.02), [FakeClock(slow), FakeClock(slow)], step)
+    followed = Followed(Objective(None, 0.02), [FakeClock(slow), FakeClock(slow)], step)
     followed.room = room
     moved, peak = followed.schedule.simulation.bytes_offloaded, followed.schedule.simulation.peak_bytes
     assert 0 < moved < 8 * 80 * MIB
@@ -197,7 +197,7 @@ def test_the_budget_is_kept() -> None:
     budget = 40 * MIB
     slow_forward = {"forward": times(step, 3.0)["forward"], "backward": times(step, 0.2)["backward"]}
     temp: dict[str, dict[str, int | None]] = {"forward": {"f7": 6 * MIB}, "backward": {"b7": 12 * MIB, "b0": None}}
-    followed = Followed(PlanGoal(budget), [FakeClock(slow_forward, temp), FakeClock(slow_forward)], step)
+    followed = Followed(Objective(budget), [FakeClock(slow_forward, temp), FakeClock(slow_forward)], step)
     with mock.patch.object(replan, "shared", lambda sizes, alike: sizes):
         followed.replan.poll()
     plan = followed.box.plan
@@ -210,7 +210,7 @@ def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
     step = chain(8, 8 * MIB)
     clocks = [FakeClock(times(step)), FakeClock(times(step))]
     clocks[0].turn = clocks[1].turn = 3.0, 400 * MIB
-    followed = Followed(PlanGoal(None, 0.02), clocks, step)
+    followed = Followed(Objective(None, 0.02), clocks, step)
     before = followed.box.plan
     followed.replan.poll()
     plan = followed.box.plan
@@ -231,15 +231,15 @@ def test_a_short_turn_is_left_out() -> None:
     step = chain(8, 8 * MIB)
     clock = FakeClock(times(step))
     clock.turn = 0.01, 8 * MIB
-    followed = Followed(PlanGoal(None, 0.02), [clock, clock], step)
+    followed = Followed(Objective(None, 0.02), [clock, clock], step)
     followed.replan.poll()
     assert followed.box.plan.calibrated == followed.box.plan.predicted
 
 
 def test_equal_measurements_change_nothing() -> None:
-    for goal in (PlanGoal(None, 0.02), PlanGoal(40 * MIB)):
+    for objective in (Objective(None, 0.02), Objective(40 * MIB)):
         step = chain(8, 8 * MIB)
-        followed = Followed(goal, [FakeClock(times(step)), FakeClock(times(step))], step)
+        followed = Followed(objective, [FakeClock(times(step)), FakeClock(times(step))], step)
         followed.replan.poll()
         assert followed.graph.planned == "the first"
         assert followed.box.plan.calibrated == followed.box.plan.predicted
@@ -250,12 +250,12 @@ def test_only_once_and_then_it_is_measured() -> None:
     step = chain(8, 8 * MIB)
     first, second = FakeClock(times(step, 0.1)), FakeClock(times(step, 0.3))
     first.is_ready = second.is_ready = False
-    followed = Followed(PlanGoal(None, 0.02), [first, second], step)
+    followed = Followed(Objective(None, 0.02), [first, second], step)
     assert followed.replan.poll() is first  # type: ignore[comparison-overlap]
     assert followed.box.plan.calibrated is None
     first.is_ready = True
-    plan_again = Calibration.plan_again
-    with mock.patch.object(Calibration, "plan_again", autospec=True, side_effect=plan_again) as again:
+    recalibrate = Calibration.recalibrate
+    with mock.patch.object(Calibration, "recalibrate", autospec=True, side_effect=recalibrate) as again:
         assert followed.replan.poll() is second  # type: ignore[comparison-overlap]
         planned, calibrated = followed.graph.planned, followed.box.plan.calibrated
         assert followed.box.plan.measured_step_ms is None
@@ -275,7 +275,7 @@ def test_a_mistake_is_one_warning() -> None:
     step = chain(4, 8 * MIB)
     broken = FakeClock(times(step))
     broken.temp_bytes = mock.Mock(side_effect=RuntimeError("lost an event"))  # type: ignore[method-assign]
-    followed = Followed(PlanGoal(None, 0.02), [broken, FakeClock(times(step))], step)
+    followed = Followed(Objective(None, 0.02), [broken, FakeClock(times(step))], step)
     with pytest.warns(UserWarning, match="goes on with its plan as it is: RuntimeError: lost an event") as caught:
         followed.replan.poll()
     assert len(caught) == 1
@@ -290,7 +290,7 @@ def test_a_mistake_is_one_warning() -> None:
 
 def test_several_threads_plan_once() -> None:
     step = chain(4, 8 * MIB)
-    followed = Followed(PlanGoal(None, 0.02), [FakeClock(times(step, 0.1)), FakeClock(times(step))], step)
+    followed = Followed(Objective(None, 0.02), [FakeClock(times(step, 0.1)), FakeClock(times(step))], step)
     calls = []
     followed.replan._calibrate = lambda *args: calls.append(args)  # type: ignore[method-assign]
     start = threading.Barrier(8)
@@ -343,27 +343,27 @@ def test_scale() -> None:
 
 
 @contextmanager
-def following(watch: Callable[[Planned], object] = lambda planned: None) -> Iterator[list[Replan]]:
+def following(watch: Callable[[GraphPlanning], object] = lambda planned: None) -> Iterator[list[Replan]]:
     """Graphs that are compiled meanwhile are followed, as on a GPU. Every reading of their clocks is one millisecond
     after the last. ``watch``: is shown each plan."""
     now = itertools.count()
     followers: list[Replan] = []
 
     def follow(
-        graph: Any, planned: Planned, box: PlanBox, goal: PlanGoal, alike: Any, _: Any, pin: Any, *__: Any
+        graph: Any, planned: GraphPlanning, box: PlanBox, objective: Objective, alike: Any, _: Any, pin: Any, *__: Any
     ) -> Replan:
-        assert planned.draft.step is not None
+        assert planned.partitioning.step is not None
         watch(planned)
-        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         order = [place[c.name] for c in graph.saved.candidates]
-        follower = Replan(
-            Calibration(graph, planned, box, goal, order, alike, pin),
+        observer = Replan(
+            Calibration(graph, planned, box, objective, order, alike, pin),
             box,
             make_clock=lambda: SegmentClock(skip=1, count=2, events=host_events(lambda: float(next(now)))),
             in_background=False,
         )
-        followers.append(follower)
-        return follower
+        followers.append(observer)
+        return observer
 
     with mock.patch.object(session, "replan_for", follow):
         yield followers
@@ -408,9 +408,9 @@ class DraftGraphs:
     def __init__(self) -> None:
         self.refs: list[weakref.ref[Any]] = []
 
-    def add(self, *drafts: Draft | None) -> None:
-        for draft in drafts:
-            for state in () if draft is None else (draft.forward_state, draft.backward_state):
+    def add(self, *partitionings: Partitioning | None) -> None:
+        for partitioning in partitionings:
+            for state in () if partitioning is None else (partitioning.forward_state, partitioning.backward_state):
                 assert state is not None and state.outer is not None
                 self.refs += [weakref.ref(x) for gm in (state.gm, state.outer) for x in (gm, gm.graph)]
 
@@ -418,38 +418,38 @@ class DraftGraphs:
 @pytest.mark.parametrize("recompute", ["auto", "default"])
 def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, recompute: str) -> None:
     budget = middle(recompute=recompute)
-    drafts = DraftGraphs()
+    partitionings = DraftGraphs()
     model = tower()
-    with following(lambda planned: drafts.add(planned.draft, planned.base)) as followers:
+    with following(lambda planned: partitionings.add(planned.partitioning, planned.base)) as followers:
         call = compiled(model, activation_budget=budget, recompute=recompute)
         train(model, call)
         assert len(followers) == 1
-        assert alive(drafts.refs) == len(drafts.refs) > 0, "to plan again"
+        assert alive(partitionings.refs) == len(partitionings.refs) > 0, "to plan again"
         while followers[0]._calibration is not None:
             train(model, call)
     assert fxoffload.plans()[-1].calibrated is not None
-    assert alive(drafts.refs) == 0
+    assert alive(partitionings.refs) == 0
     assert followers[0].clock is not None, "it measures still"
     train(model, call)
 
 
 def test_drafts_are_let_go_once_their_code_is_there_where_nothing_is_planned_again(one_thread: None) -> None:
-    drafts = DraftGraphs()
+    partitionings = DraftGraphs()
     model = tower()
     run = Planning.run
 
-    def watched(self: Planning, **how: bool) -> Planned | None:
+    def watched(self: Planning, **how: bool) -> GraphPlanning | None:
         planned = run(self, **how)
         assert planned is not None
-        drafts.add(planned.draft, planned.base)
+        partitionings.add(planned.partitioning, planned.base)
         return planned
 
     budget = middle()
     with mock.patch.object(Planning, "run", watched):
         call = compiled(model, activation_budget=budget)
         train(model, call)
-    assert drafts.refs
-    assert alive(drafts.refs) == 0
+    assert partitionings.refs
+    assert alive(partitionings.refs) == 0
     train(model, call)
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from fxoffload.planner.problem import Alternative, Item, Layer, Problem, Solution
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage, Solution
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.solve_model import MOVE_PRICE, Model
 from fxoffload.planner.solve_schedule import Loads
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 @st.composite
-def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> Item:
+def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> SavedStorage:
     made = draw(st.integers(-1, forward - 1))
     copied = draw(st.integers(made, forward - 1))
     needed = draw(st.integers(0, backward))
@@ -35,7 +35,7 @@ def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> Item:
     # As a rule all of a storage moves; or a range of it, or a few bytes more.
     moved = held or draw(st.integers(0, 12))
     moved = draw(st.sampled_from([moved, moved, moved, 0, moved // 2, moved + 1]))
-    return Item(
+    return SavedStorage(
         name,
         held,
         moved,
@@ -55,15 +55,15 @@ def problems(draw: st.DrawFn, max_layers: int = 3, max_alternatives: int = 2, ma
     layers = []
     for at in range(draw(st.integers(1, max_layers))):
         pool = [draw(items(f"{at}.{i}", forward, backward)) for i in range(draw(st.integers(0, max_items)))]
-        alternatives = []
+        variants = []
         for a in range(draw(st.integers(1, max_alternatives))):
             saved = [i for i in pool if draw(st.booleans())] if a else pool
             if saved and a and draw(st.integers(0, 3)) == 0:
                 saved[0] = replace(saved[0], freed_after=forward - 1)
             where = st.dictionaries(st.integers(0, backward - 1), st.integers(0, 8), max_size=2)
             extra_ms = {k: v / 4 for k, v in draw(where).items()} if a else {}
-            alternatives.append(Alternative(f"a{a}", tuple(saved), extra_ms, draw(where) if a else {}))
-        layers.append(Layer(f"l{at}", draw(st.integers(0, 1)), tuple(alternatives)))
+            variants.append(LayerVariant(f"a{a}", tuple(saved), extra_ms, draw(where) if a else {}))
+        layers.append(ProblemLayer(f"l{at}", draw(st.integers(0, 1)), tuple(variants)))
     return Problem(
         tuple(layers),
         tuple(draw(ms) for _ in range(forward)),
@@ -82,10 +82,10 @@ def problems(draw: st.DrawFn, max_layers: int = 3, max_alternatives: int = 2, ma
 class Choice:
     """One choice, worked out the long way."""
 
-    def __init__(self, problem: Problem, alternatives: tuple[int, ...], offloaded: frozenset[str]) -> None:
-        self.problem, self.numbers, self.offloaded = problem, alternatives, offloaded
-        self.chosen = [la.alternatives[a] for la, a in zip(problem.layers, alternatives, strict=True)]
-        saved = [i for a in self.chosen for i in a.items]
+    def __init__(self, problem: Problem, variants: tuple[int, ...], offloaded: frozenset[str]) -> None:
+        self.problem, self.numbers, self.offloaded = problem, variants, offloaded
+        self.chosen = [la.variants[a] for la, a in zip(problem.layers, variants, strict=True)]
+        saved = [i for a in self.chosen for i in a.storages]
         self.saved = saved
         last = len(problem.forward_ms) - 1
         taken_back = {i.name for i in saved if i.fixed and i.held_bytes and i.copy_after == last}
@@ -93,9 +93,9 @@ class Choice:
         self.away = [i for i in saved if i.name in offloaded and i.name not in taken_back]
 
     def is_allowed(self) -> bool:
-        for item in self.saved:
-            offload = item.name in self.offloaded
-            if (item.fixed is not None and item.fixed is not offload) or (offload and not item.moved_bytes):
+        for storage in self.saved:
+            offload = storage.name in self.offloaded
+            if (storage.fixed is not None and storage.fixed is not offload) or (offload and not storage.moved_bytes):
                 return False
         return self.problem.host_bytes is None or self.moved_bytes() <= self.problem.host_bytes
 
@@ -212,8 +212,8 @@ class Choice:
 
 def choices(problem: Problem) -> Iterator[Choice]:
     """All of them."""
-    for numbers in itertools.product(*(range(len(la.alternatives)) for la in problem.layers)):
-        names = [i.name for la, a in zip(problem.layers, numbers, strict=True) for i in la.alternatives[a].items]
+    for numbers in itertools.product(*(range(len(la.variants)) for la in problem.layers)):
+        names = [i.name for la, a in zip(problem.layers, numbers, strict=True) for i in la.variants[a].storages]
         for bits in itertools.product((False, True), repeat=len(names)):
             choice = Choice(problem, numbers, frozenset(itertools.compress(names, bits)))
             if choice.is_allowed():
@@ -221,7 +221,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
 
 
 def of(problem: Problem, solution: Solution) -> Choice:
-    return Choice(problem, solution.alternatives, solution.offloaded)
+    return Choice(problem, solution.variants, solution.offloaded)
 
 
 def is_solvable(problem: Problem) -> bool:
@@ -251,8 +251,8 @@ small = problems(max_layers=2, max_items=2)
 @given(problems(), st.data(), st.integers(0, 150))
 @settings(few, max_examples=300)
 def test_the_closed_form_is_the_best_schedule(problem: Problem, data: st.DataObject, budget: int) -> None:
-    numbers = tuple(data.draw(st.integers(0, len(la.alternatives) - 1)) for la in problem.layers)
-    saved = [i for la, a in zip(problem.layers, numbers, strict=True) for i in la.alternatives[a].items]
+    numbers = tuple(data.draw(st.integers(0, len(la.variants) - 1)) for la in problem.layers)
+    saved = [i for la, a in zip(problem.layers, numbers, strict=True) for i in la.variants[a].storages]
     offloaded = frozenset(i.name for i in saved if i.fixed or (i.moved_bytes and data.draw(st.booleans())))
     choice = Choice(problem, numbers, offloaded)
     loads = Loads(problem, numbers, offloaded)
@@ -269,11 +269,11 @@ def test_the_program_says_what_the_closed_form_says(problem: Problem, data: st.D
     """Of a choice that leaves nothing open."""
     layers = []
     for layer in problem.layers:
-        (only,) = layer.alternatives
-        decided = tuple(replace(i, fixed=bool(i.moved_bytes) and data.draw(st.booleans())) for i in only.items)
-        layers.append(replace(layer, alternatives=(replace(only, items=decided),)))
+        (only,) = layer.variants
+        decided = tuple(replace(i, fixed=bool(i.moved_bytes) and data.draw(st.booleans())) for i in only.storages)
+        layers.append(replace(layer, variants=(replace(only, storages=decided),)))
     problem = replace(problem, layers=tuple(layers), host_bytes=None)
-    loads = Loads(problem, [0] * len(layers), [i.name for la in layers for i in la.alternatives[0].items if i.fixed])
+    loads = Loads(problem, [0] * len(layers), [i.name for la in layers for i in la.variants[0].storages if i.fixed])
     answer = Model(problem, exact=True, is_timed=True).least_time(budget, gap=0.0, deadline_s=10)
     schedule = loads.schedule(budget)
     assert (answer.status == 2) == (schedule is None)
@@ -344,8 +344,8 @@ def test_bounds_are_kept_and_simple_choices_are_no_better(problem: Problem, budg
     solution = least_time(problem, budget)
     simple = []
     for a in range(4):
-        numbers = tuple(min(a, len(la.alternatives) - 1) for la in problem.layers)
-        saved = [i for la, n in zip(problem.layers, numbers, strict=True) for i in la.alternatives[n].items]
+        numbers = tuple(min(a, len(la.variants) - 1) for la in problem.layers)
+        saved = [i for la, n in zip(problem.layers, numbers, strict=True) for i in la.variants[n].storages]
         for names in (
             {i.name for i in saved if i.fixed},
             {i.name for i in saved if i.fixed is not False and i.moved_bytes},
@@ -406,14 +406,16 @@ def test_alternatives_first_then_items(problem: Problem, budget: int) -> None:
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def chain(*items: Item, segments: int = 4, ms: float = 10.0, rate: float = 10.0, host: int | None = None) -> Problem:
+def chain(
+    *storages: SavedStorage, segments: int = 4, ms: float = 10.0, rate: float = 10.0, host: int | None = None
+) -> Problem:
     """Layers of one alternative; all segments alike."""
-    layers = tuple(Layer(i.name, 0, (Alternative("only", (i,), {}, {}),)) for i in items)
+    layers = tuple(ProblemLayer(i.name, 0, (LayerVariant("only", (i,), {}, {}),)) for i in storages)
     return Problem(layers, (ms,) * segments, (ms,) * segments, (0,) * segments, (0,) * segments, rate, rate, host)
 
 
-def saved(name: str, at: int, nbytes: int = 100, *, segments: int = 4, fixed: bool | None = None) -> Item:
-    return Item(name, nbytes, nbytes, at, at, at, segments - 1 - at, segments - 1 - at, fixed)
+def saved(name: str, at: int, nbytes: int = 100, *, segments: int = 4, fixed: bool | None = None) -> SavedStorage:
+    return SavedStorage(name, nbytes, nbytes, at, at, at, segments - 1 - at, segments - 1 - at, fixed)
 
 
 def test_roomy_budget_moves_nothing() -> None:
@@ -457,25 +459,25 @@ def test_what_must_move_too_late_is_taken_back() -> None:
 
 
 def test_a_late_reader_in_the_forward_keeps_the_source() -> None:
-    item = replace(saved("read", 0), freed_after=2)
-    assert smallest_peak(chain(item, saved("big", 3, 100))).peak_bytes == 100
-    assert smallest_peak(chain(item, saved("big", 2, 100))).peak_bytes == 200
+    storage = replace(saved("read", 0), freed_after=2)
+    assert smallest_peak(chain(storage, saved("big", 3, 100))).peak_bytes == 100
+    assert smallest_peak(chain(storage, saved("big", 2, 100))).peak_bytes == 200
 
 
 def test_long_lives_are_counted() -> None:
     """Needed at once, dead at the end: an offload helps the forward only."""
-    item = Item("long", 100, 100, 0, 0, 0, 0, 4)
-    problem = chain(item, replace(saved("x", 2, 50), fixed=False))
+    storage = SavedStorage("long", 100, 100, 0, 0, 0, 0, 4)
+    problem = chain(storage, replace(saved("x", 2, 50), fixed=False))
     assert smallest_peak(problem).peak_bytes == 150
-    dies = replace(item, dies_at=0)
+    dies = replace(storage, dies_at=0)
     assert smallest_peak(chain(dies, replace(saved("x", 2, 50), fixed=False))).peak_bytes == 150
-    late = replace(item, needed_at=2)
+    late = replace(storage, needed_at=2)
     assert smallest_peak(chain(late, replace(saved("x", 2, 50), fixed=False))).peak_bytes == 100
 
 
 def test_the_callers_memory_is_left_alone() -> None:
     """Its copy would free nothing, and the reload takes room."""
-    given_ = Item("input", 0, 100, -1, -1, 3, 1, 1)
+    given_ = SavedStorage("input", 0, 100, -1, -1, 3, 1, 1)
     solution = smallest_peak(chain(given_, saved("x", 0, 30)))
     assert "input" not in solution.offloaded
     forced = smallest_peak(chain(replace(given_, fixed=True), saved("x", 0, 30)))
@@ -493,16 +495,16 @@ def test_the_host_is_bounded() -> None:
 def test_a_recomputation_where_the_link_is_slow() -> None:
     """Recompute one of two equal layers, exactly as much as the budget asks for."""
 
-    def layer(at: int) -> Layer:
-        kept = Alternative("keep", (saved(f"{at}", at),), {}, {})
-        return Layer(str(at), 0, (kept, Alternative("recompute", (), {3 - at: 5.0}, {3 - at: 100})))
+    def layer(at: int) -> ProblemLayer:
+        kept = LayerVariant("keep", (saved(f"{at}", at),), {}, {})
+        return ProblemLayer(str(at), 0, (kept, LayerVariant("recompute", (), {3 - at: 5.0}, {3 - at: 100})))
 
     problem = replace(chain(rate=0.01), layers=tuple(layer(at) for at in range(4)))
     for budget, recomputed in ((400, 0), (300, 1), (200, 2), (100, 3)):
         solution = least_time(problem, budget)
         assert solution is not None
         assert solution.ms == pytest.approx(80.0 + 5.0 * recomputed)
-        assert sum(solution.alternatives) == recomputed
+        assert sum(solution.variants) == recomputed
         dual = least_peak(problem, solution.ms)
         assert dual is not None
         assert dual.peak_bytes == budget
@@ -552,20 +554,20 @@ _RECOMPUTED = [
 ]
 
 
-def decoder(layers: int, alternatives: int) -> Problem:
-    def layer(at: int) -> Layer:
+def decoder(layers: int, variants: int) -> Problem:
+    def layer(at: int) -> ProblemLayer:
         found = []
-        for text in _RECOMPUTED[:alternatives]:
+        for text in _RECOMPUTED[:variants]:
             again = text.split()
             items_ = tuple(
-                Item(f"{at}.{name}", size * MIB, size * MIB, at, at, at, layers - 1 - at, layers - 1 - at)
+                SavedStorage(f"{at}.{name}", size * MIB, size * MIB, at, at, at, layers - 1 - at, layers - 1 - at)
                 for name, (size, _) in _STORAGES.items()
                 if name not in again
             )
             ms = sum(_STORAGES[name][1] or 0.0 for name in again)
             nbytes = sum(_STORAGES[name][0] for name in again) * MIB
-            found.append(Alternative(text, items_, {layers - 1 - at: ms}, {layers - 1 - at: nbytes}))
-        return Layer(str(at), "decoder", tuple(found))
+            found.append(LayerVariant(text, items_, {layers - 1 - at: ms}, {layers - 1 - at: nbytes}))
+        return ProblemLayer(str(at), "decoder", tuple(found))
 
     return Problem(
         tuple(layer(at) for at in range(layers)),
@@ -579,8 +581,8 @@ def decoder(layers: int, alternatives: int) -> Problem:
 
 
 @pytest.mark.parametrize(("alternatives", "most_s"), [(10, 30.0), (1, 10.0)])
-def test_eighty_layers(alternatives: int, most_s: float) -> None:
-    problem = decoder(80, alternatives)
+def test_eighty_layers(variants: int, most_s: float) -> None:
+    problem = decoder(80, variants)
     for budget in (16 * GIB, 30 * GIB, 60 * GIB):
         begin = time.monotonic()
         solution = least_time(problem, budget, deadline_s=most_s / 2)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler.tape_plan import TapePlanning
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.planner.schedule import Schedule
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.clocks.stream_events import host_events
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.hold_to_budget import HoldToBudget
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from tests.planner import test_gaps
 from tests.planner import test_tape_plan as chains
 from tests.planner.rehearsal import CPU
@@ -163,15 +163,15 @@ def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks:
     """A schedule for them is found at once. No bit of a gradient changes."""
     budget = sum(peaks) // 2
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
-    run_on, begun, may_go = TapePlanning.run, threading.Event(), threading.Event()
+    run_on, begun, may_go = ChainPlanning.run, threading.Event(), threading.Event()
 
-    def slow(self: TapePlanning) -> Schedule:
+    def slow(self: ChainPlanning) -> Schedule:
         begun.set()
         assert may_go.wait(60)
         return run_on(self)
 
     background = mock.patch.object(engine_for(CPU).calls, "_in_background", True)
-    with background, mock.patch.object(TapePlanning, "run", slow):
+    with background, mock.patch.object(ChainPlanning, "run", slow):
         run = recorded(lambda: Stack(LAYERS), activation_budget=budget)
         everything = chains.moved_by(run)
         assert begun.wait(60)

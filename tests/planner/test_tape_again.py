@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from fxoffload.compiler.chain_reselect import MeasuredRecompute, reselect_variants
+from fxoffload.compiler.chain_search import ChainChoice, ChainObjective
 from fxoffload.compiler.measured_chain import MeasuredChain, measured_calls, ratios_of, scaled
-from fxoffload.compiler.tape_again import MeasuredRecompute, choose_again
-from fxoffload.compiler.tape_recompute import TapeAim, TapeOption
-from fxoffload.planner.chain import BESIDE_NOTHING, Beside, concatenate
+from fxoffload.planner.chain import NO_EXTRA_MEMORY, ExtraMemory, concatenate
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.planner.steps import TrainingStep
 from tests.planner.test_tape_recompute import MB, layer, passed, rates, ways
@@ -32,7 +32,7 @@ def test_calls_of_one_kind_take_what_the_median_took_and_need_what_the_largest_n
             "backward": {"call 0/b0": 1.0, "call 1/b0": 2.0, "call 2/b0": 4.0, "call 3/b0": 8.0},
         },
         {"backward": {"call 0/b1": 7, "call 1/b1": None, "call 2/b1": 9, "call 3/b0": -5}},
-        BESIDE_NOTHING,
+        NO_EXTRA_MEMORY,
     )
     steps = [PLAIN, PLAIN, PLAIN, AGAIN]
     calls = measured_calls(steps, ["plain", "plain", "plain", "again"], found)
@@ -68,8 +68,8 @@ class Planned:
 
     def __init__(self, varied: int = 0, *, ms: float = 1.0, again_ms: float = 0.5) -> None:
         self.ways = ways(layer(ms=ms), [], COUNT, live=[layer((), ms=ms, again_ms=again_ms)])
-        (self.draft,) = self.ways.calls[0].recipe.compiled_drafts()  # type: ignore[union-attr]
-        self.option = self.ways.with_variants(tuple(self.draft if k < varied else None for k in range(COUNT)))
+        (self.variant,) = self.ways.calls[0].variant_maker.compiled_variants()  # type: ignore[union-attr]
+        self.choice = self.ways.with_variants(tuple(self.variant if k < varied else None for k in range(COUNT)))
 
     def scheduler_for(self, found: Any, host_bytes: int | None) -> Any:
         return lambda step: Scheduler(step, found, host_bytes=host_bytes)
@@ -78,58 +78,62 @@ class Planned:
     def half(self) -> int:
         return self.ways.as_compiled().scheduler.keep_all().peak_bytes // 2
 
-    def measured(self, times: float = 1.0, between: float = 0.0, beside: Beside = BESIDE_NOTHING) -> MeasuredChain:
+    def measured(
+        self, times: float = 1.0, between: float = 0.0, extra_memory: ExtraMemory = NO_EXTRA_MEMORY
+    ) -> MeasuredChain:
         """Segments took this many times their estimate, and ``between`` two calls there were milliseconds."""
-        step = self.option.chain.step
+        step = self.choice.chain.step
         ms: Any = {
             phase: {s.name: between if s.name.endswith("entry") else times * s.ms for s in segments}
             for phase, segments in (("forward", step.forward), ("backward", step.backward))
         }
         ms["forward"]["turn entry"] = 0.0
-        return MeasuredChain(ms, {}, beside)
+        return MeasuredChain(ms, {}, extra_memory)
 
-    def again(self, found: MeasuredChain, aim: TapeAim, link: float = 1.0, host_bytes: int | None = None) -> int | None:
+    def again(
+        self, found: MeasuredChain, aim: ChainObjective, link: float = 1.0, host_bytes: int | None = None
+    ) -> int | None:
         """How many calls recompute."""
         planning: Any = self
-        chosen = choose_again(planning, found, rates().reaching(link, link), aim, host_bytes)
+        chosen = reselect_variants(planning, found, rates().reaching(link, link), aim, host_bytes)
         return None if chosen is None else sum(v is not None for v in chosen.variants)
 
 
 def test_a_slower_link_is_spared() -> None:
     planned = Planned(4)
-    aim = TapeAim(limit_bytes=planned.half)
+    aim = ChainObjective(limit_bytes=planned.half)
     fast, slow = (planned.again(planned.measured(), aim, link) for link in (1.0, 0.6))
     assert fast is not None and slow is not None and 0 < fast < slow <= COUNT
 
 
 def test_slower_graphs_hide_more() -> None:
     planned = Planned(4)
-    aim = TapeAim(limit_bytes=planned.half)
+    aim = ChainObjective(limit_bytes=planned.half)
     quick, slow = (planned.again(planned.measured(times), aim) for times in (1.0, 4.0))
     assert quick is not None and slow is not None and quick > slow
 
 
 def test_copies_hide_behind_what_runs_between_calls() -> None:
     planned = Planned(4)
-    aim = TapeAim(limit_bytes=planned.half)
-    alone, beside = (planned.again(planned.measured(between=ms), aim) for ms in (0.0, 3.0))
-    assert alone is not None and beside is not None and alone > beside
+    aim = ChainObjective(limit_bytes=planned.half)
+    alone, extra_memory = (planned.again(planned.measured(between=ms), aim) for ms in (0.0, 3.0))
+    assert alone is not None and extra_memory is not None and alone > extra_memory
 
 
 def test_what_is_on_the_device_beside_them_counts() -> None:
     planned = Planned(4)
-    aim = TapeAim(limit_bytes=planned.half)
-    beside = Beside(((100 * MB,) * COUNT, (100 * MB,) * COUNT), (("turn entry", 0),))
-    without, found = (planned.again(planned.measured(beside=b), aim) for b in (BESIDE_NOTHING, beside))
+    aim = ChainObjective(limit_bytes=planned.half)
+    extra_memory = ExtraMemory(((100 * MB,) * COUNT, (100 * MB,) * COUNT), (("turn entry", 0),))
+    without, found = (planned.again(planned.measured(extra_memory=b), aim) for b in (NO_EXTRA_MEMORY, extra_memory))
     assert without is not None and found is not None and without < found
     # What lies between the last forward and the first backward is in no option of the search.
-    turn = Beside((), (("turn entry", planned.half),))
-    assert planned.again(planned.measured(beside=turn), aim) is None
+    turn = ExtraMemory((), (("turn entry", planned.half),))
+    assert planned.again(planned.measured(extra_memory=turn), aim) is None
 
 
 def test_no_more_is_moved_than_there_is_host_memory_for() -> None:
     planned = Planned(4)
-    aim = TapeAim(limit_bytes=planned.half)
+    aim = ChainObjective(limit_bytes=planned.half)
     free, bound = (planned.again(planned.measured(), aim, host_bytes=n) for n in (None, 256 * MB))
     assert free is not None and bound is not None and bound > free
 
@@ -138,21 +142,21 @@ def test_a_slowdown_in_measured_time() -> None:
     """Calls that recompute took half a millisecond more than predicted."""
     planned = Planned(6, again_ms=0.05)
     plain = planned.ways.as_compiled().scheduler.keep_all().step_ms
-    aim = TapeAim(max_ms=1.03 * plain)
+    aim = ChainObjective(max_ms=1.03 * plain)
     found = planned.measured()
     ran = {f"call {k}/b0" for k in range(6)}
     dearer = {name: ms + 0.5 * (name in ran) for name, ms in found.ms["backward"].items()}
     cheap, dear = (
-        planned.again(m, aim) for m in (found, MeasuredChain({**found.ms, "backward": dearer}, {}, BESIDE_NOTHING))
+        planned.again(m, aim) for m in (found, MeasuredChain({**found.ms, "backward": dearer}, {}, NO_EXTRA_MEMORY))
     )
     assert cheap is not None and dear is not None and cheap > dear
 
 
 def test_nothing_to_choose_from() -> None:
     planned = Planned(0)
-    planned.ways.calls[0].recipe.live.clear()  # type: ignore[union-attr]
-    assert planned.again(planned.measured(), TapeAim(limit_bytes=planned.half)) == 0
-    assert planned.again(planned.measured(), TapeAim(limit_bytes=1)) is None
+    planned.ways.calls[0].variant_maker.live.clear()  # type: ignore[union-attr]
+    assert planned.again(planned.measured(), ChainObjective(limit_bytes=planned.half)) == 0
+    assert planned.again(planned.measured(), ChainObjective(limit_bytes=1)) is None
 
 
 def test_estimates_are_left_as_they_are() -> None:
@@ -161,10 +165,10 @@ def test_estimates_are_left_as_they_are() -> None:
     before = planned.ways.as_compiled().chain.step.compute_ms
     planning: Any = planned
     found = MeasuredRecompute(planning, planned.measured(3.0), rates(), None)
-    option: TapeOption = found.as_compiled(TapeAim(limit_bytes=1 << 60))
-    assert option.chain.step.compute_ms == pytest.approx(3.0 * before)
+    choice: ChainChoice = found.as_compiled(ChainObjective(limit_bytes=1 << 60))
+    assert choice.chain.step.compute_ms == pytest.approx(3.0 * before)
     assert planned.ways.as_compiled().chain.step.compute_ms == before
-    aim = TapeAim(limit_bytes=planned.half)
+    aim = ChainObjective(limit_bytes=planned.half)
     varied = found.search(aim)[0]  # all calls run the variant
     assert varied.chain.step.compute_ms > 3.0 * before
 
@@ -174,10 +178,10 @@ def test_calls_of_a_variant_take_what_others_of_it_took() -> None:
     planning: Any = planned
     found = planned.measured()
     ran = {f"call {k}/b0": ms for k, ms in enumerate((5.0, 9.0, 7.0))}
-    found = MeasuredChain({**found.ms, "backward": {**found.ms["backward"], **ran}}, {}, BESIDE_NOTHING)
-    aim = TapeAim(limit_bytes=1 << 60)
+    found = MeasuredChain({**found.ms, "backward": {**found.ms["backward"], **ran}}, {}, NO_EXTRA_MEMORY)
+    aim = ChainObjective(limit_bytes=1 << 60)
     all_of_it = MeasuredRecompute(planning, found, rates(), None).search(aim)[0]
-    (f,) = planned.draft.step.forward
+    (f,) = planned.variant.step.forward
     assert all_of_it.chain.step.compute_ms == pytest.approx(COUNT * (f.ms + 7.0))
 
 

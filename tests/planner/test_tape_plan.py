@@ -24,7 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxoffload
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler import session, tape_plan
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import session
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
@@ -32,7 +33,7 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps import step_memory
+from fxoffload.runtime.tracker import step_memory
 from tests.marks import slow
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects, heavy_layers
@@ -330,10 +331,10 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
 
     def decide(planning: Any) -> Schedule:
         ways = planning.ways
-        drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
-        variants = tuple(generator.choice(drafts[kind]) for kind in ways._kinds)
+        variants = {kind: [None, *variants[-2:]] for kind, variants in ways._variants_by_kind.items()}
+        variants = tuple(generator.choice(variants[kind]) for kind in ways._kinds)
         assert len(set(variants)) > 1
-        planning.option = ways.with_variants(variants, None)
+        planning.choice = ways.with_variants(variants, None)
         step = planning.chain.step
         offload = tuple(bool(c.moved_bytes) and generator.random() < 0.7 for c in step.candidates)
         limit = int(factor * planning.baseline.peak_bytes)
@@ -389,7 +390,7 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
     run = recorded(MODELS["stack"], activation_budget=1, steps=3)
     with (
-        mock.patch("fxoffload.compiler.recipe.Recipe._compile", _raise),
+        mock.patch("fxoffload.compiler.variant_maker.Recipe._compile", _raise),
         pytest.warns(UserWarning, match="on purpose"),
     ):
         assert_equal(run.step(), plain)
@@ -860,9 +861,9 @@ def test_a_forward_that_raises_half_way_costs_no_other_step() -> None:
         model.between = None  # type: ignore[assignment]
         found.append(follows(model, x))
     assert found == [True] * 6
-    (site,) = {call.site() for call in engine_for(CPU).calls._step.calls}  # type: ignore[union-attr]
-    assert site is not None
-    assert [chain.num_plans for chain in site.chains.all] == [1]
+    (tracked,) = {call.tracked() for call in engine_for(CPU).calls._step.calls}  # type: ignore[union-attr]
+    assert tracked is not None
+    assert [chain.num_plans for chain in tracked.chains.all] == [1]
 
 
 class Linear(nn.Module):
@@ -912,8 +913,8 @@ class Branches(nn.Module):
 def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> None:
     """A graph has few variants: what the first plan takes, the second one has to know of."""
     model = Branches()
-    for part in (model.first, model.other, *model.layers):
-        part.compile(backend="fxoffload", options=options(activation_budget=1, host_budget="1KiB"))
+    for description in (model.first, model.other, *model.layers):
+        description.compile(backend="fxoffload", options=options(activation_budget=1, host_budget="1KiB"))
     for model.uses_other in (False, True):  # compiles everything
         model(batch(length=LENGTH))
     run = tape_plan.TapePlanning.run
@@ -1191,7 +1192,7 @@ def test_graphs_with_collectives_have_no_variants(kind: type[Block]) -> None:
     run = recorded(make, activation_budget="1GiB", steps=1)
     step = engine_for(CPU).calls._step
     assert step is not None
-    parts = [site.part for c in step.calls if (site := c.site()) is not None]
-    assert len(parts) == 3
-    assert all((p.recipe is None) is (kind is Reducing) for p in parts)
+    descriptions = [tracked.description for c in step.calls if (tracked := c.tracked()) is not None]
+    assert len(descriptions) == 3
+    assert all((p.variant_maker is None) is (kind is Reducing) for p in descriptions)
     del run

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxoffload.compiler.tape_recompute import CallPart, TapeAim, TapeOption, TapeRecompute, no_faster_forward
+from fxoffload.compiler.chain_search import CallDescription, ChainChoice, ChainObjective, ChainSearch, no_faster_forward
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.chain import concatenate
@@ -20,7 +20,7 @@ from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
-from fxoffload.runtime.steps.held import Edges, Held, Moment
+from fxoffload.step.edges import EdgeMemory, Edges, Moment
 
 MB = 1 << 20
 
@@ -58,14 +58,14 @@ def edges(x: str = "x") -> Edges:
     return Edges((x,), ("y",), ("dy",), ("dx", "dw"))
 
 
-def passed(count: int) -> list[Held]:
+def passed(count: int) -> list[EdgeMemory]:
     """Observations of layers that run one after the other, and whose weights' gradients are added up and dropped."""
-    found = [Held(((0, "x"),), None)]
-    found += [Held(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)) for k in range(count - 1)]
-    found.append(Held(((count - 1, "y"),), Moment("forward", count - 1)))
+    found = [EdgeMemory(((0, "x"),), None)]
+    found += [EdgeMemory(((k, "y"), (k + 1, "x")), Moment("forward", k + 1)) for k in range(count - 1)]
+    found.append(EdgeMemory(((count - 1, "y"),), Moment("forward", count - 1)))
     for k in range(count - 1, 0, -1):
-        found.append(Held(((k, "dx"), (k - 1, "dy")), Moment("backward", k - 1)))
-    found += [Held(((k, "dw"),), Moment("backward", k)) for k in range(count)]
+        found.append(EdgeMemory(((k, "dx"), (k - 1, "dy")), Moment("backward", k - 1)))
+    found += [EdgeMemory(((k, "dw"),), Moment("backward", k)) for k in range(count)]
     return found
 
 
@@ -93,16 +93,16 @@ class _Recipe:
         sizes = [10**9 - i for i in range(len(self.given))]
         return [{"": _Point(n)} for n in sizes]
 
-    def draft(self, point: Mapping[str, Any]) -> Any:
+    def variant(self, point: Mapping[str, Any]) -> Any:
         number = 10**9 - point[""].nbytes
         self.asked.append(number)
         return self.given[number]
 
-    def drafts(self) -> Sequence[Any]:
+    def variants(self) -> Sequence[Any]:
         """Of earlier plans."""
         return list(self.live)
 
-    def compiled_drafts(self) -> Sequence[Any]:
+    def compiled_variants(self) -> Sequence[Any]:
         """Likewise."""
         return list(self.live)
 
@@ -124,37 +124,41 @@ def ways(
     host_bytes: int | None = None,
     live: Sequence[TrainingStep] = (),
     num_lost: int = 0,
-) -> TapeRecompute:
+) -> ChainSearch:
     """A chain of ``count`` calls of one graph."""
-    recipe = _Recipe(list(drafts_of(variants)), drafts_of(live), num_lost)
-    part = CallPart(step, edges(), recipe)  # type: ignore[arg-type]
-    return TapeRecompute(
-        [part] * count, passed(count), lambda s: Scheduler(s, rates(), host_bytes=host_bytes), rates(), host_bytes
+    variant_maker = _Recipe(list(drafts_of(variants)), drafts_of(live), num_lost)
+    description = CallDescription(step, edges(), variant_maker)  # type: ignore[arg-type]
+    return ChainSearch(
+        [description] * count,
+        passed(count),
+        lambda s: Scheduler(s, rates(), host_bytes=host_bytes),
+        rates(),
+        host_bytes,
     )
 
 
-def best(found: Sequence[TapeOption], aim: TapeAim) -> TapeOption:
+def best(found: Sequence[ChainChoice], aim: ChainObjective) -> ChainChoice:
     return min(found, key=aim.key)
 
 
-def again(option: TapeOption) -> int:
-    return sum(v is not None for v in option.variants)
+def again(choice: ChainChoice) -> int:
+    return sum(v is not None for v in choice.variants)
 
 
 def test_one_variant_is_the_chain_itself() -> None:
     chain = concatenate([layer()] * 4, passed(4))
     made = chain_problem([chain], [1] * 4, ["a"] * 4, rates())
     plain = problem_of(chain.step, rates())
-    found = [i for la in made.layers for i in la.alternatives[0].items]
+    found = [i for la in made.layers for i in la.variants[0].storages]
     strip = {i.name.split(": ", 1)[1]: i for i in found}
     assert len(strip) == len(found)
-    for item in plain.layers[0].alternatives[0].items:
+    for item in plain.layers[0].variants[0].storages:
         mine = strip[item.name]
         assert (mine.held_bytes, mine.made_at, mine.copy_after, mine.freed_after, mine.needed_at, mine.dies_at) == (
             (item.held_bytes, item.made_at, item.copy_after, item.freed_after, item.needed_at, item.dies_at)
         )
     assert made.forward_bytes == plain.forward_bytes and made.backward_bytes == plain.backward_bytes
-    assert not any(la.alternatives[0].extra_ms or la.alternatives[0].extra_bytes for la in made.layers)
+    assert not any(la.variants[0].extra_ms or la.variants[0].extra_bytes for la in made.layers)
 
 
 def test_places_of_a_variant_with_other_segments() -> None:
@@ -165,14 +169,14 @@ def test_places_of_a_variant_with_other_segments() -> None:
         problem = chain_problem([first, second], [2] * 3, ["a"] * 3, rates())
         for k, la in enumerate(problem.layers):
             spans = []
-            for alternative in la.alternatives:
-                (item,) = [i for i in alternative.items if i.name.endswith("h0")]
+            for variant in la.variants:
+                (item,) = [i for i in variant.storages if i.name.endswith("h0")]
                 spans.append((item.needed_at, item.dies_at))
                 assert item.made_at == item.copy_after == first.forward[k] + 1
             begin, size = first.backward[k], first.sizes[k][1]
             assert spans == [(begin, begin + size - 1)] * 2
     problem = chain_problem([one, three], [2] * 3, ["a"] * 3, rates())
-    assert [la.alternatives[1].extra_ms for la in problem.layers] == [
+    assert [la.variants[1].extra_ms for la in problem.layers] == [
         {one.backward[k]: pytest.approx(3.0)} for k in range(3)
     ]
 
@@ -188,56 +192,56 @@ def test_where_copies_cannot_hide_layers_compute_again() -> None:
     Recomputing takes 0.5 ms."""
     found = ways(layer(), [layer((), again_ms=0.5)], 12)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = TapeAim(limit_bytes=keep.peak_bytes // 2)
+    aim = ChainObjective(limit_bytes=keep.peak_bytes // 2)
     compiled = found.as_compiled(aim)
-    option = best(found.search(aim), aim)
-    assert compiled.schedule is not None and option.schedule is not None
-    assert option.schedule.simulation.peak_bytes <= keep.peak_bytes // 2
-    assert option.schedule.simulation.step_ms < compiled.schedule.simulation.step_ms
-    assert 0 < again(option) < 12
+    choice = best(found.search(aim), aim)
+    assert compiled.schedule is not None and choice.schedule is not None
+    assert choice.schedule.simulation.peak_bytes <= keep.peak_bytes // 2
+    assert choice.schedule.simulation.step_ms < compiled.schedule.simulation.step_ms
+    assert 0 < again(choice) < 12
     # Most of it hides: only some calls recompute, which takes less than if all did.
-    assert option.schedule.simulation.step_ms < keep.step_ms + 12 * 0.5
+    assert choice.schedule.simulation.step_ms < keep.step_ms + 12 * 0.5
 
 
 def test_where_copies_hide_nothing_is_computed_again() -> None:
     found = ways(layer((16, 16), ms=10.0), [layer((), ms=10.0, again_ms=5.0)], 8)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = TapeAim(limit_bytes=keep.peak_bytes * 2 // 3)
+    aim = ChainObjective(limit_bytes=keep.peak_bytes * 2 // 3)
     compiled = found.as_compiled(aim)
     assert compiled.schedule is not None
     assert compiled.schedule.simulation.step_ms <= 1.01 * keep.step_ms
-    for option in found.search(aim):
-        assert aim.key(compiled) < aim.key(option) or not again(option)
+    for choice in found.search(aim):
+        assert aim.key(compiled) < aim.key(choice) or not again(choice)
 
 
 def test_the_least_peak_within_a_slowdown() -> None:
     found = ways(layer(), [layer((64,), again_ms=0.02), layer((), again_ms=0.5)], 12)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = TapeAim(max_ms=1.05 * keep.step_ms)
-    compiled, option = found.as_compiled(aim), best(found.search(aim), aim)
-    assert compiled.schedule is not None and option.schedule is not None
-    assert option.schedule.simulation.step_ms <= 1.05 * keep.step_ms
-    assert option.schedule.simulation.peak_bytes < 0.8 * compiled.schedule.simulation.peak_bytes
+    aim = ChainObjective(max_ms=1.05 * keep.step_ms)
+    compiled, choice = found.as_compiled(aim), best(found.search(aim), aim)
+    assert compiled.schedule is not None and choice.schedule is not None
+    assert choice.schedule.simulation.step_ms <= 1.05 * keep.step_ms
+    assert choice.schedule.simulation.peak_bytes < 0.8 * compiled.schedule.simulation.peak_bytes
 
 
 def test_a_budget_that_only_recomputation_meets() -> None:
     """The host has no room."""
     found = ways(layer(), [layer((), again_ms=0.5)], 12, host_bytes=64 * MB)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = TapeAim(limit_bytes=keep.peak_bytes // 3)
+    aim = ChainObjective(limit_bytes=keep.peak_bytes // 3)
     assert found.as_compiled(aim).schedule is None
-    option = best(found.search(aim), aim)
-    assert option.schedule is not None
-    assert option.schedule.simulation.peak_bytes <= keep.peak_bytes // 3
+    choice = best(found.search(aim), aim)
+    assert choice.schedule is not None
+    assert choice.schedule.simulation.peak_bytes <= keep.peak_bytes // 3
 
 
 def test_at_most_two_variants_of_a_graph_are_taken() -> None:
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     found = ways(layer(), several, 10)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = TapeAim(limit_bytes=keep.peak_bytes * 2 // 3)
-    for option in found.search(aim):
-        assert len({id(v) for v in option.variants if v is not None}) <= 2
+    aim = ChainObjective(limit_bytes=keep.peak_bytes * 2 // 3)
+    for choice in found.search(aim):
+        assert len({id(v) for v in choice.variants if v is not None}) <= 2
 
 
 @pytest.mark.parametrize(("num_live", "num_lost"), [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)])
@@ -246,17 +250,17 @@ def test_plans_have_the_room_that_earlier_ones_left(num_live: int, num_lost: int
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     live = [layer((60 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(num_live)]
     found = ways(layer(), several, 10, live=live, num_lost=num_lost)
-    recipe: Any = found.calls[0].recipe
-    aim = TapeAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
+    variant_maker: Any = found.calls[0].variant_maker
+    aim = ChainObjective(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
     options = found.search(aim)
     assert bool(options) == (num_lost < 2)
-    assert bool(recipe.asked) == (num_live + num_lost < 2)
-    offered = next(iter(found._drafts.values()))
-    assert set(recipe.live) <= set(offered)
+    assert bool(variant_maker.asked) == (num_live + num_lost < 2)
+    offered = next(iter(found._variants_by_kind.values()))
+    assert set(variant_maker.live) <= set(offered)
     sizes = [sum(c.nbytes for c in d.step.candidates) for d in offered]
     assert sizes == sorted(set(sizes), reverse=True)
-    for option in options:
-        new = {v for v in option.variants if v is not None}.difference(recipe.live)
+    for choice in options:
+        new = {v for v in choice.variants if v is not None}.difference(variant_maker.live)
         assert len(new) <= 2 - num_live - num_lost
 
 
@@ -266,15 +270,15 @@ def test_what_is_picked_beside_live_variants() -> None:
         layer((60, 64), again_ms=0.01),
     ]
     found = ways(layer(), several, 10, live=live)
-    recipe: Any = found.calls[0].recipe
-    (offered,) = found._drafts.values()
+    variant_maker: Any = found.calls[0].variant_maker
+    (offered,) = found._variants_by_kind.values()
     # As if the solver used all of them, the new ones most.
     used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
-    with mock.patch("fxoffload.compiler.tape_recompute._solve", return_value=mock.Mock(alternatives=used)):
+    with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=used)):
         _, picked = found._narrowed(1, None)
     ((first, *rest),) = picked.values()
     assert first is None
-    assert rest == [recipe.live[0], offered[6]]
+    assert rest == [variant_maker.live[0], offered[6]]
 
 
 @pytest.mark.parametrize(("num_live", "picked_new"), [(0, (3, 6)), (1, (6,)), (2, ())])
@@ -284,13 +288,13 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
     live = [layer((63 - i, 64), again_ms=0.01) for i in range(num_live)]
     found = ways(layer(), several, 10, live=live)
     found.calls = [replace(call, reserves=True) for call in found.calls]
-    recipe: Any = found.calls[0].recipe
-    (offered,) = found._drafts.values()
+    variant_maker: Any = found.calls[0].variant_maker
+    (offered,) = found._variants_by_kind.values()
     used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
-    with mock.patch("fxoffload.compiler.tape_recompute._solve", return_value=mock.Mock(alternatives=[*used, 0])):
+    with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=[*used, 0])):
         _, picked = found._narrowed(1, None)
     (rest,) = picked.values()
-    new = [v for v in rest[1:] if v not in recipe.live]
+    new = [v for v in rest[1:] if v not in variant_maker.live]
     assert new == [offered[num_live + i - 1] for i in picked_new]
     if picked_new:
         assert new[-1] is offered[-1]
@@ -298,14 +302,14 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
 
 def test_a_new_variant_like_a_live_one_is_not_offered() -> None:
     found = ways(layer(), [layer((56, 64)), layer((48, 64))], 4, live=[layer((56, 64))])
-    (offered,) = found._drafts.values()
-    recipe: Any = found.calls[0].recipe
-    assert offered == [recipe.live[0], recipe.given[1]]
+    (offered,) = found._variants_by_kind.values()
+    variant_maker: Any = found.calls[0].variant_maker
+    assert offered == [variant_maker.live[0], variant_maker.given[1]]
 
 
 def test_a_variant_that_saves_no_less_is_not_drafted_for_nothing() -> None:
     found = ways(layer((8,)), [layer((64,), again_ms=0.1)], 4)
-    assert found.search(TapeAim(limit_bytes=50 * MB)) == []
+    assert found.search(ChainObjective(limit_bytes=50 * MB)) == []
 
 
 def test_an_input_that_only_a_variant_saves() -> None:
@@ -319,13 +323,13 @@ def test_an_input_that_only_a_variant_saves() -> None:
             for s in compiled.backward
         ),
     )
-    recipe = _Recipe([_Draft(layer((), again_ms=0.5, x="view of x"), edges("view of x"))])
-    part = CallPart(without, edges(), recipe)  # type: ignore[arg-type]
-    found = TapeRecompute([part] * 6, passed(6), lambda s: Scheduler(s, rates()), rates(), None)
+    variant_maker = _Recipe([_Draft(layer((), again_ms=0.5, x="view of x"), edges("view of x"))])
+    description = CallDescription(without, edges(), variant_maker)  # type: ignore[arg-type]
+    found = ChainSearch([description] * 6, passed(6), lambda s: Scheduler(s, rates()), rates(), None)
     assert all("x" not in names for names in found.as_compiled().chain.candidates)
-    option = found.search(TapeAim(limit_bytes=300 * MB))[0]
-    assert again(option) == 6
-    assert option.chain.candidates[1:] == tuple((f"call {k}/y",) for k in range(5))
+    choice = found.search(ChainObjective(limit_bytes=300 * MB))[0]
+    assert again(choice) == 6
+    assert choice.chain.candidates[1:] == tuple((f"call {k}/y",) for k in range(5))
 
 
 @settings(max_examples=15, deadline=None)
@@ -347,12 +351,12 @@ def test_no_option_exceeds_the_budget_and_none_plain_is_faster(
     recompute = Scheduler(uniform.step, rates()).keep_all()
     least = min(recompute.peak_bytes, plain.scheduler.smallest().simulation.peak_bytes)
     budget = round(least + share * (keep.peak_bytes - least))
-    aim = TapeAim(limit_bytes=budget)
+    aim = ChainObjective(limit_bytes=budget)
     options = [found.as_compiled(aim), *found.search(aim)]
-    for option in options:
-        if option.schedule is not None:
-            assert option.schedule.simulation.peak_bytes <= budget
-            assert len(option.schedule.offload) == len(option.chain.step.candidates)
+    for choice in options:
+        if choice.schedule is not None:
+            assert choice.schedule.simulation.peak_bytes <= budget
+            assert len(choice.schedule.offload) == len(choice.chain.step.candidates)
     chosen = best(options, aim).schedule
     assert chosen is not None
     for other in (keep, recompute):
@@ -368,7 +372,7 @@ def test_what_a_forward_saves_by_writing_less_is_not_counted_on() -> None:
     assert no_faster_forward(slower, compiled) is slower
     assert no_faster_forward(compiled, compiled) is compiled
     count = 4
-    found = ways(compiled, [faster], count).search(TapeAim(limit_bytes=400 * MB))
-    assert any(again(option) for option in found)
-    for option in found:
-        assert sum(s.ms for s in option.chain.step.forward) == pytest.approx(count * 1.0)
+    found = ways(compiled, [faster], count).search(ChainObjective(limit_bytes=400 * MB))
+    assert any(again(choice) for choice in found)
+    for choice in found:
+        assert sum(s.ms for s in choice.chain.step.forward) == pytest.approx(count * 1.0)

@@ -22,9 +22,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import replan, tape_parts, tape_plan, tape_replan
-from fxoffload.compiler.calibration import PlanAgain
-from fxoffload.compiler.tape_replan import TapeCalibration, TapeReplan, as_compiled, with_turn
+from fxoffload.compiler import chain_graphs as tape_parts
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import chain_replan as tape_replan
+from fxoffload.compiler import replan
+from fxoffload.compiler.calibration import Recalibration
+from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan, as_compiled, with_turn
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.link import ConstantRates
@@ -32,11 +35,11 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording, lies_between
-from fxoffload.runtime.clocks.segment_readings import Readings
-from fxoffload.runtime.clocks.stream_events import PooledEvents, host_events
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.steps.calls import StepCalls
+from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, StepRecording, lies_between
+from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
+from fxoffload.runtime.tracker.step_tracker import StepTracker
+from fxoffload.step.readings import Readings
 from tests.planner import test_tape_plan as chains
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU
@@ -59,7 +62,7 @@ class Measured:
     def __init__(self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False) -> None:
         self.tick_ms, self.count, self.in_background = tick_ms, count, in_background
         self.now = 0.0
-        self.followers: list[TapeReplan] = []
+        self.followers: list[ChainReplan] = []
         self.clocks: list[ChainClock] = []
         self.events: list[PooledEvents[Any]] = []
         self.planning: list[Any] = []
@@ -73,10 +76,14 @@ class Measured:
         self.clocks.append(ChainClock(num_calls, skip=1, count=self.count, events=self.events[-1]))
         return self.clocks[-1]
 
-    def follow(self, planning: Any, schedule: Schedule, sites: Any, box: Any) -> TapeReplan:
-        calibration = TapeCalibration(planning, schedule, sites[0], box)
-        found = TapeReplan(
-            calibration, box, sites, make_clock=lambda: self._clock(len(sites)), in_background=self.in_background
+    def follow(self, planning: Any, schedule: Schedule, tracked_graphs: Any, box: Any) -> ChainReplan:
+        calibration = ChainRecalibration(planning, schedule, tracked_graphs[0], box)
+        found = ChainReplan(
+            calibration,
+            box,
+            tracked_graphs,
+            make_clock=lambda: self._clock(len(tracked_graphs)),
+            in_background=self.in_background,
         )
         self.followers.append(found)
         self.planning.append(weakref.ref(planning))
@@ -144,12 +151,12 @@ def test_what_is_shown_is_the_step_that_was_measured() -> None:
             return x
 
         run = recorded(lambda: Stack(LAYERS, between=between), activation_budget="1GiB")
-        shown = []
+        kept_alive = []
         for _ in range(9):
             assert_equal(run.step(), plain)
-            shown.append((the_plan().calibrated is not None, the_plan().measured_step_ms is not None))
+            kept_alive.append((the_plan().calibrated is not None, the_plan().measured_step_ms is not None))
     #                skipped          measured         planned, skipped measured        shown
-    assert shown == [(False, False)] * 3 + [(True, False)] * 3 + [(True, True)] * 3
+    assert kept_alive == [(False, False)] * 3 + [(True, False)] * 3 + [(True, True)] * 3
     plan = the_plan()
     segments = segments_of(plan)
     gaps = 4 * 8.0 + 21.0 + 4 * 1.0  # and one for each reading
@@ -183,10 +190,10 @@ def test_afterwards_nothing_is_measured() -> None:
         run = recorded(MODELS["stack"], activation_budget="1GiB")
         run.steps(6)
         assert began.call_count == CALLS * 2 * time.count
-        (follower,) = time.followers
-        assert follower._calibration is None and follower.clock is not None
+        (observer,) = time.followers
+        assert observer._calibration is None and observer.clock is not None
         run.step()
-        assert follower.clock is None
+        assert observer.clock is None
         made, now, plan = [e.num_made for e in time.events], time.now, the_plan()
         run.steps(3)
         assert began.call_count == CALLS * 2 * time.count
@@ -194,7 +201,7 @@ def test_afterwards_nothing_is_measured() -> None:
     assert (time.now, the_plan()) == (now, plan)
     step = engine_for(CPU).calls._step
     assert step is not None and step.recording is None
-    assert all(c.site().measure is None for c in step.calls)  # type: ignore[union-attr]
+    assert all(c.tracked().measure is None for c in step.calls)  # type: ignore[union-attr]
     gc.collect()
     assert time.planning[0]() is None, "what was planned from is let go"
 
@@ -245,7 +252,9 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
         asked.append((nbytes, follow.call_count))
         return is_there
 
-    follow = mock.patch.object(StepCalls, "follow_instead", autospec=True, side_effect=StepCalls.follow_instead).start()
+    follow = mock.patch.object(
+        StepTracker, "follow_instead", autospec=True, side_effect=StepTracker.follow_instead
+    ).start()
     pins = mock.patch.object(CopyEngine, "pin", pin)
     nothing = mock.patch.object(tape_plan, "_WORTH", 1.0 if first == "nothing" else tape_plan._WORTH)
     try:
@@ -302,7 +311,7 @@ def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: flo
 
 def test_equal_measurements_change_nothing() -> None:
     """What everything fits into is kept, whatever it takes."""
-    with measured(1e-2) as time, mock.patch.object(StepCalls, "follow_instead") as instead:
+    with measured(1e-2) as time, mock.patch.object(StepTracker, "follow_instead") as instead:
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=6)
         assert the_plan().calibrated is not None
         assert time.counted == time.count
@@ -315,8 +324,8 @@ def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, 
 
     def decide(planning: Any) -> Schedule:
         ways = planning.ways
-        drafts = {kind: [None, *drafts[-2:]] for kind, drafts in ways._drafts.items()}
-        planning.option = ways.with_variants(tuple(pick(k, drafts[kind]) for k, kind in enumerate(ways._kinds)))
+        variants = {kind: [None, *variants[-2:]] for kind, variants in ways._variants_by_kind.items()}
+        planning.choice = ways.with_variants(tuple(pick(k, variants[kind]) for k, kind in enumerate(ways._kinds)))
         step = planning.chain.step
         offload = tuple(moves and bool(c.moved_bytes) for c in step.candidates)
         windows = windows_for(step, offload, budget) or no_windows(step)
@@ -331,7 +340,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
     plain = kept()
     budget = 1 << 30
 
-    with measured(1e-3), first_plan(lambda _, drafts: generator.choice(drafts)):
+    with measured(1e-3), first_plan(lambda _, variants: generator.choice(variants)):
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
@@ -339,9 +348,9 @@ def test_every_call_goes_on_running_its_variant() -> None:
         before = the_plan()
         moved = moved_by(run)
         assert moved == before.predicted.bytes_offloaded > 0
-        site = engine_for(CPU).calls._step.calls[0].site()  # type: ignore[union-attr]
-        assert site is not None
-        chain = site.chains.at(())
+        tracked = engine_for(CPU).calls._step.calls[0].tracked()  # type: ignore[union-attr]
+        assert tracked is not None
+        chain = tracked.chains.at(())
         first = chain.plan
         assert first is not None
         counts = chains.compile_counts()
@@ -381,28 +390,28 @@ def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> 
 
 def variants_that_ran() -> tuple[int, ...]:
     step = engine_for(CPU).calls._step
-    site = step.calls[0].site()  # type: ignore[union-attr]
-    assert site is not None and site.chains.at(()).plan is not None
-    return tuple(c.variant for c in site.chains.at(()).plan.choices)  # type: ignore[union-attr]
+    tracked = step.calls[0].tracked()  # type: ignore[union-attr]
+    assert tracked is not None and tracked.chains.at(()).plan is not None
+    return tuple(c.variant for c in tracked.chains.at(()).plan.choices)  # type: ignore[union-attr]
 
 
-def two_of_them(call: int, drafts: list[Any]) -> Any:
-    return drafts[-1] if call < 2 else None
+def two_of_them(call: int, variants: list[Any]) -> Any:
+    return variants[-1] if call < 2 else None
 
 
-def every_other(call: int, drafts: list[Any]) -> Any:
-    return drafts[-1] if call % 2 else None
+def every_other(call: int, variants: list[Any]) -> Any:
+    return variants[-1] if call % 2 else None
 
 
 @contextmanager
-def a_slower_link(part: float = 1e-3) -> Iterator[list[float]]:
+def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
     """Copies turn out to be far slower than predicted, and a little slower yet the next time. Yields the prediction
     each time."""
     thought: list[float] = []
 
     def fit_link(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
         thought.append(rates.link[0])
-        return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(part, part)
+        return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(description, description)
 
     with mock.patch.object(tape_replan, "fit_link", fit_link):
         yield thought
@@ -565,7 +574,7 @@ def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
         return is_there
 
     pins = mock.patch.object(CopyEngine, "pin", pin)
-    with measured(1.0) as time, first_plan(lambda _, drafts: drafts[-1], budget, moves=False), pins:
+    with measured(1.0) as time, first_plan(lambda _, variants: variants[-1], budget, moves=False), pins:
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         moved = moved_by(run)
         ran = follow_until_settled(run, plain, time)
@@ -614,16 +623,16 @@ def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
 def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
     """Nothing is measured after that."""
 
-    def gone(self: TapeCalibration, readings: Any) -> None:
-        follower = self.follower()
-        assert follower is not None
-        follower.stop()
+    def gone(self: ChainRecalibration, readings: Any) -> None:
+        observer = self.observer()
+        assert observer is not None
+        observer.stop()
 
-    with measured(1e-3) as time, mock.patch.object(TapeCalibration, "plan_again", gone):
+    with measured(1e-3) as time, mock.patch.object(ChainRecalibration, "recalibrate", gone):
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
         run.steps(6)
-        (follower,) = time.followers
-        assert follower.clock is None and follower._calibration is None
+        (observer,) = time.followers
+        assert observer.clock is None and observer._calibration is None
         assert len([c for c in time.clocks if c._counted]) == 1
 
 
@@ -673,14 +682,18 @@ def test_a_budget_that_was_missed_from_the_beginning_is_not_warned_of_again() ->
 def test_on_a_thread_of_its_own() -> None:
     """No step waits for it, and steps meanwhile follow the first plan and are not measured."""
     release = threading.Event()
-    plan_again = PlanAgain.plan_again
+    recalibrate = Recalibration.recalibrate
 
-    def slow(self: PlanAgain, readings: Any) -> None:
+    def slow(self: Recalibration, readings: Any) -> None:
         assert release.wait(60)
-        plan_again(self, readings)
+        recalibrate(self, readings)
 
     plain = kept()
-    with measured(2e-4, in_background=True) as time, estimated(1e4), mock.patch.object(PlanAgain, "plan_again", slow):
+    with (
+        measured(2e-4, in_background=True) as time,
+        estimated(1e4),
+        mock.patch.object(Recalibration, "recalibrate", slow),
+    ):
         run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=5)
         moved = [moved_by(run) for _ in range(3)]
         assert moved == [the_plan().predicted.bytes_offloaded] * 3
@@ -806,14 +819,14 @@ def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
     with measured() as time:
         run = chains.Run(chains.per_layer(chains.Paths(), activation_budget="1GiB"), batch(length=chains.LENGTH))
         run.steps(4)
-        follower = weakref.ref(time.followers.pop())
+        observer = weakref.ref(time.followers.pop())
         clock = weakref.ref(time.clocks.pop())
         for on in (run, plain):
             on.model.path = (0, 1, 3, 3, 4)  # type: ignore[assignment]
         for _ in range(3):
             assert_equal(run.step(), plain.step())
         gc.collect()
-        assert follower() is None and clock() is None
+        assert observer() is None and clock() is None
         assert time.planning[0]() is None
         run.steps(4)
         assert len(time.followers) == 1, "the other chain is planned, and measured"
@@ -837,21 +850,21 @@ def test_it_goes_with_its_graphs() -> None:
 
 
 def test_it_lets_go_where_one_of_its_graphs_is_gone() -> None:
-    places = StepCalls(dict, in_background=False)
-    sites = [places.site() for _ in range(3)]
+    places = StepTracker(dict, in_background=False)
+    tracked_graphs = [places.track() for _ in range(3)]
     calibration = SimpleNamespace()
-    follower = TapeReplan(
+    observer = ChainReplan(
         calibration,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
-        tuple(weakref.ref(s) for s in sites),
+        tuple(weakref.ref(s) for s in tracked_graphs),
         make_clock=lambda: ChainClock(3, skip=0, events=host_events()),
     )
-    assert follower.step_begins() is not None
-    held = weakref.ref(sites[0])
-    del sites[1]
-    assert follower._calibration is None and follower.clock is None
-    assert follower.step_begins() is None
-    sites.clear()
+    assert observer.step_begins() is not None
+    held = weakref.ref(tracked_graphs[0])
+    del tracked_graphs[1]
+    assert observer._calibration is None and observer.clock is None
+    assert observer.step_begins() is None
+    tracked_graphs.clear()
     assert held() is None
 
 
@@ -862,7 +875,7 @@ def test_a_failure_is_one_warning(where: str) -> None:
     broken = {
         "time": (PooledEvents, "record"),
         "readings": (StepRecording, "samples"),
-        "plan": (TapeCalibration, "measured"),
+        "plan": (ChainRecalibration, "measured"),
     }
     with measured(2e-4) as time, estimated(1e4):
         run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=3)
@@ -917,11 +930,11 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     """The graphs' part is compared; the whole is reported."""
     limit, budget = 100 << 20, (100 << 20) + tape_plan.AROUND_BYTES
     simulation: Any = SimpleNamespace(peak_bytes=limit)
-    goal: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
+    objective: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
 
-    class Again(TapeCalibration):
+    class Again(ChainRecalibration):
         def __init__(self) -> None:
-            PlanAgain.__init__(self, SimpleNamespace(simulation=simulation), None, None, goal, limit)  # type: ignore[arg-type]
+            Recalibration.__init__(self, SimpleNamespace(simulation=simulation), None, None, objective, limit)  # type: ignore[arg-type]
             self._planning: Any = SimpleNamespace(warn=lambda kind, text: warnings.warn(text, stacklevel=2))
 
     too_much: Any = SimpleNamespace(simulation=SimpleNamespace(peak_bytes=limit + (1 << 20), step_ms=1.0))
@@ -1020,16 +1033,16 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     planning: Any = SimpleNamespace(
         device=cuda,
         calibrates=True,
-        option=SimpleNamespace(scheduler=None),
-        goal=SimpleNamespace(budget_bytes=None),
+        choice=SimpleNamespace(scheduler=None),
+        objective=SimpleNamespace(budget_bytes=None),
         limit_bytes=None,
         others_bytes=77,
         records=records,
     )
-    sites = [engine_for(CPU).calls.site() for _ in range(3)]
+    tracked_graphs = [engine_for(CPU).calls.track() for _ in range(3)]
     schedule: Any = None
     box: Any = None
     with mock.patch.object(tape_replan, "chain_clock_for", clock):
-        follower = tape_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, sites)), box)
-    assert follower is not None
+        observer = tape_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
+    assert observer is not None
     assert asked == [(cuda, 3, 77, records)]

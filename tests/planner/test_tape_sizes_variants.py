@@ -16,18 +16,20 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload._torch_compat import inductor_config
 from fxoffload._torch_sizes import NewGuardError, no_new_guards
-from fxoffload.compiler import recipe, session, tape_plan
-from fxoffload.compiler.recipe import MOST_VARIANTS, Recipe
+from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import session
+from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.segments import SegmentCompiler
+from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
 from fxoffload.planner.plan import Plan
 from fxoffload.runtime.engine import engine_for
-from tests.planner import test_tape_plan as tape
+from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import Run, new_plans, options
 from tests.planner.test_tape_sizes import gradients_of, sharded
 from tests.support import Stack, assert_equal, assert_nothing_held, compile_counts
 
-alone, process_group = tape.alone, tape.process_group
+alone, process_group = save_order.alone, save_order.process_group
 
 WIDTH, DEPTH = 24, 5
 # Of the grid. None is a width, which Dynamo would take for the same size.
@@ -56,7 +58,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(tape.eager(x))
+            x = layer(save_order.eager(x))
         return x
 
 
@@ -155,15 +157,15 @@ def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
     run, plain = varying(activation_budget=limit), varying(policy="keep_all")
     check(run, plain, (LONG, LONG, LONG, LONG, 44, 44, LONGER, LONGER, LONGER))
     for graph in set(fxoffload.graphs()) - alive:
-        tape._tell_callers(run.watch, graph)
-    plans = dict(zip((LONG, 44, LONGER), zip(new_plans(), tape.CHAINS[-3:], strict=True), strict=True))
+        save_order._tell_callers(run.watch, graph)
+    plans = dict(zip((LONG, 44, LONGER), zip(new_plans(), save_order.CHAINS[-3:], strict=True), strict=True))
     assert again(plans[LONG][0]) > again(plans[44][0]) > 0
     for length, (plan, chain) in plans.items():
         fxoffload.reset_stats()
         at(run, length).step()
         simulation = plan.simulation
         assert simulation is not None
-        assert tape.seen(run) == tape.expected(chain, simulation)
+        assert save_order.seen(run) == save_order.expected(chain, simulation)
         assert fxoffload.stats().bytes_offloaded == simulation.bytes_offloaded
         assert (simulation.peak_bytes <= limit) is (length != LONGER)
 
@@ -237,13 +239,13 @@ def test_a_variant_that_would_hold_for_some_sizes_only_is_not_compiled() -> None
 def test_inductor_s_cache_is_not_asked_for_them() -> None:
     """What another graph left there may assume more of sizes, and be taken where that holds for the hints."""
     cached: list[bool] = []
-    make = Recipe._compile
+    make = VariantMaker._compile
 
-    def compile_variant(self: Recipe, number: int, found: Any) -> Any:
+    def compile_variant(self: VariantMaker, number: int, found: Any) -> Any:
         cached.append(inductor_config.fx_graph_cache)
         return make(self, number, found)
 
-    with mock.patch.object(Recipe, "_compile", compile_variant), inductor_config.patch(fx_graph_cache=True):
+    with mock.patch.object(VariantMaker, "_compile", compile_variant), inductor_config.patch(fx_graph_cache=True):
         run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
         check(run, plain, (LONG, LONG, LONG, LONG))
         assert inductor_config.fx_graph_cache is True
@@ -251,31 +253,31 @@ def test_inductor_s_cache_is_not_asked_for_them() -> None:
 
 
 def test_a_choice_is_drafted_once_for_all_lengths() -> None:
-    drafts: list[object] = []
-    make_draft = recipe.make_draft
+    variants: list[object] = []
+    make_draft = variant_maker.make_draft
 
     def drafted(*args: Any) -> Any:
-        drafts.append(args[1])
+        variants.append(args[1])
         return make_draft(*args)
 
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
-    with mock.patch.object(recipe, "make_draft", drafted):
+    with mock.patch.object(variant_maker, "make_draft", drafted):
         check(run, plain, (LONG, LONG, LONG))
-        count = len(drafts)
+        count = len(variants)
         check(run, plain, (44, 48, 56, LONGER, LONGER))
-    assert count == len(drafts) > 0
+    assert count == len(variants) > 0
 
 
 def test_no_length_ever_has_more_variants_than_a_graph_may_have() -> None:
     found: list[int] = []
-    add = Recipe.add
+    add = VariantMaker.add
 
-    def added(self: Recipe, draft: Any) -> int:
-        found.append(add(self, draft))
+    def added(self: VariantMaker, variant: Any) -> int:
+        found.append(add(self, variant))
         return found[-1]
 
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
-    with mock.patch.object(Recipe, "add", added):
+    with mock.patch.object(VariantMaker, "add", added):
         check(run, plain, (40, 40, 40, *range(41, 100, 7), LONGER, LONGER, 40))
     assert found and max(found) <= MOST_VARIANTS
     assert num_variants() <= MOST_VARIANTS

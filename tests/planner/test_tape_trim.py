@@ -19,14 +19,14 @@ from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.capture import rehearsal_options
 from tests.marks import slow
-from tests.planner import test_tape_plan as tape
+from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, recorded
 from tests.planner.test_tape_replan import measured
 from tests.planner.test_tape_sizes import LONG, at, varying
 from tests.support import Block, Stack, assert_equal, assert_nothing_held
 
-alone = tape.alone  # the fixture
+alone = save_order.alone  # the fixture
 
 PAGE = 1 << 12
 # Two steps are recorded; the next ones follow the plan: one in front of the mark, and those that count. It is told when
@@ -44,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
     monkeypatch.setattr(host_arena, "_PAGE", PAGE)
     monkeypatch.setattr(host_arena, "MAX_CHUNK_BYTES", PAGE)
     monkeypatch.setattr(found.calls, "_trim", HostTrim(found))
-    monkeypatch.setattr(found.calls, "_sites", weakref.WeakSet())
+    monkeypatch.setattr(found.calls, "_tracked_graphs", weakref.WeakSet())
     fxoffload.reset_stats()
     return found
 
@@ -220,21 +220,21 @@ def test_a_plan_is_not_settled_while_it_is_made_again() -> None:
     with measured() as time:
         found = []
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
-        (follower,) = time.followers
-        calibration = follower._calibration
+        (observer,) = time.followers
+        calibration = observer._calibration
         assert calibration is not None
-        plan_again = calibration.plan_again
+        recalibrate = calibration.recalibrate
 
         def spy(readings: object) -> None:
-            found.append((follower.clock, follower._calibration, follower.is_settled))
-            plan_again(readings)  # type: ignore[arg-type]
+            found.append((observer.clock, observer._calibration, observer.is_settled))
+            recalibrate(readings)  # type: ignore[arg-type]
 
-        with mock.patch.object(calibration, "plan_again", spy):
+        with mock.patch.object(calibration, "recalibrate", spy):
             run.steps(5)
         assert found == [(None, None, False)]
-        assert not follower.is_settled
+        assert not observer.is_settled
         run.steps(3)
-        assert follower.is_settled
+        assert observer.is_settled
 
 
 def test_where_sizes_vary_nothing_goes() -> None:
@@ -261,7 +261,7 @@ def test_nor_beside_another_model_whose_sizes_vary() -> None:
     run.steps(3 * UNTIL_TRIM)
     assert trimmed() == 0
     del other
-    tape.WATCHES.clear()
+    save_order.WATCHES.clear()
     engine_for(CPU).calls._step = None
     torch._dynamo.reset()
     gc.collect()

@@ -26,7 +26,7 @@ from fxoffload._torch_sizes import hints_at
 from fxoffload.compiler import schedule_by_size, session
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
-from fxoffload.compiler.variants import MAX_VARIANTS, VARIANTS, Variants, largest_served
+from fxoffload.compiler.size_variants import MAX_VARIANTS, VARIANTS, SizeVariants, largest_served
 from fxoffload.errors import BudgetError
 from fxoffload.planner import StorageInfo, TrainingStep
 from tests.capture import Sketch, Tower, example_input
@@ -155,12 +155,12 @@ def test_a_step_at_another_size_is_that_size_s_step() -> None:
         return [plain(s) for s in step.storages], segments
 
     dynamic_one = Recorded(tower(), lambda call: call(example_input(4)).square().mean(), dynamic=True)
-    found = dynamic_one.plan(1 << 60, recompute="default").draft
+    found = dynamic_one.plan(1 << 60, recompute="default").variant
     varying = BatchSizes.of(dynamic_one.last.joint)
     assert varying is not None and varying.hints == (4, 8)
     for batch in (4, 9, 32):
         static = Recorded(tower(), lambda call, b=batch: call(example_input(b)).square().mean())
-        expected = static.plan(1 << 60, recompute="default").draft.step
+        expected = static.plan(1 << 60, recompute="default").variant.step
         assert expected is not None
         step = found.step_at(varying.named((batch, 8)), dynamic_one.last.settings)
         assert bare(step) == bare(expected)
@@ -214,7 +214,7 @@ def test_a_size_that_must_vary_is_not_fixed() -> None:
 
 
 def test_ranges_follow_each_other() -> None:
-    found = Variants()
+    found = SizeVariants()
     for key in ("a", "b"):
         assert found.begin(key, 100) is None
         for number in range(MAX_VARIANTS - 1):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler.tape_plan import TapePlanning
-from fxoffload.runtime.windows import Choice, Windows
+from fxoffload.compiler.chain_planning import ChainPlanning
+from fxoffload.step.choice import Choice, Windows
 
 WIDTH = 32
 
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 @pytest.fixture(autouse=True)
 def everything_is_under_way() -> Iterator[None]:
     """All that may move does, and nothing is released before the backward."""
-    choose = TapePlanning.choices
+    choose = ChainPlanning.choices
 
     def choices(*args: Any) -> tuple[Choice, ...]:
         found = []
@@ -45,7 +45,7 @@ def everything_is_under_way() -> Iterator[None]:
         return tuple(found)
 
     torch.compiler.reset()
-    with mock.patch.object(TapePlanning, "choices", choices):
+    with mock.patch.object(ChainPlanning, "choices", choices):
         yield
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxoffload.planner import ConstantRates, SegmentStep, StorageInfo, Take, TrainingStep, simulate
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
-from fxoffload.runtime.windows import Windows
+from fxoffload.step.choice import Windows
 from tests.planner.chains import MB, decided_steps
 from tests.planner.rehearsal import Decisions, Rehearsal
 from tests.planner.rehearsed_models import MODELS, vectors

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler.recipe import Recipe, VariantDraft
-from fxoffload.compiler.tape_parts import Part
+from fxoffload.compiler.chain_graphs import GraphDescription
+from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker
 from fxoffload.runtime.bundle import Bundle
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.steps.calls import Site, StepCalls
-from fxoffload.runtime.steps.chains import Chains, Following
-from fxoffload.runtime.windows import Choice
+from fxoffload.runtime.tracker.chains import ChainPlan, Chains
+from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
+from fxoffload.step.choice import Choice
 from tests.support import Observed, effects, rehearsal
 
 CPU = torch.device("cpu")
@@ -80,52 +80,55 @@ class Forced:
         self.model = model if model is not None else Layers()
         torch.manual_seed(1)
         self.x = torch.randn(2, LENGTH, 16)
-        self.drafts: dict[tuple[Site, int], VariantDraft] = {}
-        sites: list[Site] = []
-        self.order: list[Site] = []
-        make, begins = StepCalls.site, Site.forward_begins
+        self.variants: dict[tuple[TrackedGraph, int], PlannedVariant] = {}
+        tracked_graphs: list[TrackedGraph] = []
+        self.order: list[TrackedGraph] = []
+        make, begins = StepTracker.tracked, TrackedGraph.forward_begins
 
-        def site(calls: StepCalls) -> Site:
-            sites.append(make(calls))
-            return sites[-1]
+        def track(calls: StepTracker) -> TrackedGraph:
+            tracked_graphs.append(make(calls))
+            return tracked_graphs[-1]
 
-        def forward_begins(site: Site, args: Sequence[Any]) -> None:
-            self.order.append(site)
-            begins(site, args)
+        def forward_begins(tracked: TrackedGraph, args: Sequence[Any]) -> None:
+            self.order.append(tracked)
+            begins(tracked, args)
 
         options = rehearsal(policy="auto", **changes)
         for layer in self.model.layers:  # type: ignore[union-attr]
             layer.compile(backend="fxoffload", options=options)
-        with mock.patch.object(StepCalls, "site", site), mock.patch.object(Site, "forward_begins", forward_begins):
+        with (
+            mock.patch.object(StepTracker, "site", tracked),
+            mock.patch.object(TrackedGraph, "forward_begins", forward_begins),
+        ):
             self.step()
         self.first = self.order[0]
         for one in dict.fromkeys(self.order):
-            points = recipe_of(one).points()
+            points = variant_maker_of(one).points()
             for choice in (points[1], points[-1]):
-                draft = recipe_of(one).draft(choice)
-                assert draft is not None
-                self.drafts[one, recipe_of(one).add(draft)] = draft
+                variant = variant_maker_of(one).variant(choice)
+                assert variant is not None
+                self.variants[one, variant_maker_of(one).add(variant)] = variant
         if compiles:
             self.compile()
 
     def compile(self) -> None:
         """All variants."""
-        for site, number in self.drafts:
-            recipe_of(site).compile(number)
+        for tracked, number in self.variants:
+            variant_maker_of(tracked).compile(number)
 
     @property
     def graphs(self) -> list[CompiledGraph]:
         """Distinct ones."""
         return [part_of(s).graph for s in dict.fromkeys(self.order)]
 
-    def plan(self, variants: Sequence[int], *, offload: bool, **changes: Any) -> Following:
+    def plan(self, variants: Sequence[int], *, offload: bool, **changes: Any) -> ChainPlan:
         """Of a step whose calls run these variants."""
         order = [self.order[i % len(self.order)] for i in range(len(variants))]
         choices = []
-        for site, number in zip(order, variants, strict=True):
-            saved = self.drafts[site, number].saved if number else part_of(site).graph.saved
+        for tracked, number in zip(order, variants, strict=True):
+            saved = self.variants[tracked, number].saved if number else part_of(tracked).graph.saved
             choices.append(Choice((offload,) * len(saved.candidates), None, number))
-        return Following(tuple(weakref.ref(s) for s in order), tuple(choices), **changes)
+        return ChainPlan(tuple(weakref.ref(s) for s in order), tuple(choices), **changes)
 
     def force(self, *variants: int, offload: bool = False, **changes: Any) -> None:
         """The next steps do so."""
@@ -150,14 +153,14 @@ class Forced:
         return {"loss": loss.detach().clone(), **effects(self.model)}
 
 
-def part_of(site: Site) -> Part:
+def part_of(tracked: TrackedGraph) -> GraphDescription:
     """What a planner knows of a graph."""
-    assert isinstance(site.part, Part)
-    return site.part
+    assert isinstance(tracked.description, GraphDescription)
+    return tracked.description
 
 
-def recipe_of(site: Site) -> Recipe:
+def variant_maker_of(tracked: TrackedGraph) -> VariantMaker:
     """Of its variants."""
-    found = part_of(site).recipe
+    found = part_of(tracked).variant_maker
     assert found is not None
     return found

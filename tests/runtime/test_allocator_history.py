@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fxoffload._torch_private import AllocatorEvent, after_backward
-from fxoffload.runtime.clocks.allocator_history import AllocatorHistory, cuda_history
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.steps.step_memory import LiveBytes
+from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.tracker.step_memory import LiveBytes
 from tests.allocator import Allocator
 
 DEVICE = torch.device("cuda", 1)

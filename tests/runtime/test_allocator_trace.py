@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxoffload.runtime.clocks.allocator_trace import Block, Memory, cuda_blocks, cuda_memory
+from fxoffload.runtime.profiler.allocator_trace import Block, Memory, cuda_blocks, cuda_memory
 
 
 def test_the_allocator_is_read_by_its_nested_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

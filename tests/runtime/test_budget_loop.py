@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.clocks.allocator_history import AllocatorHistory
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.clocks.step_peak import PeakWatch, StepPeak
-from fxoffload.runtime.steps.budget_loop import BudgetLoop
-from fxoffload.runtime.steps.calls import Site, StepCalls
-from fxoffload.runtime.steps.chains import Following, Meanwhile, Seen, Sizes
-from fxoffload.runtime.steps.held import Edges
+from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
+from fxoffload.runtime.tracker.budget_loop import BudgetLoop
+from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, Sizes
+from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
 from fxoffload.runtime.transfer import Group
-from fxoffload.runtime.windows import Choice
+from fxoffload.step.choice import Choice
+from fxoffload.step.edges import Edges
 from tests.allocator import Allocator
 
 UNIT = 512
@@ -66,39 +66,44 @@ class Model:
     """
 
     def __init__(
-        self, allocator: Watched, calls: StepCalls, budget: int, *, error: Callable[[int], int] = lambda _: 0
+        self, allocator: Watched, calls: StepTracker, budget: int, *, error: Callable[[int], int] = lambda _: 0
     ) -> None:
         self.allocator, self.budget, self.error = allocator, budget, error
         self.plans: list[int] = []
         self.peaks: list[int] = []
         self.records: list[bool] = []
         self._output: tuple[int, int] | None = None  # address and bytes of what the caller holds
-        self.sites = [calls.site() for _ in range(CALLS)]
-        for site in self.sites:
-            site.part, site.planner, site.has_budget = object(), self.plan, True
-            site.may_follow = lambda: True
-            site.edges = Edges((), (), (), (), saved=(0,))
-            site.at_first = Choice((True,))
+        self.tracked_graphs = [calls.track() for _ in range(CALLS)]
+        for tracked in self.tracked_graphs:
+            tracked.description, tracked.planner, tracked.has_budget = object(), self.plan, True
+            tracked.may_follow = lambda: True
+            tracked.edges = Edges((), (), (), (), saved=(0,))
+            tracked.at_first = Choice((True,))
 
     def plan(
-        self, sites: Sequence[Site], seen: Seen, sizes: Sequence[Sizes], /, meanwhile: Meanwhile | None = None
-    ) -> Following:
-        at = ("backward", len(sites) - 1)
+        self,
+        tracked_graphs: Sequence[TrackedGraph],
+        seen: Seen,
+        sizes: Sequence[Sizes],
+        /,
+        meanwhile: Meanwhile | None = None,
+    ) -> ChainPlan:
+        at = ("backward", len(tracked_graphs) - 1)
         beside = max(seen.live_bytes.get(at, 0) + seen.gap_bytes.get(at, 0), 0) + seen.margin_bytes
         room = self.budget - beside // UNIT
-        num_kept = max(min(room // SAVED, len(sites)), 0)
+        num_kept = max(min(room // SAVED, len(tracked_graphs)), 0)
         if room < 0:
             warnings.warn(f"expected a budget of at least {beside // UNIT}", stacklevel=1)
         self.plans.append(num_kept * SAVED)
-        choices = [Choice((k >= num_kept,)) for k in range(len(sites))]
-        return Following(
-            tuple(map(weakref.ref, sites)),
+        choices = [Choice((k >= num_kept,)) for k in range(len(tracked_graphs))]
+        return ChainPlan(
+            tuple(map(weakref.ref, tracked_graphs)),
             tuple(choices),
             budget_bytes=self.budget * UNIT,
             is_least=room < 0,
             spare_bytes=max(room - num_kept * SAVED, 0) * UNIT,
-            least=(Choice((True,)),) * len(sites),
-            costs_time=num_kept < len(sites),
+            least=(Choice((True,)),) * len(tracked_graphs),
+            costs_time=num_kept < len(tracked_graphs),
         )
 
     def step(self, between: Step | None = None, *, num_calls: int | None = None) -> int:
@@ -107,14 +112,14 @@ class Model:
         memory, start = self.allocator, self.allocator.allocated
         left = 0 if self._output is None else self._output[1]  # by the step before
         before, memory.peak_seen = memory.peak_seen, start
-        saved: list[tuple[Site, Tensor, int, int]] = []
-        for site in self.sites[:num_calls]:
-            site.forward_begins([])
-            followed = site.followed or Choice((True,))
+        saved: list[tuple[TrackedGraph, Tensor, int, int]] = []
+        for tracked in self.tracked_graphs[:num_calls]:
+            tracked.forward_begins([])
+            followed = tracked.followed or Choice((True,))
             nbytes = 0 if followed.offload[0] else SAVED * UNIT
             address = memory.allocate(nbytes) if nbytes else 0
-            saved.append((site, torch.ones(1), nbytes, address))
-            site.forward_ends(Group(), [saved[-1][1]])
+            saved.append((tracked, torch.ones(1), nbytes, address))
+            tracked.forward_ends(Group(), [saved[-1][1]])
         self.records.append(memory.events is not None)
         held = memory.allocate(between.held * UNIT) if between.held else 0
         if between.output:
@@ -127,11 +132,11 @@ class Model:
         if kept and self.error(kept):
             memory.pass_by(self.error(kept) * UNIT)
         while saved:
-            site, _, nbytes, address = saved.pop()
-            site.backward_begins(Group(), [])
+            tracked, _, nbytes, address = saved.pop()
+            tracked.backward_begins(Group(), [])
             if nbytes:
                 memory.free(nbytes, address=address)
-            site.backward_ends([])
+            tracked.backward_ends([])
         if between.held:
             memory.free(between.held * UNIT, address=held)
         peak = (memory.peak_seen - start + left) // UNIT
@@ -154,7 +159,7 @@ class World:
     allocator: Watched = field(default_factory=Watched)
 
     def __post_init__(self) -> None:
-        self.calls = StepCalls(
+        self.calls = StepTracker(
             lambda: {}, in_background=False, memory=self.allocator.read, history=self.allocator.begin
         )
 
@@ -348,22 +353,24 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
 def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
     """Made on the same thread as the plan. Until it is there, steps run as at first."""
     world = World()
-    world.calls = StepCalls(lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin)
+    world.calls = StepTracker(
+        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
+    )
     model = world.model(30)
     quick, whole = threading.Event(), threading.Event()
     given = threading.Event()
 
-    def planner(sites: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> Following:
+    def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan:
         assert meanwhile is not None
         assert quick.wait(60)
-        found = model.plan(sites, seen, sizes)
+        found = model.plan(tracked_graphs, seen, sizes)
         meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
         given.set()
         assert whole.wait(60)
         return found
 
-    for site in model.sites:
-        site.planner = planner
+    for tracked in model.tracked_graphs:
+        tracked.planner = planner
     assert model.steps(4, HEAD) == [5] * 4
     quick.set()
     assert given.wait(60)

@@ -11,7 +11,7 @@ import torch
 
 from fxoffload.phases.moving.worker import Worker
 from fxoffload.runtime import capture_mode
-from fxoffload.runtime.capture_mode import GLOBAL, RELAXED, THREAD_LOCAL, outside_captures, work_beside_captures
+from fxoffload.runtime.capture_mode import GLOBAL, RELAXED, THREAD_LOCAL, outside_captures, work_during_captures
 from fxoffload.runtime.host_memory import pinners
 from fxoffload.runtime.host_memory.arena import HostArena
 
@@ -46,7 +46,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def test_modes_are_exchanged(driver: Driver) -> None:
     assert outside_captures(lambda: driver.mode)() == RELAXED
     assert driver.mode == GLOBAL
-    work_beside_captures()
+    work_during_captures()
     assert driver.mode == THREAD_LOCAL
     with pytest.raises(KeyError):
         outside_captures({}.__getitem__)(0)
@@ -131,7 +131,7 @@ def test_without_cuda_there_is_nothing_to_exchange(monkeypatch: pytest.MonkeyPat
     capture_mode._function.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert capture_mode._function() is None
-    outside_captures(work_beside_captures)()
+    outside_captures(work_during_captures)()
     capture_mode._function.cache_clear()
 
 

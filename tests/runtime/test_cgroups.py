@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fxoffload.runtime.host_memory import cgroups
-from fxoffload.runtime.host_memory.cgroups import Group, cgroup_limit_bytes, limited_groups
+from fxoffload.runtime.host_memory.cgroups import ControlGroup, cgroup_limit_bytes, limited_groups
 
 GIB = 1 << 30
 
@@ -35,9 +35,9 @@ def test_the_least_limit_of_the_own_group_and_its_parents(root: Path) -> None:
     )
     group(root, "/jobs/mine", memory__max="max\n")
     group(root, "/jobs/other", memory__max=f"{GIB}\n")
-    assert limited_groups() == ("/jobs/mine", [Group("/jobs", 20 * GIB, 9 * GIB - 7)])
+    assert limited_groups() == ("/jobs/mine", [ControlGroup("/jobs", 20 * GIB, 9 * GIB - 7)])
     group(root, "/jobs/mine", memory__max=f"{12 * GIB}\n", memory__current="5")
-    assert limited_groups()[1][0] == Group("/jobs/mine", 12 * GIB, 5)
+    assert limited_groups()[1][0] == ControlGroup("/jobs/mine", 12 * GIB, 5)
     assert cgroup_limit_bytes() == 12 * GIB
     group(root, "/", memory__max=f"{3 * GIB}\n")
     assert cgroup_limit_bytes() == 3 * GIB
@@ -53,14 +53,14 @@ def test_version_1_counts_the_group_and_those_below_it(root: Path) -> None:
         memory__usage_in_bytes="1000",
         memory__stat=stat,
     )
-    assert limited_groups() == ("/process/a", [Group("/process/a", 6 * GIB, 700)])
+    assert limited_groups() == ("/process/a", [ControlGroup("/process/a", 6 * GIB, 700)])
 
 
 @pytest.mark.parametrize("own", ["0::/../../elsewhere\n", "0::/of/the/host\n", ""])
 def test_a_container_sees_its_group_at_the_root(root: Path, own: str) -> None:
     (root / "own").write_text(own)
     group(root, "/", memory__max=f"{4 * GIB}\n", memory__current="1")
-    assert limited_groups()[1] == [Group("/", 4 * GIB, 1)]
+    assert limited_groups()[1] == [ControlGroup("/", 4 * GIB, 1)]
 
 
 def test_no_file_is_no_limit(root: Path) -> None:
@@ -80,4 +80,4 @@ def test_no_file_is_no_limit(root: Path) -> None:
     ],
 )
 def test_which_processes_count(path: str, of: str, expected: bool) -> None:
-    assert Group(of, 1, 0).holds(path) is expected
+    assert ControlGroup(of, 1, 0).holds(path) is expected

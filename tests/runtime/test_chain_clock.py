@@ -11,10 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
-from fxoffload.runtime.clocks import chain_clock
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.clocks.chain_clock import TURN, ChainClock, StepRecording, chain_clock_for, entry_of, segment_of
-from fxoffload.runtime.clocks.stream_events import host_events
+from fxoffload.runtime.profiler import chain_clock
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.chain_clock import (
+    TURN,
+    ChainClock,
+    StepRecording,
+    chain_clock_for,
+    entry_of,
+    segment_of,
+)
+from fxoffload.runtime.profiler.stream_events import host_events
 
 
 class Time:

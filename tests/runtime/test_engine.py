@@ -96,7 +96,7 @@ class Bench:
             assert transfer is not None
             group.add(len(values) - rank, transfer)
         if push:
-            self.engine.tape.push(group)
+            self.engine.save_order.push(group)
         return group
 
     def request(self, group: Group, *, keeps_graph: bool = False, prefetch: bool = True, across: bool = True) -> None:
@@ -131,7 +131,7 @@ class Lent:
         assert found is not None
         self.transfer = found
         self.group.add(0, found)
-        bench.engine.tape.push(self.group)
+        bench.engine.save_order.push(self.group)
 
     def write(self) -> None:
         with torch.no_grad():
@@ -417,9 +417,9 @@ def test_a_second_backward_reloads_again() -> None:
         bench.engine.prefetch(ROOM)
         assert bench.take(group.in_need_order()) == [2, 1]
         assert bench.ahead() == 0
-    assert len(bench.engine.tape) == 1
+    assert len(bench.engine.save_order) == 1
     bench.request(group)
-    assert len(bench.engine.tape) == 0
+    assert len(bench.engine.save_order) == 0
     assert bench.take(group.in_need_order()) == [2, 1]
 
 
@@ -686,7 +686,7 @@ def test_what_was_reclaimed_for_nothing_is_given_up() -> None:
     bench.engine.request(failed, keeps_graph=True, prefetch=True, across_graphs=True)  # takes the source back
     assert bench.engine._reclaimed_bytes == NBYTES
     other = bench.save(2.0)
-    bench.engine.tape.begin_backward(failed, keeps_graph=False)
+    bench.engine.save_order.begin_backward(failed, keeps_graph=False)
     bench.engine.request(other, keeps_graph=False, prefetch=True, across_graphs=False)
     assert bench.engine._reclaimed_bytes == NBYTES  # other's own source; failed's is gone
     assert failed.in_need_order()[0].there is None
@@ -731,7 +731,7 @@ def test_what_was_reloaded_for_another_backward_makes_room_and_is_counted() -> N
     assert (reloaded(oldest), bench.ahead()) == ([True], NBYTES)
     between = bench.save(3, push=False)
     between.graph = 1  # another one: nothing was seen of it, so the oldest is expected to follow
-    bench.engine.tape.push(between)
+    bench.engine.save_order.push(between)
     bench.engine.release(0)
     bench.request(between)
     bench.engine.prefetch(NBYTES)
@@ -750,7 +750,7 @@ def test_what_was_taken_back_for_another_backward_stays() -> None:
     assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]
     between = bench.save(3, push=False)
     between.graph = 1  # another one: nothing was seen of it
-    bench.engine.tape.push(between)
+    bench.engine.save_order.push(between)
     bench.request(between)
     assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]
     assert fxoffload.stats().num_wrong_predictions == 1

@@ -19,9 +19,9 @@ from fxoffload.runtime import executor
 from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.executor import backward_callable, forward_callable
-from fxoffload.runtime.outer_program import Movable, OuterProgram, RuntimeOptions
+from fxoffload.runtime.outer_program import OffloadCandidate, OuterProgram, RuntimeOptions
 from fxoffload.runtime.transfer import Transfer, slot_of
-from fxoffload.runtime.windows import Choice
+from fxoffload.step.choice import Choice
 from tests.capture import Tower, example_input, rehearsal_options
 
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_constants_outputs_that_are_no_values_and_inputs_that_pass_through() -> 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def saving(*names: str, is_input: bool = False, wait: bool = False) -> tuple[fx.GraphModule, list[Movable]]:
+def saving(*names: str, is_input: bool = False, wait: bool = False) -> tuple[fx.GraphModule, list[OffloadCandidate]]:
     """Returns its inputs (as if saved), each a movable of its own."""
     outer = Outer()
     inputs = [outer.input(name) for name in names]
@@ -184,12 +184,12 @@ def saving(*names: str, is_input: bool = False, wait: bool = False) -> tuple[fx.
     outer.op(ops.release, copies)
     if wait:
         outer.op(ops.wait_offload, copies)
-    return outer.module(*copies), [Movable(name, 1, is_input) for name in names]
+    return outer.module(*copies), [OffloadCandidate(name, 1, is_input) for name in names]
 
 
 def test_the_decisions_are_taken_at_each_call() -> None:
-    gm, movables = saving("x", "y")
-    made = program(gm, movables=movables)
+    gm, offload_candidates = saving("x", "y")
+    made = program(gm, offload_candidates=offload_candidates)
     for decisions in ((True, False), (False, True), (False, False), (True, True)):
         values = [torch.ones(4), torch.ones(8)]
         results = run(made, *values, decisions=decisions)
@@ -201,21 +201,21 @@ def test_the_decisions_are_taken_at_each_call() -> None:
 
 
 def test_only_a_call_that_offloads_goes_on_the_tape() -> None:
-    gm, movables = saving("x")
-    made = program(gm, movables=movables)
-    tape = engine_for(CPU).tape
+    gm, offload_candidates = saving("x")
+    made = program(gm, offload_candidates=offload_candidates)
+    save_order = engine_for(CPU).save_order
     kept = run(made, torch.ones(4), decisions=(False,))
-    assert len(tape) == 0
+    assert len(save_order) == 0
     tokens = run(made, torch.ones(4), decisions=(True,))
-    assert len(tape) == 1
+    assert len(save_order) == 1
     del tokens
-    assert len(tape) == 0
+    assert len(save_order) == 0
     assert len(kept) == 1
 
 
 def test_what_is_smaller_than_min_bytes_at_run_time_stays() -> None:
-    gm, movables = saving("x", "y")
-    made = program(gm, movables=movables, options=RuntimeOptions(OPTIONS.budgets, min_bytes=32))
+    gm, offload_candidates = saving("x", "y")
+    made = program(gm, offload_candidates=offload_candidates, options=RuntimeOptions(OPTIONS.budgets, min_bytes=32))
     results = run(made, torch.ones(7), torch.ones(8), decisions=(True, True))
     assert [slot_of(r, "x") is not None for r in results] == [False, True]
 
@@ -225,7 +225,7 @@ def test_views_of_one_storage_are_one_transfer_and_strangers_are_two() -> None:
     x, y, z = outer.input("x"), outer.input("y"), outer.input("z")
     copies = outer.offload(x, y, z)
     outer.op(ops.release, copies)
-    made = program(outer.module(*copies), movables=[Movable("x", 3, False)])
+    made = program(outer.module(*copies), offload_candidates=[OffloadCandidate("x", 3, False)])
     base = torch.ones(16)
     results = run(made, base[:8], base[8:], torch.ones(4), decisions=(True,))
     slots = [slot_of(r, "x") for r in results]
@@ -235,8 +235,8 @@ def test_views_of_one_storage_are_one_transfer_and_strangers_are_two() -> None:
 
 def test_a_value_on_another_device_than_the_trace_says_passes_through() -> None:
     """As the seed of attention without dropout, which is on the host."""
-    gm, movables = saving("x", "y")
-    made = program(gm, movables=movables)
+    gm, offload_candidates = saving("x", "y")
+    made = program(gm, offload_candidates=offload_candidates)
     elsewhere = torch.ones(4, device="meta")
     results = run(made, elsewhere, torch.ones(4), decisions=(True, True))
     assert results[0] is elsewhere
@@ -245,9 +245,9 @@ def test_a_value_on_another_device_than_the_trace_says_passes_through() -> None:
 
 
 def test_a_value_that_does_not_fit_the_host_passes_through() -> None:
-    gm, movables = saving("x", "y")
+    gm, offload_candidates = saving("x", "y")
     small = RuntimeOptions(Budgets(engine_for(CPU).arena.reserved_bytes, 0, 0), min_bytes=1)
-    made = program(gm, movables=movables, options=small)
+    made = program(gm, offload_candidates=offload_candidates, options=small)
     value = torch.ones(1 << 24)
     results = run(made, value, value.clone(), decisions=(True, True))
     assert results[0] is value
@@ -255,18 +255,20 @@ def test_a_value_that_does_not_fit_the_host_passes_through() -> None:
 
 
 def test_the_ranks_order_the_group() -> None:
-    gm, movables = saving("x", "y", "z")
-    for movable, rank in zip(movables, (2, 0, 1), strict=True):
-        movable.rank = rank
-    results = run(program(gm, movables=movables), *(torch.ones(n) for n in (4, 8, 12)), decisions=(True,) * 3)
+    gm, offload_candidates = saving("x", "y", "z")
+    for offload_candidate, rank in zip(offload_candidates, (2, 0, 1), strict=True):
+        offload_candidate.rank = rank
+    results = run(
+        program(gm, offload_candidates=offload_candidates), *(torch.ones(n) for n in (4, 8, 12)), decisions=(True,) * 3
+    )
     group = slot_of(results[0], "x").group  # type: ignore[union-attr]
     assert [t.nbytes for t in group.in_need_order()] == [32, 48, 16]
 
 
 def test_graph_inputs_are_not_reclaimable() -> None:
     for is_input in (True, False):
-        gm, movables = saving("x", is_input=is_input, wait=is_input)
-        (token,) = run(program(gm, movables=movables), torch.ones(4), decisions=(True,))
+        gm, offload_candidates = saving("x", is_input=is_input, wait=is_input)
+        (token,) = run(program(gm, offload_candidates=offload_candidates), torch.ones(4), decisions=(True,))
         assert slot_of(token, "x").transfer.reclaimable is not is_input  # type: ignore[union-attr]
 
 
@@ -280,7 +282,11 @@ def test_release_goes_to_the_budget_in_a_forward_and_to_nothing_in_a_backward(
     x = outer.input("x")
     copies = outer.offload(x)
     outer.op(ops.release, [] if everything else copies)
-    run(program(outer.module(*copies), movables=[Movable("x", 1, False)]), torch.ones(4), decisions=(True,))
+    run(
+        program(outer.module(*copies), offload_candidates=[OffloadCandidate("x", 1, False)]),
+        torch.ones(4),
+        decisions=(True,),
+    )
     assert seen == [limit]
 
 
@@ -296,10 +302,10 @@ def test_a_call_whose_tokens_somebody_would_see_keeps_everything(
     patched: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, patched, lambda: True)
-    gm, movables = saving("x")
+    gm, offload_candidates = saving("x")
     value = torch.ones(4)
-    assert run(program(gm, movables=movables), value, decisions=(True,))[0] is value
-    assert run(program(gm, movables=movables), value, decisions=(False,))[0] is value
+    assert run(program(gm, offload_candidates=offload_candidates), value, decisions=(True,))[0] is value
+    assert run(program(gm, offload_candidates=offload_candidates), value, decisions=(False,))[0] is value
     assert fxoffload.stats().calls_kept == {reason: 1}  # the second kept everything anyway
 
 
@@ -323,8 +329,8 @@ def reloading(*names: str, look: Callable[[list[Any]], Sequence[Any]] = plus_one
 def saved(*values: Tensor) -> list[Any]:
     """What a forward hands to autograd for them, all offloaded."""
     names = [f"x{i}" for i in range(len(values))]
-    gm, movables = saving(*names)
-    return run(program(gm, movables=movables), *values, decisions=(True,) * len(values))
+    gm, offload_candidates = saving(*names)
+    return run(program(gm, offload_candidates=offload_candidates), *values, decisions=(True,) * len(values))
 
 
 def test_tokens_and_values_may_be_mixed() -> None:
@@ -382,13 +388,13 @@ def test_the_group_leaves_the_tape_when_its_backward_begins_unless_the_graph_is_
 ) -> None:
     made = program(reloading("a"), copies={0: "a"})
     tokens = saved(torch.ones(4))
-    tape = engine_for(CPU).tape
+    save_order = engine_for(CPU).save_order
     monkeypatch.setattr(executor, "backward_keeps_graph", lambda: True)
     backward_callable(made)(list(tokens))
-    assert len(tape) == 1
+    assert len(save_order) == 1
     monkeypatch.setattr(executor, "backward_keeps_graph", lambda: False)
     backward_callable(made)(list(tokens))
-    assert len(tape) == 0
+    assert len(save_order) == 0
 
 
 @pytest.mark.parametrize("keeps_graph", [False, True])
@@ -432,7 +438,10 @@ def test_two_views_of_one_transfer_come_back_in_one_buffer() -> None:
     forward.op(ops.release, copies)
     base = torch.arange(16.0)
     tokens = run(
-        program(forward.module(*copies), movables=[Movable("x", 2, False)]), base[:8], base[8:], decisions=(True,)
+        program(forward.module(*copies), offload_candidates=[OffloadCandidate("x", 2, False)]),
+        base[:8],
+        base[8:],
+        decisions=(True,),
     )
     engine_for(CPU).release(0)
     found = backward_callable(made)(tokens)
@@ -505,11 +514,11 @@ def test_both_directions_follow_the_boxed_convention() -> None:
 
 
 def test_what_the_backward_does_not_read_is_dropped() -> None:
-    gm, movables = saving("x")
-    movables[0].unread = True
+    gm, offload_candidates = saving("x")
+    offload_candidates[0].unread = True
     value = torch.ones(4)
     for decision in (True, False):
-        (saved,) = run(program(gm, movables=movables), value, decisions=(decision,))
+        (saved,) = run(program(gm, offload_candidates=offload_candidates), value, decisions=(decision,))
         assert saved.shape == (0,)
         assert (saved.dtype, saved.device) == (value.dtype, value.device)
     assert fxoffload.stats().bytes_offloaded == 0

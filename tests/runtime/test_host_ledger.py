@@ -16,7 +16,7 @@ import fxoffload
 from fxoffload.runtime.host_memory import ledger as host_ledger
 from fxoffload.runtime.host_memory import ledger_files
 from fxoffload.runtime.host_memory import limits as host_limits
-from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.cgroups import ControlGroup
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 
 GIB = 1 << 30
@@ -35,9 +35,9 @@ OTHER = f"""
 {LIGHT}
 from pathlib import Path
 from fxoffload.runtime.host_memory import ledger as host_ledger, limits as host_limits
-from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.cgroups import ControlGroup
 group, folder = sys.argv[1:]
-host_limits.memory_limits = lambda: (group, [Group("", 100 << 30, 0)])
+host_limits.memory_limits = lambda: (group, [ControlGroup("", 100 << 30, 0)])
 booking = host_ledger.Booking(host_ledger.Ledger(Path(folder)))
 for line in sys.stdin:
     booking.shrink_to(0)
@@ -69,15 +69,15 @@ def other_process(folder: Path, group: str = "/") -> Iterator[Other]:
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[ControlGroup]:
     """What bounds this process, in the group /jobs/mine: a machine of 100 GiB unless the test says otherwise."""
-    found = [Group("", 100 * GIB, 0)]
+    found = [ControlGroup("", 100 * GIB, 0)]
     monkeypatch.setattr(host_limits, "memory_limits", lambda: ("/jobs/mine", found))
     return found
 
 
 @pytest.fixture
-def ledger(tmp_path: Path, limits: list[Group]) -> Ledger:
+def ledger(tmp_path: Path, limits: list[ControlGroup]) -> Ledger:
     return Ledger(tmp_path / "ledger")
 
 
@@ -110,15 +110,15 @@ def test_pageable_memory_may_have_more_of_the_machine(ledger: Ledger) -> None:
     assert not pinned.grow_to(80 * GIB + 1)
 
 
-def test_what_is_in_use_counts_and_what_is_backed_is_in_use(ledger: Ledger, limits: list[Group]) -> None:
+def test_what_is_in_use_counts_and_what_is_backed_is_in_use(ledger: Ledger, limits: list[ControlGroup]) -> None:
     """95 of 100 GiB may be used. 60 are; then 20 are booked, and with 15 of them touched 75 are used."""
-    limits[0] = Group("", 100 * GIB, 60 * GIB)
+    limits[0] = ControlGroup("", 100 * GIB, 60 * GIB)
     booking = Booking(ledger)
     assert not booking.grow_to(36 * GIB)
     assert "60.00 GiB are in use" in booking.refusal
     assert booking.grow_to(20 * GIB)
     assert not booking.grow_to(36 * GIB)
-    limits[0] = Group("", 100 * GIB, 75 * GIB)
+    limits[0] = ControlGroup("", 100 * GIB, 75 * GIB)
     assert not booking.grow_to(35 * GIB)  # as far as anybody knows, others use these 75
     booking.backed(15 * GIB)
     assert not booking.grow_to(35 * GIB + 1)
@@ -163,8 +163,8 @@ def test_a_number_that_was_given_to_another_process_books_nothing(ledger: Ledger
         assert files(ledger) == [mine]
 
 
-def test_each_group_counts_its_own_processes(ledger: Ledger, limits: list[Group]) -> None:
-    limits.insert(0, Group("/jobs", 50 * GIB, 0))
+def test_each_group_counts_its_own_processes(ledger: Ledger, limits: list[ControlGroup]) -> None:
+    limits.insert(0, ControlGroup("/jobs", 50 * GIB, 0))
     booking = Booking(ledger)
     with other_process(ledger._given or Path(), "/jobs/theirs") as inside:
         with other_process(ledger._given or Path(), "/else") as outside:
@@ -215,7 +215,7 @@ def test_a_forked_child_has_booked_nothing(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("blocked", ["a file", "of somebody else", "no room"])
 def test_without_a_folder_there_is_no_ledger(
-    tmp_path: Path, limits: list[Group], monkeypatch: pytest.MonkeyPatch, blocked: str
+    tmp_path: Path, limits: list[ControlGroup], monkeypatch: pytest.MonkeyPatch, blocked: str
 ) -> None:
     """The limits hold for each process by itself."""
     folder = tmp_path / "ledger"

@@ -24,7 +24,7 @@ from tests.support import Halves, Observed, assert_equal, batch, compiled, effec
 COPIES = files(
     "runtime/engine.py",
     "runtime/transfer.py",
-    "runtime/tape.py",
+    "runtime/save_order.py",
     "runtime/copies/streams.py",
     "runtime/host_memory/arena.py",
     "runtime/host_memory/free_list.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxoffload.runtime.steps.outputs import Outputs
+from fxoffload.runtime.tracker.outputs import Outputs
 
 
 def test_held_and_let_go_of_by_bytes() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fxoffload.counters import counters
-from fxoffload.runtime.clocks import segment_clock
-from fxoffload.runtime.clocks.allocator_trace import Memory
-from fxoffload.runtime.clocks.call_recorder import Recorder
-from fxoffload.runtime.clocks.segment_clock import SegmentClock, clock_for
-from fxoffload.runtime.clocks.segment_readings import PHASES, Phase
-from fxoffload.runtime.clocks.stream_events import PooledEvents
+from fxoffload.runtime.profiler import segment_clock
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.call_recorder import Recorder
+from fxoffload.runtime.profiler.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.profiler.stream_events import PooledEvents
+from fxoffload.step.readings import PHASES, Phase
 
 NAMES = ("a", "b")
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fxoffload.runtime.clocks.stream_events import host_events
+from fxoffload.runtime.profiler.stream_events import host_events
 
 
 def test_host_events_tell_the_time_in_milliseconds() -> None:

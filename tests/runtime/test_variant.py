@@ -29,10 +29,10 @@ from fxoffload.runtime.executor import (
     forward_callable,
 )
 from fxoffload.runtime.outer_program import OuterProgram
-from fxoffload.runtime.steps import calls
+from fxoffload.runtime.tracker import step_tracker as calls
 from fxoffload.runtime.transfer import Group
-from fxoffload.runtime.variant import Layout, Variant, Variants
-from fxoffload.runtime.windows import Choice
+from fxoffload.runtime.variant import Variant, VariantLayout, Variants
+from fxoffload.step.choice import Choice
 from tests.runtime.forced import CPU, Forced, Layers, bundles
 from tests.runtime.test_executor import Outer, plus_one, program
 from tests.support import assert_close, assert_equal, assert_nothing_held, compile_counts, effects
@@ -88,10 +88,10 @@ def test_with_inductor(variants: tuple[int, ...]) -> None:
 def test_attention_is_computed_again_without_its_random_state() -> None:
     forced = Forced(compiles=False)
     name = "_scaled_dot_product_flash_attention_for_cpu.default"
-    for (_, number), found in forced.drafts.items():
-        draft = found.draft
-        assert any(name in str(n.target) for n in draft.backward.graph.nodes) == (number == 2)
-        nodes = [*draft.forward.graph.nodes, *draft.backward.graph.nodes]
+    for (_, number), found in forced.variants.items():
+        variant = found.variant
+        assert any(name in str(n.target) for n in variant.backward.graph.nodes) == (number == 2)
+        nodes = [*variant.forward.graph.nodes, *variant.backward.graph.nodes]
         assert not any("rng_state" in f"{n.name} {n.target}" for n in nodes)
 
 
@@ -199,7 +199,7 @@ def hand_made(save: Callable[[list[Any]], list[Any]], use: Callable[[list[Any]],
     (grad,) = outer.segment(use, a, b, tangent)
     backward = program(outer.module(grad), copies={})
     # Variant 0 saves two values as well, and its backward takes them before the tangent.
-    layout = Layout((0,), 1, 3, (), (1, 2), ("a", "b"), 1, 0, "c", (-1, -2, 2))
+    layout = VariantLayout((0,), 1, 3, (), (1, 2), ("a", "b"), 1, 0, "c", (-1, -2, 2))
     return Variant(forward, backward, (), layout)
 
 
@@ -294,9 +294,9 @@ def test_an_input_that_is_modified_before_the_backward_raises(offload: bool) -> 
     """The bias is read again by variant 2 only."""
     forced = Forced()
     bias = forced.model.layers[1].qkv.bias  # type: ignore[union-attr,index]
-    draft = forced.drafts[forced.order[1], 2]
-    saved = {n.name: n.meta["val"] for n in draft.draft.forward.graph.find_nodes(op="placeholder")}
-    assert any(saved[name].shape == bias.shape for name in draft.layout.names if name in saved)
+    variant = forced.variants[forced.order[1], 2]
+    saved = {n.name: n.meta["val"] for n in variant.variant.forward.graph.find_nodes(op="placeholder")}
+    assert any(saved[name].shape == bias.shape for name in variant.layout.names if name in saved)
     for variant in (0, 2):
         forced.force(0, variant, 0, offload=offload)
         loss = forced.loss()
@@ -406,8 +406,8 @@ def test_policies_and_decisions_outweigh_a_variant() -> None:
             assert_equal(forced.step(), expected)
         forced.force(1, 2, 1)
         forced.force(1, 2, 1)
-        for site in forced.order:  # should a choice slip through
-            site.may_follow = lambda: True
+        for tracked in forced.order:  # should a choice slip through
+            tracked.may_follow = lambda: True
         with fxoffload.override_policy("offload_all"):
             assert_equal(forced.step(), expected)
         for graph in forced.graphs:
@@ -511,9 +511,9 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
     seen: list[Any] = []
     begins = calls.Site.backward_begins
 
-    def backward_begins(site: Any, group: Group, args: Sequence[Any]) -> Group:
-        seen.append((len(group), group.takes_below, len(site.calls._step.pending)))
-        return begins(site, group, args)
+    def backward_begins(tracked: Any, group: Group, args: Sequence[Any]) -> Group:
+        seen.append((len(group), group.takes_below, len(tracked.calls._step.pending)))
+        return begins(tracked, group, args)
 
     with mock.patch.object(calls.Site, "backward_begins", backward_begins):
         forced.step()

@@ -12,7 +12,7 @@ import pytest
 import fxoffload
 from benchmarks.process_memory import MIB, ProcessMemory, table
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.tape import Tape
+from fxoffload.runtime.save_order import SaveOrder
 from fxoffload.runtime.transfer import Group
 from tests.gpu import lengths_run
 from tests.gpu.lengths_run import Found, Settings, measure, measure_alone
@@ -71,13 +71,13 @@ def test_steps_of_many_lengths_leave_nothing_behind(options: dict[str, Any], mon
 def test_one_object_for_each_call_is_seen() -> None:
     """What the test above would say of a leak: a tape that remembers what went by."""
     kept: list[list[object]] = []
-    push = Tape.push
+    push = SaveOrder.push
 
-    def remembers(self: Tape, group: Group) -> None:
+    def remembers(self: SaveOrder, group: Group) -> None:
         kept.append([group.graph])
         push(self, group)
 
-    with mock.patch.object(Tape, "push", remembers):
+    with mock.patch.object(SaveOrder, "push", remembers):
         found = measure(settings(policy="offload_all"))
     with pytest.raises(AssertionError, match="objects"):
         check(found)

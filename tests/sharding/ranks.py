@@ -107,9 +107,9 @@ def checked(rank: Rank) -> Found:
     reset()
     found: Found = {}
 
-    def compiled(**goal: Any) -> nn.Module:
+    def compiled(**objective: Any) -> nn.Module:
         """A graph with a plan."""
-        model: Any = torch.compile(Stack(2), backend="fxoffload", options={**PLANNED, **goal})
+        model: Any = torch.compile(Stack(2), backend="fxoffload", options={**PLANNED, **objective})
         rank.train(model, rank.input())
         return model
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fxoffload import _torch_private as private
-from fxoffload.phases.weight_sync.buckets import Lane, Piece, Plan
+from fxoffload.phases.weight_sync.buckets import BucketPlan, Lane, Piece
 from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
@@ -40,7 +40,7 @@ from fxoffload.sizes import format_bytes
 Copies = Iterator[tuple[Tensor, Tensor]]
 
 
-class Ledger:
+class BucketLedger:
     """Counts the bytes that a stream allocated on the device, and holds it to its limit."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -95,12 +95,12 @@ class BucketStream:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         units: Sequence[Unit],
         read: Callable[[Unit, int, int, Tensor], Copies],
         copies: CopyStreams,
         device: torch.device,
-        ledger: Ledger,
+        ledger: BucketLedger,
         still: StandStill,
     ) -> None:
         self._plan, self._units, self._read, self._copies = plan, units, read, copies

@@ -41,7 +41,7 @@ class Load:
         lane: tensors of one lane are gathered together; None for one that needs no gathering.
         ranks: over which it is gathered.
         elements: of the largest part that a rank holds.
-        source_item: bytes of an element on the host.
+        source_output: bytes of an element on the host.
         wire_item: bytes of an element while it is gathered.
         out_bytes: of the whole tensor that is handed out.
     """
@@ -50,14 +50,14 @@ class Load:
     lane: Hashable | None
     ranks: int
     elements: int
-    source_item: int
+    source_output: int
     wire_item: int
     out_bytes: int
 
     @property
     def is_staged(self) -> bool:
         """Whether its elements are cast before they are gathered."""
-        return self.lane is not None and self.wire_item != self.source_item
+        return self.lane is not None and self.wire_item != self.source_output
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """All buckets, the number of landings, and the sizes of the buffers.
 
     Attributes:
@@ -118,7 +118,7 @@ class Plan:
     limit_bytes: int
 
 
-def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | None = None) -> Plan:
+def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | None = None) -> BucketPlan:
     """See [Note: Memory of a bucket]. Tensors keep their order.
 
     Args:
@@ -132,7 +132,7 @@ def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | No
         packer.add(index)
     packer.close_bucket()
     found = packer.buckets
-    return Plan(
+    return BucketPlan(
         buckets=tuple(found),
         landings=packer.landings,
         stage_bytes=max((b.stage_bytes for b in found), default=0),
@@ -193,7 +193,7 @@ class _Packer:
         load = self._loads[index]
         step = self._max_landing // load.ranks // ALIGNMENT * ALIGNMENT // _landed_item(load)
         if load.is_staged:
-            step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_item)
+            step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_output)
         if step < 1:
             self._refuse(load)
         for start in range(0, load.elements, step):
@@ -203,7 +203,7 @@ class _Packer:
 
     def _refuse(self, load: Load) -> None:
         per_landing = max(ALIGNMENT, _landed_item(load)) * load.ranks / self._landing_share
-        per_stage = max(ALIGNMENT, load.source_item) / self._stage_share if load.is_staged else 0.0
+        per_stage = max(ALIGNMENT, load.source_output) / self._stage_share if load.is_staged else 0.0
         least = math.ceil(max(per_landing, per_stage) * self._shares / 2) + 1
         raise ValueError(
             f"bucket_bytes is {format_bytes(self._bucket_bytes)}, but a bucket must hold one element of {load.name!r} "
@@ -238,7 +238,7 @@ def _fits(needed: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 def _landed_item(load: Load) -> int:
-    return load.source_item if load.lane is None else load.wire_item
+    return load.source_output if load.lane is None else load.wire_item
 
 
 def _landing_bytes(load: Load, elements: int) -> int:
@@ -246,4 +246,4 @@ def _landing_bytes(load: Load, elements: int) -> int:
 
 
 def _stage_bytes(load: Load, elements: int) -> int:
-    return elements * load.source_item if load.is_staged else 0
+    return elements * load.source_output if load.is_staged else 0

@@ -14,7 +14,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorCut:
     """One cut of a tensor into as many parts as a process group has ranks.
 
     Every part is as long as the first one; the last ones are shorter or empty.
@@ -32,7 +32,7 @@ class Cut:
     group: Any = field(repr=False)
 
 
-def region(shape: Sequence[int], cuts: Sequence[Cut], coordinates: Sequence[int]) -> Box:
+def region(shape: Sequence[int], cuts: Sequence[TensorCut], coordinates: Sequence[int]) -> Box:
     """The part of the rank with these coordinates (one for each cut) after all cuts, made in their order."""
     starts, sizes = [0] * len(shape), list(shape)
     for cut, coordinate in zip(cuts, coordinates, strict=True):
@@ -43,7 +43,7 @@ def region(shape: Sequence[int], cuts: Sequence[Cut], coordinates: Sequence[int]
     return tuple(starts), tuple(sizes)
 
 
-def is_even(shape: Sequence[int], cuts: Sequence[Cut]) -> bool:
+def is_even(shape: Sequence[int], cuts: Sequence[TensorCut]) -> bool:
     """Whether all ranks hold equally much."""
     parts = [1] * len(shape)
     for cut in cuts:
@@ -80,7 +80,7 @@ def part(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
-def side_by_side(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def side_by_side(whole: Tensor, cuts: Sequence[TensorCut]) -> Tensor:
     """A view of a contiguous, evenly cut tensor: first one dimension for each cut, then those of a part."""
     shape: list[int] = []
     cut_at, part_at = {}, []

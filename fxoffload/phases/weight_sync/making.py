@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fxoffload.phases.weight_sync.bucket_stream import Ledger
+from fxoffload.phases.weight_sync.bucket_stream import BucketLedger
 from fxoffload.phases.weight_sync.recorded import Computed
-from fxoffload.phases.weight_sync.saved import Saved, Step
+from fxoffload.phases.weight_sync.saved import Saved, SaveStep
 from fxoffload.phases.weight_sync.units import Unit
 
 
@@ -21,7 +21,7 @@ class Maker:
         ledger: is charged with the tensors that are held and made.
     """
 
-    def __init__(self, saved: Saved | None, ledger: Ledger) -> None:
+    def __init__(self, saved: Saved | None, ledger: BucketLedger) -> None:
         self._saved, self._ledger = saved, ledger
         self._waiting: dict[str, Tensor] = {}
         self._charged: dict[str, int] = {}  # of those that wait
@@ -61,11 +61,11 @@ class Maker:
             for step in saved.steps[name]:
                 yield step.output, self._make(step, computed)
 
-    def _make(self, step: Step, computed: Computed) -> Tensor:
+    def _make(self, step: SaveStep, computed: Computed) -> Tensor:
         inputs = self._waiting
         self._ledger.charge(step.new_bytes)
         try:
-            made = inputs[step.done[0]] if step.is_input else step.recipe.make(inputs, computed)
+            made = inputs[step.done[0]] if step.is_input else step.derivation.make(inputs, computed)
         finally:
             self._ledger.discharge(step.new_bytes)
         for name in step.done:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
-from fxoffload.phases.weight_sync.buckets import Plan, plan_buckets
-from fxoffload.phases.weight_sync.saved import Saved, bytes_beside, facts_of, saved_models, saved_of, weights_of
+from fxoffload.phases.weight_sync.buckets import BucketPlan, plan_buckets
+from fxoffload.phases.weight_sync.saved import Saved, extra_bytes, facts_of, saved_models, saved_of, weights_of
 from fxoffload.phases.weight_sync.units import (
     Entry,
     Unit,
@@ -59,7 +59,7 @@ class Planned(NamedTuple):
     """Units and buckets. ``saved``: how outputs are made of the units, None where none is made."""
 
     units: list[Unit]
-    plan: Plan
+    plan: BucketPlan
     saved: Saved | None
 
 
@@ -80,7 +80,7 @@ class _Remembered:
         self._units = [unit.without_tensors() for unit in units]
         self._asked = tuple(asked)
         self.saved = saved
-        self.plan: Plan | None = None
+        self.plan: BucketPlan | None = None
 
     def units_of(self, looks: Sequence[Look]) -> list[Unit]:
         """The units, of the tensors that were looked at."""
@@ -135,7 +135,7 @@ class WeightPlans:
             units, saved = _chosen(units, known.saved, names)
             plan = known.plan if names is None else None
             if plan is None:
-                plan = plan_buckets([unit.load for unit in units], bucket_bytes, bytes_beside(units, saved))
+                plan = plan_buckets([unit.load for unit in units], bucket_bytes, extra_bytes(units, saved))
             if names is None:
                 known.plan = plan
             return Planned(units, plan, saved)
@@ -155,7 +155,7 @@ def _chosen(
     if saved is not None:
         if names is not None:
             hint = "; give as_saved=False for names as they are in memory"
-            saved = saved.only(check_names(names, saved.recipes, hint))
+            saved = saved.only(check_names(names, saved.derivations, hint))
         needed = saved.steps
     elif names is not None:
         needed = check_names(names, [named.name for unit in units for named in unit.named])

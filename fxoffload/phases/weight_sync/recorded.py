@@ -47,18 +47,18 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Item:
+class OutputOfOp:
     """One of the tensors that an operator returns."""
 
     call: Call
     index: int
 
 
-Node = Input | Call | Item
+Node = Input | Call | OutputOfOp
 Computed = MutableMapping[Call, Any]
 
 
-class Cut(NamedTuple):
+class RecordedCut(NamedTuple):
     """A view of the input, which is contiguous."""
 
     size: tuple[int, ...]
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class Derivation:
     """How one output is made.
 
     Attributes:
@@ -82,14 +82,14 @@ class Recipe:
     inputs: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut | None
+    cut: RecordedCut | None
     node: Node
     new_bytes: int
     kept: frozenset[Call]
 
     def is_input(self, shape: tuple[int, ...]) -> bool:
         """Whether it is its input, of that shape, as it is."""
-        return self.shape == shape and self.cut == Cut(shape, contiguous_stride(shape), 0)
+        return self.shape == shape and self.cut == RecordedCut(shape, contiguous_stride(shape), 0)
 
     def make(self, inputs: Mapping[str, Tensor], computed: Computed) -> Tensor:
         """The output, contiguous and in memory of its own.
@@ -109,13 +109,13 @@ class Recipe:
     def _value(self, node: Node, inputs: Mapping[str, Tensor], computed: Computed) -> Any:
         if isinstance(node, Input):
             return inputs[node.name]
-        if isinstance(node, Item):
+        if isinstance(node, OutputOfOp):
             return self._value(node.call, inputs, computed)[node.index]
         if node in computed:
             return computed[node]
 
         def filled(leaf: Any) -> Any:
-            if isinstance(leaf, (Input, Call, Item)):
+            if isinstance(leaf, (Input, Call, OutputOfOp)):
                 return self._value(leaf, inputs, computed)
             is_meta = isinstance(leaf, torch.device) and leaf.type == "meta"
             return inputs[self.inputs[0]].device if is_meta else leaf
@@ -177,7 +177,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Records the operations on some meta tensors; see [Note: Recorded conversions].
 
     Args:
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
         for name, tensor in inputs.items():
             self._made.setdefault(id(tensor), _Made(tensor, None, None, name, tensor))
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> OpRecorder:
         self._indices.__enter__()
         super().__enter__()
         return self
@@ -242,10 +242,10 @@ class Recorder(TorchDispatchMode):
         )
         return (source.name, views) if are_alike else none
 
-    def recipes(self, outputs: Mapping[str, Tensor]) -> dict[str, Recipe]:
+    def derivations(self, outputs: Mapping[str, Tensor]) -> dict[str, Derivation]:
         """How the tensors are made, by their names."""
         made = {name: self._made.get(id(tensor)) for name, tensor in outputs.items()}
-        found: dict[str, Recipe] = {}
+        found: dict[str, Derivation] = {}
         nodes: dict[str, Node] = {}
         for name, one in made.items():
             if one is None:
@@ -267,30 +267,30 @@ class Recorder(TorchDispatchMode):
         if call is None:
             args, kwargs = _mapped((made.done.args, made.done.kwargs), self._node_in_place)
             call = self._nodes[id(made.done)] = Call(made.done.op, args, kwargs, made.done.new_bytes)
-        return call if made.at is None else Item(call, made.at)
+        return call if made.at is None else OutputOfOp(call, made.at)
 
     def _node_in_place(self, leaf: Any) -> Any:
         made = self._made.get(id(leaf)) if isinstance(leaf, Tensor) else None
         return leaf if made is None else self._node(made)
 
 
-def recipe_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Recipe:
+def derivation_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Derivation:
     """The input as it is."""
     return _cut_from(name, torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def _cut_from(name: str, view: Tensor) -> Recipe:
-    cut = Cut(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
-    return Recipe((name,), cut.size, view.dtype, cut, Input(name), view.nbytes, frozenset())
+def _cut_from(name: str, view: Tensor) -> Derivation:
+    cut = RecordedCut(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+    return Derivation((name,), cut.size, view.dtype, cut, Input(name), view.nbytes, frozenset())
 
 
-def _computed(output: Tensor, node: Node, below: Iterable[Node], kept: frozenset[Call]) -> Recipe:
+def _computed(output: Tensor, node: Node, below: Iterable[Node], kept: frozenset[Call]) -> Derivation:
     inputs = tuple({node.name: None for node in below if isinstance(node, Input)})
     if not inputs:
         raise NotRecorded(f"a tensor of shape {tuple(output.shape)} is made of none of the model's")
     calls = {node for node in below if isinstance(node, Call)}
     new_bytes = sum(call.new_bytes for call in calls - kept) + (0 if _is_new(node, kept) else output.nbytes)
-    return Recipe(inputs, tuple(output.shape), output.dtype, None, node, new_bytes, kept & calls)
+    return Derivation(inputs, tuple(output.shape), output.dtype, None, node, new_bytes, kept & calls)
 
 
 def _is_new(node: Node, kept: frozenset[Call]) -> bool:
@@ -301,11 +301,11 @@ def _is_new(node: Node, kept: frozenset[Call]) -> bool:
 def _below(node: Node) -> Iterator[Node]:
     """A node and all that it is made of."""
     yield node
-    if isinstance(node, Item):
+    if isinstance(node, OutputOfOp):
         yield from _below(node.call)
     elif isinstance(node, Call):
         for leaf in _leaves((node.args, node.kwargs)):
-            if isinstance(leaf, (Input, Call, Item)):
+            if isinstance(leaf, (Input, Call, OutputOfOp)):
                 yield from _below(leaf)
 
 

@@ -25,63 +25,65 @@ from fxoffload import _torch_private as private
 from fxoffload import _transformers_private as transformers
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases.guarding.sentinel import untouched
-from fxoffload.phases.weight_sync.recorded import NotRecorded, Recipe, Recorder, recipe_of_input
+from fxoffload.phases.weight_sync.recorded import Derivation, NotRecorded, OpRecorder, derivation_of_input
 from fxoffload.phases.weight_sync.units import Modules, Unit
 from fxoffload.runtime.switches import aside
 
 
 @dataclass(frozen=True)
-class Step:
+class SaveStep:
     """An output that can be made; ``done``: inputs that are not needed after it."""
 
     output: str
-    recipe: Recipe
+    derivation: Derivation
     done: tuple[str, ...]
     is_input: bool
 
     @property
     def new_bytes(self) -> int:
         """Bytes that it takes in addition to its inputs."""
-        return 0 if self.is_input else self.recipe.new_bytes
+        return 0 if self.is_input else self.derivation.new_bytes
 
 
 class Saved:
     """Which weights are handed out, and how they are made of those in memory.
 
     Args:
-        recipes: by name, in the order of a checkpoint.
+        derivations: by name, in the order of a checkpoint.
         shapes: of the weights in memory, in the order in which they come.
 
     Attributes:
         steps: outputs that can be made when a weight in memory has come, by its name. No other weights are needed.
     """
 
-    def __init__(self, recipes: Mapping[str, Recipe], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.recipes = dict(recipes)
+    def __init__(self, derivations: Mapping[str, Derivation], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.derivations = dict(derivations)
         self._shapes = shapes
         at = {name: i for i, name in enumerate(shapes)}
         ready: dict[str, list[str]] = {name: [] for name in shapes}
         needed: dict[str, str] = {}  # the last output that needs an input
-        for name, recipe in recipes.items():
-            ready[max(recipe.inputs, key=at.__getitem__)].append(name)
+        for name, derivation in derivations.items():
+            ready[max(derivation.inputs, key=at.__getitem__)].append(name)
         for name in (name for names in ready.values() for name in names):
-            needed |= dict.fromkeys(recipes[name].inputs, name)
+            needed |= dict.fromkeys(derivations[name].inputs, name)
         self.steps = {name: [self._step(output, needed) for output in ready[name]] for name in shapes if name in needed}
 
-    def _step(self, output: str, needed: Mapping[str, str]) -> Step:
-        recipe = self.recipes[output]
-        done = tuple(name for name in recipe.inputs if needed[name] == output)
-        is_input = bool(done) and recipe.is_input(self._shapes[done[0]])
-        return Step(output, recipe, done, is_input)
+    def _step(self, output: str, needed: Mapping[str, str]) -> SaveStep:
+        derivation = self.derivations[output]
+        done = tuple(name for name in derivation.inputs if needed[name] == output)
+        is_input = bool(done) and derivation.is_input(self._shapes[done[0]])
+        return SaveStep(output, derivation, done, is_input)
 
     def only(self, names: Iterable[str]) -> Saved:
         """The same with these outputs alone."""
         wanted = set(names)
-        return Saved({name: recipe for name, recipe in self.recipes.items() if name in wanted}, self._shapes)
+        return Saved(
+            {name: derivation for name, derivation in self.derivations.items() if name in wanted}, self._shapes
+        )
 
     def kept_bytes(self, name: str) -> int:
         """That several outputs share which are made when a weight in memory has come."""
-        return sum(call.new_bytes for call in {call for step in self.steps[name] for call in step.recipe.kept})
+        return sum(call.new_bytes for call in {call for step in self.steps[name] for call in step.derivation.kept})
 
 
 def saved_models(modules: Modules) -> list[tuple[str, nn.Module]]:
@@ -139,16 +141,16 @@ def saved_of(models: Modules, modules: Modules, weights: Mapping[str, Weight]) -
     """
     if not models:
         return None
-    recipes: dict[str, Recipe] = {}
+    derivations: dict[str, Derivation] = {}
     left = dict(weights)
     for prefix, model in models:
         below = {name: left.pop(name) for name in list(left) if _is_below(name, prefix)}
-        recipes |= _recipes_of(prefix, model, modules, below)
-    recipes |= {name: recipe_of_input(name, weight.shape, weight.dtype) for name, weight in left.items()}
-    return Saved(recipes, {name: weight.shape for name, weight in weights.items()})
+        derivations |= _derivations_of(prefix, model, modules, below)
+    derivations |= {name: derivation_of_input(name, weight.shape, weight.dtype) for name, weight in left.items()}
+    return Saved(derivations, {name: weight.shape for name, weight in weights.items()})
 
 
-def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
+def extra_bytes(units: Sequence[Unit], saved: Saved | None) -> int:
     """The most that a stream holds in addition to its buckets: the largest tensor, with the outputs made of it.
 
     Where outputs are made of several tensors, those that came before are waiting too.
@@ -177,7 +179,9 @@ def bytes_beside(units: Sequence[Unit], saved: Saved | None) -> int:
     return most
 
 
-def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
+def _derivations_of(
+    prefix: str, model: nn.Module, modules: Modules, weights: Mapping[str, Weight]
+) -> dict[str, Derivation]:
     """Of one model, by the names in its checkpoint after ``prefix``."""
     try:
         # In a thread of its own the caller's modes do not hold: inference mode runs other operators.
@@ -189,17 +193,17 @@ def _recipes_of(prefix: str, model: nn.Module, modules: Modules, weights: Mappin
         ) from error
 
 
-def _record(prefix: str, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Recipe]:
+def _record(prefix: str, modules: Modules, weights: Mapping[str, Weight]) -> dict[str, Derivation]:
     with untouched(), torch.no_grad():
         start, tensors = _dotted(prefix), _meta_tensors(weights)
         twin, parts = _twin(prefix, modules, tensors)
-        with Recorder(tensors) as recorder:
+        with OpRecorder(tensors) as recorder:
             outputs = transformers.as_saved(twin, {name.removeprefix(start): t for name, t in tensors.items()})
-        recipes = {start + name: recipe for name, recipe in recorder.recipes(outputs).items()}
-    for name, recipe in recipes.items():
-        if not parts.isdisjoint(recipe.inputs) and not recipe.is_input(weights[recipe.inputs[0]].shape):
+        derivations = {start + name: derivation for name, derivation in recorder.derivations(outputs).items()}
+    for name, derivation in derivations.items():
+        if not parts.isdisjoint(derivation.inputs) and not derivation.is_input(weights[derivation.inputs[0]].shape):
             raise NotRecorded(f"{name!r} is made of what is inside a tensor subclass")
-    return recipes
+    return derivations
 
 
 def _meta_tensors(weights: Mapping[str, Weight]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from fxoffload.errors import UnsupportedError
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync.buckets import Load
-from fxoffload.phases.weight_sync.cuts import Cut, region
+from fxoffload.phases.weight_sync.cuts import TensorCut, region
 
 _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -66,7 +66,7 @@ class Unit:
     local: Tensor
     aliases: tuple[Tensor, ...]
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TensorCut, ...]
     dtype: torch.dtype
 
     @functools.cached_property
@@ -127,14 +127,14 @@ class Unit:
             lane=tuple(id(cut.group) for cut in self.cuts) or None,
             ranks=math.prod(cut.size for cut in self.cuts),
             elements=math.prod(region(self.shape, self.cuts, [0] * len(self.cuts))[1]),
-            source_item=self.source_dtype.itemsize,
+            source_output=self.source_dtype.itemsize,
             wire_item=self.wire_dtype.itemsize,
             out_bytes=self.numel * self.dtype.itemsize,
         )
 
 
 # Of a mesh and placements, within one call: asking a mesh takes 0.1 ms.
-_KnownCuts = dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]]
+_KnownCuts = dict[tuple[int, tuple[Any, ...]], tuple[TensorCut, ...]]
 
 
 # Every module of a model under every clean name; see ``clean_modules``.
@@ -249,7 +249,7 @@ def _dtensor_unit(names: list[str], tensor: Any, full: bool, dtype: torch.dtype 
     return _unit(names, inner[0], (tensor,), tuple(tensor.shape), cuts, dtype)
 
 
-def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[Cut, ...]:
+def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[TensorCut, ...]:
     """How a DTensor is cut, first cut first.
 
     Raises:
@@ -269,7 +269,7 @@ def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[Cut, ...]:
         if bool((ranks.diff(dim=mesh_dim) <= 0).any()):
             raise UnsupportedError(f"{name!r} is on {mesh}; expected ranks that increase along each dimension")
         group = mesh.get_group(mesh_dim)
-        cuts.append(Cut(placements[mesh_dim].dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), group))
+        cuts.append(TensorCut(placements[mesh_dim].dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), group))
     return tuple(cuts)
 
 
@@ -278,7 +278,7 @@ def _unit(
     local: Tensor,
     aliases: tuple[Tensor, ...],
     shape: tuple[int, ...],
-    cuts: tuple[Cut, ...],
+    cuts: tuple[TensorCut, ...],
     dtype: torch.dtype | None,
 ) -> Unit:
     named = tuple(Named(name, 0, shape) for name in names)
@@ -301,7 +301,7 @@ def _flat_unit(prefix: str, flat: FlatParameterInfo, full: bool, dtype: torch.dt
         for name in view.names
     ]
     shape = (flat.numel,) if whole else (flat.local.numel(),)
-    cuts = (Cut(0, size, rank, flat.group),) if whole and size > 1 else ()
+    cuts = (TensorCut(0, size, rank, flat.group),) if whole and size > 1 else ()
     return Unit(tuple(named), flat.local, flat.aliases, shape, cuts, _out_dtype(flat.local, dtype))
 
 

@@ -35,10 +35,10 @@ from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.moving.storages import Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, PARAMS
-from fxoffload.phases.weight_sync.bucket_stream import BucketStream, Ledger
+from fxoffload.phases.weight_sync.bucket_stream import BucketLedger, BucketStream
 from fxoffload.phases.weight_sync.making import Maker
 from fxoffload.phases.weight_sync.plans import Planned, WeightPlans
-from fxoffload.phases.weight_sync.recorded import Recipe
+from fxoffload.phases.weight_sync.recorded import Derivation
 from fxoffload.phases.weight_sync.saved import Saved, Weight, memory_of, saved_models, saved_of
 from fxoffload.phases.weight_sync.source import Stored, WeightSource
 from fxoffload.phases.weight_sync.stand_still import StandStill
@@ -83,7 +83,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def __init__(
         self,
         planned: Planned,
-        start: Callable[[Ledger], BucketStream],
+        start: Callable[[BucketLedger], BucketStream],
         ended: Callable[[WeightStream], object],
         still: StandStill,
     ) -> None:
@@ -91,7 +91,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         with untouched():
             self.nbytes = sum(unit.own_bytes for unit in self.units)
         self.delivered_bytes = 0
-        self.ledger = Ledger(self.plan.limit_bytes)
+        self.ledger = BucketLedger(self.plan.limit_bytes)
         self._ended, self.still = ended, still
         self._items = self._run(start, Maker(saved, self.ledger))
 
@@ -116,7 +116,9 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, start: Callable[[Ledger], BucketStream], maker: Maker) -> Generator[tuple[str, Tensor], None, None]:
+    def _run(
+        self, start: Callable[[BucketLedger], BucketStream], maker: Maker
+    ) -> Generator[tuple[str, Tensor], None, None]:
         with contextlib.ExitStack() as stack:
             stack.callback(self._ended, self)
             stack.callback(maker.close)
@@ -184,7 +186,7 @@ def stream_weights(
     still = StandStill(where)
     read = WeightSource(manager, still).copies
 
-    def start(ledger: Ledger) -> BucketStream:
+    def start(ledger: BucketLedger) -> BucketStream:
         return BucketStream(plan, units, read, manager.copies(where), where, ledger, still)
 
     return WeightStream(planned, start, ended, still)
@@ -206,32 +208,32 @@ class WeightsOnDevice(Mapping[str, Tensor]):
 
     def __init__(self, tensors: dict[str, Tensor], saved: Saved | None) -> None:
         self._tensors = tensors
-        self._recipes = saved.recipes if saved is not None else None
+        self._derivations = saved.derivations if saved is not None else None
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._recipes is None:
+        if self._derivations is None:
             return self._tensors[name]
-        recipe = self._recipes[name]
-        inputs = {one: self._tensors[one] for one in recipe.inputs}
-        first = inputs[recipe.inputs[0]]
-        if recipe.is_input(tuple(first.shape)):
+        derivation = self._derivations[name]
+        inputs = {one: self._tensors[one] for one in derivation.inputs}
+        first = inputs[derivation.inputs[0]]
+        if derivation.is_input(tuple(first.shape)):
             return first
-        return _make(recipe, inputs)
+        return _make(derivation, inputs)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors if self._recipes is None else self._recipes)
+        return iter(self._tensors if self._derivations is None else self._derivations)
 
     def __len__(self) -> int:
-        return len(self._tensors if self._recipes is None else self._recipes)
+        return len(self._tensors if self._derivations is None else self._derivations)
 
     def clear(self) -> None:
         """Lets go of all of them."""
-        self._tensors, self._recipes = {}, None
+        self._tensors, self._derivations = {}, None
 
 
 @without_grad
-def _make(recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
-    return recipe.make({one: tensor.detach().contiguous() for one, tensor in inputs.items()}, {})
+def _make(derivation: Derivation, inputs: Mapping[str, Tensor]) -> Tensor:
+    return derivation.make({one: tensor.detach().contiguous() for one, tensor in inputs.items()}, {})
 
 
 @contextlib.contextmanager
@@ -279,11 +281,13 @@ def weights_on_device(
 def _saved_from(modules: Modules, tensors: Mapping[str, Tensor]) -> Saved | None:
     weights = {name: Weight(tuple(tensor.shape), tensor.dtype, _memory_of(tensor)) for name, tensor in tensors.items()}
     saved = saved_of(saved_models(modules), modules, weights)
-    for name, recipe in saved.recipes.items() if saved is not None else ():
-        inputs = [tensors[one] for one in recipe.inputs]
-        if any(is_traceable_wrapper_subclass(one) for one in inputs) and not recipe.is_input(tuple(inputs[0].shape)):
+    for name, derivation in saved.derivations.items() if saved is not None else ():
+        inputs = [tensors[one] for one in derivation.inputs]
+        if any(is_traceable_wrapper_subclass(one) for one in inputs) and not derivation.is_input(
+            tuple(inputs[0].shape)
+        ):
             raise UnsupportedError(
-                f"expected plain tensors, found {recipe.inputs[0]!r} sharded or quantized, and {name!r} is made of it "
+                f"expected plain tensors, found {derivation.inputs[0]!r} sharded or quantized, and {name!r} is made of it "
                 "when the model is saved: use stream_weights(), or as_saved=False for names and shapes as in memory"
             )
     return saved

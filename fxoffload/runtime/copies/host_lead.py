@@ -38,7 +38,7 @@ _MOST_STALLS = 5
 _FORGIVEN_AFTER = 500
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point of the compute stream."""
 
     def query(self) -> bool:
@@ -50,11 +50,11 @@ class HostLead:
     """Of one device; of one thread at a time."""
 
     def __init__(self) -> None:
-        self._late: Event | None = None
+        self._late: DeviceEvent | None = None
         self._num_stalls = 0
         self._num_good = 0
 
-    def wait_for(self, begun: Event, *, behind_step: bool = False) -> None:
+    def wait_for(self, begun: DeviceEvent, *, behind_step: bool = False) -> None:
         """Return when the device has passed ``begun``, or after a while. ``behind_step``: the rest of the step before,
         its backward say, may come first."""
         if self._num_stalls >= _MOST_STALLS or not self._caught_up():

@@ -234,13 +234,13 @@ class HostArena:
         for span in spans:
             youngest = younger(youngest, None if span is None else span.fence)
         found, at = FreeList(youngest), 0
-        lent = [lease.span for lease in self._leases.values()]
-        self._in_use = sum(span.end - span.start for span in lent)
-        for span in lent:
+        taken = [lease.span for lease in self._leases.values()]
+        self._in_use = sum(span.end - span.start for span in taken)
+        for span in taken:
             self._in_tensors.pop(span.start, None)
-        lent = sorted((*lent, *self._in_tensors.values()), key=lambda span: span.start)
+        taken = sorted((*taken, *self._in_tensors.values()), key=lambda span: span.start)
         end = self._borders[-1] if self._cut is None else self._cut.start
-        for start, stop in (*((span.start, span.end) for span in lent), (end, end)):
+        for start, stop in (*((span.start, span.end) for span in taken), (end, end)):
             if at < start:
                 found.insert(Span(at, start, youngest))
             at = stop

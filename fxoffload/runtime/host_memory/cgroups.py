@@ -11,7 +11,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """A group with a limit. ``path``: below the hierarchy's root, "/" for the root itself. ``used_bytes``: without the
     file pages that the kernel gives back before it kills a process."""
 
@@ -47,7 +47,7 @@ _HIERARCHIES = (
 )
 
 
-def limited_groups() -> tuple[str, list[Group]]:
+def limited_groups() -> tuple[str, list[ControlGroup]]:
     """The path of this process' own group, and those of that group and its parents that have a limit.
 
     Inside a container the own path is often "/", or a path of the host that cannot be seen here. So the root, which is
@@ -84,14 +84,14 @@ def _with_parents(path: str) -> Iterator[str]:
     yield from (str(parent) for parent in PurePosixPath(path).parents)
 
 
-def _read(hierarchy: _Hierarchy, path: str) -> Group | None:
+def _read(hierarchy: _Hierarchy, path: str) -> ControlGroup | None:
     folder = _ROOT / hierarchy.folder / path.lstrip("/")
     limit = _number(folder / hierarchy.limit)
     if limit is None or limit >= 1 << 60:  # version 1 says "no limit" with a huge number
         return None
     used = _number(folder / hierarchy.used) or 0
     given_back = sum(_statistic(folder / "memory.stat", name) for name in hierarchy.reclaimable)
-    return Group(path, limit, max(used - given_back, 0))
+    return ControlGroup(path, limit, max(used - given_back, 0))
 
 
 def _number(path: Path) -> int | None:

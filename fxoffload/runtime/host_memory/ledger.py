@@ -32,7 +32,7 @@ import psutil
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.host_memory import ledger_files
 from fxoffload.runtime.host_memory import limits as host_limits
-from fxoffload.runtime.host_memory.cgroups import Group
+from fxoffload.runtime.host_memory.cgroups import ControlGroup
 from fxoffload.runtime.host_memory.limits import DEFAULT_SHARE
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.weak_bag import WeakBag
@@ -181,7 +181,9 @@ class Ledger:
 
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-    def _room(self, others: Sequence[ledger_files.Entry], limits: Sequence[Group], share: float) -> tuple[int, str]:
+    def _room(
+        self, others: Sequence[ledger_files.Entry], limits: Sequence[ControlGroup], share: float
+    ) -> tuple[int, str]:
         """How many more bytes may be booked, and why not more."""
         tightest: tuple[int, str] | None = None
         for group in limits:

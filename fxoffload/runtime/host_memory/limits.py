@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from fxoffload.runtime.host_memory.cgroups import Group, limited_groups
+from fxoffload.runtime.host_memory.cgroups import ControlGroup, limited_groups
 from fxoffload.runtime.host_memory.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
 from fxoffload.sizes import format_bytes
 
@@ -40,7 +40,7 @@ def default_host_budget_bytes() -> int:
     return int(DEFAULT_SHARE * min(total, limit if limit is not None else total)) // processes_on_this_machine()
 
 
-def host_memory_in_words() -> str:
+def describe_host_memory() -> str:
     """What there is, and what bounds it: "62.8 GiB, control group 30.0 GiB, shared by 2 processes"."""
     limit, ranks = cgroup_limit_bytes(), processes_on_this_machine()
     found = [format_bytes(psutil.virtual_memory().total)]
@@ -49,15 +49,15 @@ def host_memory_in_words() -> str:
     return ", ".join(found)
 
 
-def locked_memory_in_words() -> str:
+def describe_locked_memory() -> str:
     """``ulimit -l``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
-def memory_limits() -> tuple[str, list[Group]]:
+def memory_limits() -> tuple[str, list[ControlGroup]]:
     """The path of this process' control group, and all limits of its memory: its groups, then the machine itself
     (with an empty path, under which every process counts)."""
     path, groups = limited_groups()
     memory = psutil.virtual_memory()
-    return path, [*groups, Group("", memory.total, memory.total - memory.available)]
+    return path, [*groups, ControlGroup("", memory.total, memory.total - memory.available)]

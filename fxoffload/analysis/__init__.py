@@ -1,0 +1,1 @@
+"""What graphs cost: times of operators and kernels, memory of segments, ways to recompute."""

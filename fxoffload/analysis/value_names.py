@@ -1,0 +1,85 @@
+"""What the values of a graph are called to a person: by module path, shape and dtype.
+
+``mm_4`` is ``layers.3.mlp.gate_proj [16384, 12288] bf16``. Where the module of a value computes several values, the op
+tells which: ``layers.3.self_attn (mul)``, and its place among alike ones: ``layers.3.self_attn (mul 2)``. Without a
+module the op and the node's name stand there: ``aten.mm mm_4``. Names depend on the graph alone, never on a plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+import torch.fx as fx
+
+from fxoffload.analysis.op_costs import op_name
+from fxoffload.analysis.values import Storages, tensor_of
+from fxoffload.passes.annotate_layers import module_path
+
+_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+
+
+class ValueNames:
+    """Names of the values of one forward graph.
+
+    Args:
+        graph: with Dynamo's module paths in its metadata, as far as there are any.
+        storages: of the graph; made here where they are not given.
+    """
+
+    def __init__(self, graph: fx.Graph, storages: Storages | None = None) -> None:
+        self._storages = storages or Storages(graph.nodes)
+        self._made: dict[str, list[fx.Node]] = defaultdict(list)  # module path -> values computed in it, in order
+        for node in graph.nodes:
+            if node.op == "call_function" and self._is_computed(node) and (path := module_path(node)):
+                self._made[path].append(node)
+
+    def of(self, node: fx.Node) -> str:
+        """The name of a value: of the memory that it is a view of, with the value's own shape and dtype."""
+        made = self._storages.members(node)[0]
+        return f"{self._place(made)} {shape_and_dtype(node)}".rstrip()
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether it is no view of something else, and a tensor."""
+        return tensor_of(node) is not None and self._storages.members(node)[0] is node
+
+    def _place(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return f"input {node.name}"
+        path, op = module_path(node), _op_of(node)
+        beside = self._made[path]
+        if not path or node not in beside:
+            return f"{op} {node.name}"
+        if len(beside) == 1:
+            return path
+        kind = (op, shape_and_dtype(node))
+        alike = [n for n in beside if (_op_of(n), shape_and_dtype(n)) == kind]
+        short = op.rpartition(".")[2].strip("_")
+        return f"{path} ({short})" if len(alike) == 1 else f"{path} ({short} {alike.index(node) + 1})"
+
+
+def shape_and_dtype(node: fx.Node) -> str:
+    """ "[16384, 12288] bf16"; "" without a tensor."""
+    value = tensor_of(node)
+    if value is None:
+        return ""
+    sizes = ", ".join(str(size) for size in value.shape)
+    return f"[{sizes}] {_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}"
+
+
+def _op_of(node: fx.Node) -> str:
+    """ "aten.mm"; of an entry of what an op returns, that op."""
+    if node.target is operator.getitem:
+        return _op_of(node.all_input_nodes[0])
+    return op_name(node.target) if node.op == "call_function" else f"{node.op} {node.target}"

@@ -1,0 +1,608 @@
+"""Plans all compiled graphs of a step together, where none of them has a plan of its own.
+
+A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
+FSDP2). After the same chain of calls was seen twice (``fxoffload.runtime.tracker.step_tracker``), it is planned like one graph:
+each call's values are kept, offloaded or recomputed. Keep and offload need nothing but the plan. To recompute more, a
+graph gets a variant (``fxoffload.compiler.variant_maker``), which is compiled when the plan is followed for the first time.
+Graphs that obey activation checkpointing as compiled get variants that recompute less. Unless the user asks for
+something, the plan then takes no more than checkpointing's own peak. Nothing is exchanged between ranks.
+
+Where sizes vary from call to call, a chain is planned for some sizes: graphs, and their variants, are described as they
+are with those. A variant is compiled when the first size wants it, and serves all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fxoffload.compiler.batch_sizes import Sizes
+from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
+from fxoffload.compiler.chain_replan import replan_for_chain
+from fxoffload.compiler.chain_search import CallDescription, CallVariants, ChainChoice, ChainObjective, ChainSearch
+from fxoffload.compiler.explain import (
+    ExplainRow,
+    floors_of,
+    grouped,
+    mask_rows,
+    producer_of,
+    reason_of,
+    recompute_reason,
+    recomputed_rows,
+    why_it_stays,
+)
+from fxoffload.compiler.planning import TUNING_BYTES
+from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, with_turn
+from fxoffload.planner.extra_memory import extra_memory_of_larger, extra_memory_when_calls_begin, raised
+from fxoffload.planner.pacing import paced_calls, rates_with_pace
+from fxoffload.planner.plan import BASES, Decision, Plan, Prediction
+from fxoffload.planner.plan_registry import PlanBox
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import no_windows
+from fxoffload.progress import working
+from fxoffload.runtime import background
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.profiler.chain_clock import TURN, entry_of
+from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, PlanObserver, Seen, volume_of
+from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+from fxoffload.sizes import format_bytes
+from fxoffload.step.choice import Choice
+from fxoffload.step.edges import EdgeMemory
+
+log = logging.getLogger(__name__)
+
+_GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
+# A plan that saves less than this part of the peak is not worth its copies.
+_WORTH = 0.05
+# The same for variants; within a budget, they have to save this part of the step's time.
+_WORTH_MS = 0.005
+# The graphs as compiled may still be the best ones if they are slower by no more than this part of the step's time
+# before either schedule was searched for longer.
+_CLOSE_MS = 0.05
+# Memory of eager code between the graphs at the peak, on a GPU: a tangent that adds up, workspaces of libraries.
+# Measured: 24 layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
+AROUND_BYTES = 64 << 20
+# Sizes below the largest leave this part of the budget, where they have to move something. Each of them fills its
+# budget in an order of its own, and the allocator may find no room for one among blocks that others left. Then the
+# device's reserved memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The
+# largest uses this room itself. In proportion to its activations, the next size of the grid still has as much of the
+# budget as the largest.
+_SPARE = 1 / 16
+
+
+def around_bytes(device: torch.device) -> int:
+    """The part of a step's budget that its graphs leave to others."""
+    return AROUND_BYTES if device.type == "cuda" else 0
+
+
+def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
+    """The part of a step's budget that its graphs may take."""
+    return max(budget_bytes - around_bytes(device), 1)
+
+
+def plan_chain(
+    tracked_graphs: Sequence[TrackedGraph], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
+) -> ChainPlan | None:
+    """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
+    with other options.
+
+    Args:
+        tracked_graphs: of the calls, in the order of their forwards.
+        seen: observations of their memory.
+        sizes: of the calls, the largest that the plan is to serve; empty where none vary.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
+            call would follow it.
+    """
+    descriptions = [s.description for s in tracked_graphs if isinstance(s.description, GraphDescription)]
+    if (
+        len(descriptions) != len(tracked_graphs)
+        or len(descriptions) < 2
+        or any(p.objective != descriptions[0].objective for p in descriptions)
+    ):
+        return None
+    began = time.perf_counter()
+    planning = ChainPlanning(
+        descriptions_at(descriptions, sizes), seen, [frozenset(s.written) for s in tracked_graphs], sizes
+    )
+    refs = tuple(weakref.ref(s) for s in tracked_graphs)
+    if meanwhile is not None and (quick := planning.quick()) is not None:
+        log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
+        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes))
+    schedule = planning.run()
+    background.check()
+    if planning.checkpointing is not None:
+        # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.
+        engine_for(planning.device).pin(schedule.simulation.bytes_offloaded, planning.budgets)
+    box = PlanBox(planning.describe(schedule))
+    log.info("planned %d calls in %.1f s: %s", len(descriptions), time.perf_counter() - began, box.plan.summary)
+    return planning.following(refs, schedule, box)
+
+
+class ChainPlanning:
+    """Plans one chain.
+
+    Args:
+        descriptions: of its calls, in the order of their forwards, at the sizes that are planned for.
+        seen: of the chain.
+        written: per call, inputs that the program modifies before the backward (``TrackedGraph.written``).
+        sizes: per call, those that are planned for; empty where none vary.
+
+    Attributes:
+        choice: the choice of variants that the plan takes: at first, every graph as it was compiled.
+        plain: the graphs as compiled; where those obey activation checkpointing, as plain Inductor has them.
+        baseline: its step.
+        checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
+            none.
+        numbers: per call, that of its variant; once it is to be followed.
+        others_bytes, margin_bytes: as of ``Seen``.
+        extra_memory: memory known to be on the device outside the graphs, with the margin: from the steps before the plan,
+            then from those that were measured.
+        forward_ms: of each call: an estimate, until steps were measured.
+        paced: per call, whether its forward is, by the latest ``choices``.
+    """
+
+    def __init__(
+        self,
+        descriptions: Sequence[GraphDescription],
+        seen: Seen,
+        written: Sequence[frozenset[str]],
+        sizes: Sequence[Sizes] = (),
+    ) -> None:
+        self.descriptions = descriptions
+        self.sizes = tuple(sizes)
+        self.others_bytes = seen.others_bytes
+        self.margin_bytes = seen.margin_bytes
+        self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
+        objective = descriptions[0].objective
+        self.objective, self.rates, self.device, self.budgets = (
+            objective.objective,
+            descriptions[0].rates,
+            objective.device,
+            objective.budgets,
+        )
+        # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
+        self.forward_ms = [sum(s.ms for s in p.step.forward) for p in descriptions]
+        self.paced = [False] * len(descriptions)
+        self._paces = objective.paces and not self.sizes
+        if self._paces:
+            self.rates = rates_with_pace(self.rates, self.forward_ms)
+        self.host_bytes = engine_for(objective.device).host_budget_bytes(objective.budgets)
+        self.ways = self._ways(descriptions, seen.edge_memory, written)
+        self.choice = self.compiled = self.ways.as_compiled()
+        self.extra_memory = NO_EXTRA_MEMORY
+        is_checkpointed = any(c.is_checkpointed for c in self.ways.calls)
+        if seen.live_bytes:
+            self.extra_memory = self._beside(seen, written)
+        self.ways.extra_memory = self.extra_memory = self.with_margin(self.extra_memory)
+        self.ways.gap_ms = self._gap_ms(seen)
+        self.choice = self.compiled = self.ways.as_compiled()
+        self.others: list[ChainChoice] = []
+        self.plain = self.compiled
+        self.checkpointing: Simulation | None = None
+        if is_checkpointed:
+            self.plain = self.ways.plain()
+            self.checkpointing = self.ways.checkpointing()
+            self.objective = self.objective.at_checkpointing(self.checkpointing.peak_bytes + around_bytes(self.device))
+        self.baseline: Simulation = self.plain.scheduler.keep_all()
+        self.numbers = [0] * len(descriptions)
+        self.summary = ""
+        self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the option's id, which it keeps alive
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The graphs' part of the budget; None: there is none."""
+        budget = self.objective.budget_bytes
+        return None if budget is None else bytes_for_graphs(budget, self.device)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it is replanned with measured times: where sizes vary, they are not those of one step."""
+        return self.descriptions[0].objective.calibrates and not self.sizes
+
+    @property
+    def records(self) -> bool:
+        """Whether the allocator may be asked to record its events."""
+        return self.descriptions[0].objective.records
+
+    @property
+    def _of_sizes(self) -> str:
+        """The sizes, in words: of the first call that has any; those of the others follow from them."""
+        first = next((s for s in self.sizes if s), ())
+        return f", sizes {', '.join(map(str, first))}" if first else ""
+
+    def _warn_of_the_budget(self, kind: str, text: str) -> None:
+        """Warn, unless the budget is activation checkpointing's peak: that is no promise, and the summary says it."""
+        if not self.objective.is_checkpointing:
+            self.warn(kind, text)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Once, whatever the sizes are, and however often the chain is planned."""
+        warned = self.descriptions[0].warned
+        if kind not in warned:
+            warned.add(kind)
+            background.warn(text)
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that is scheduled."""
+        return self.choice.chain
+
+    def _ways(
+        self,
+        descriptions: Sequence[GraphDescription],
+        edge_memory: Sequence[EdgeMemory],
+        written: Sequence[frozenset[str]],
+    ) -> ChainSearch:
+        reserves = bool(self.sizes)
+        calls = [
+            CallDescription(p.step, p.edges, p.variant_maker, w, p.step_of, reserves, p.may_save_more, p.checkpointed)
+            for p, w in zip(descriptions, written, strict=True)
+        ]
+        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes)
+
+    def _scheduler(self, step: TrainingStep) -> Scheduler:
+        return self.scheduler_for(self.rates, self.host_bytes)(step)
+
+    def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
+        """Makes the scheduler of a step, at these rates and with at most these bytes on the host."""
+        return self.scheduling(rates, host_bytes)
+
+    def scheduling(self, rates: ProfileRates, host_bytes: int | None) -> partial[Scheduler]:
+        """A scheduler without its step."""
+        return partial(
+            Scheduler,
+            rates=rates,
+            host_bytes=host_bytes,
+            in_flight_budget=self.budgets.in_flight,
+            prefetch_budget=self.budgets.prefetch,
+        )
+
+    def _beside(self, seen: Seen, written: Sequence[frozenset[str]]) -> ExtraMemory:
+        """Memory on the device outside the graphs.
+
+        Where sizes vary, it comes from steps of this size, or nearly: they may have been shorter than the planned ones
+        by less than a step of the grid. Where none could be measured, it comes from those of another size.
+        """
+
+        def at(step: Seen) -> tuple[int, ExtraMemory]:
+            ran = self.compiled
+            if step.sizes != self.sizes:
+                ran = self._ways(
+                    descriptions_at(self.descriptions, step.sizes), step.edge_memory, written
+                ).as_compiled()
+            return step.volume, self._seen_extra_memory(ran, step)
+
+        size, found = volume_of(self.sizes), at(seen)
+        if size <= seen.volume:
+            return found[1]
+        return extra_memory_of_larger(size, found, None if seen.other is None else at(seen.other))
+
+    def with_margin(self, extra_memory: ExtraMemory) -> ExtraMemory:
+        """``extra_memory`` plus the excess of steps over earlier plans of this chain; its place in the step is unknown."""
+        return raised(extra_memory, self.margin_bytes, len(self.descriptions))
+
+    def without_margin(self, extra_memory: ExtraMemory) -> ExtraMemory:
+        """The reverse."""
+        return raised(extra_memory, -self.margin_bytes, len(self.descriptions))
+
+    def _gap_ms(self, seen: Seen) -> dict[str, float]:
+        """Time between the calls, by the empty segment that stands there."""
+        scale = volume_of(self.sizes) / seen.volume if self.sizes and seen.volume else 1.0
+        last = len(self.descriptions) - 1
+        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
+
+    def _seen_extra_memory(self, compiled: ChainChoice, seen: Seen) -> ExtraMemory:
+        """Memory outside the graphs in the first steps under a budget (``TrackedGraph.at_first``)."""
+        chain = compiled.chain
+        goes: dict[str, bool] = {}
+        for k, description in enumerate(self.descriptions):
+            names = dict(zip(compiled.candidates_of(k), chain.candidates[k], strict=True))
+            planned = description.graph.planned  # alone, before
+            went = description.graph.actions["auto"] if planned is None else planned.offload
+            flags = zip(description.graph.saved.candidates, went, strict=True)
+            goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
+        step = with_turn(chain.step)
+        ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
+        return extra_memory_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
+
+    def quick(self) -> Schedule | None:
+        """The schedule of the graphs as they are compiled, not searched for long.
+
+        None: they do not fit into the budget, or there is none. Without a budget the first steps, which offload
+        everything, wait for no copy until the plan is there, and are as good.
+        """
+        return None if self.limit_bytes is None else self.compiled.scheduler.least_time(self.limit_bytes)
+
+    def run(self) -> Schedule:
+        """The schedule that meets the goal best."""
+        if self.objective.budget_bytes is not None:
+            return self._within(self.objective.budget_bytes)
+        slowdown = self.objective.max_slowdown or 0.0
+        aim = ChainObjective(max_ms=self.objective.most_ms(self.baseline.step_ms))
+        found = self._take(aim)
+        if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
+            self.choice = self.plain
+            self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
+            return self._keep_all()
+        self.summary = f"{aim_of(self.objective)}: {self.gain(found)}"
+        return found
+
+    def _within(self, budget: int) -> Schedule:
+        limit = bytes_for_graphs(budget, self.device)
+        is_promised = not self._is_largest and not self.objective.is_checkpointing
+        spare = int(_SPARE * limit) if is_promised and self.baseline.peak_bytes > limit else 0
+        found = self._take(ChainObjective(limit_bytes=limit - spare))
+        if found is None and spare:
+            spare = 0
+            found = self._take(ChainObjective(limit_bytes=limit))
+        if found is None:
+            found = self._smallest(self.choice)
+            least = found.simulation.peak_bytes + budget - limit
+            self._warn_of_the_budget(
+                "least",
+                f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
+                f"{len(self.descriptions)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the step "
+                "takes the least that was found. Raise the budget, or make the batch smaller",
+            )
+            self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self.gain(found)}"
+            return found
+        leaves = ", a sixteenth of it left for the allocator" if spare else ""
+        self.summary = f"{aim_of(self.objective)}{leaves}: {self.gain(found)}"
+        slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
+        if self.objective.max_slowdown is not None and slowdown > self.objective.max_slowdown:
+            self.warn(
+                "slowdown",
+                f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
+                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.objective.max_slowdown:.3g} %); the budget wins",
+            )
+        return found
+
+    def _take(self, aim: ChainObjective) -> Schedule | None:
+        """Set ``choice`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
+        taken where others are hardly better: variants have to be compiled."""
+        # A longer search takes most of a plan's time. Where sizes vary there are many plans, made while steps run.
+        first = replace(aim, refines=not self.sizes)
+        self.compiled = self.ways.as_compiled(first)
+        mine = self.compiled.schedule
+        self.choice = self.compiled
+        if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
+            return mine
+        self.others = self.ways.search(first)
+        for choice in self.others:
+            if aim.key(choice) < aim.key(self.choice):
+                self.choice = choice
+        if not first.refines:
+            self._refine(aim)
+        mine, best = self.compiled.schedule, self.choice.schedule
+        if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
+            self.choice = self.compiled
+        return self.choice.schedule
+
+    def _refine(self, aim: ChainObjective) -> None:
+        """Search longer for the best option, and for the graphs as compiled where they are close to it."""
+        best, mine = self.choice, self.compiled.schedule
+        if best.schedule is None:
+            return
+        close = best.schedule.simulation.step_ms + _CLOSE_MS * self.baseline.step_ms
+        if mine is not None and mine.simulation.step_ms <= close:
+            is_best = best is self.compiled
+            self.compiled = aim.refined(self.compiled)
+            best = self.compiled if is_best else best
+        if best is not self.compiled:
+            best = aim.refined(best)
+        self.choice = min(best, self.compiled, key=aim.key)
+
+    def _is_slow(self, found: Schedule) -> bool:
+        return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms
+
+    def _is_worth_it(self, found: Schedule, compiled: Schedule, aim: ChainObjective) -> bool:
+        if aim.limit_bytes is not None:
+            return found.simulation.step_ms < compiled.simulation.step_ms - _WORTH_MS * self.baseline.step_ms
+        return found.simulation.peak_bytes <= (1 - _WORTH) * compiled.simulation.peak_bytes
+
+    def _keep_all(self) -> Schedule:
+        """It moves nothing, so no window binds."""
+        found = self.plain.scheduler.least_time(self.baseline.peak_bytes)
+        assert found is not None
+        return found
+
+    def gain(self, found: Schedule, baseline: Prediction | None = None, variants: CallVariants | None = None) -> str:
+        pairs = zip(variants or self.choice.variants, self.plain.variants, strict=True)
+        again = sum(mine is not plain for mine, plain in pairs)
+        how = f", {again} of {len(self.descriptions)} calls computing more again" if again else ""
+        return gain_of(found.simulation, baseline or self.baseline) + how
+
+    # -- to be followed ------------------------------------------------------------------------------------------------
+
+    def following(
+        self, tracked_graphs: tuple[weakref.ref[TrackedGraph], ...], schedule: Schedule, box: PlanBox
+    ) -> ChainPlan:
+        """The plan as calls follow it. CallVariants are compiled when it is followed for the first time; where that fails,
+        graphs run as they were compiled."""
+        wanted = [(p.variant_maker, v) for p, v in zip(self.descriptions, self.choice.variants, strict=True)]
+        self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
+        first = self._first_choices()
+        found = self._following(
+            tracked_graphs, schedule, box, observer=replan_for_chain(self, schedule, tracked_graphs, box)
+        )
+        if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
+            return found
+
+        def prepare() -> None:
+            began = time.perf_counter()
+            missing = [(r, n) for (r, _), n in dict.fromkeys(zip(wanted, numbers, strict=True)) if r is not None and n]
+            with working("compiling variants") as work:
+                for i, (variant_maker, number) in enumerate(missing):
+                    work.what = f"compiling variant {i + 1} of {len(missing)}"
+                    variant_maker.compile(number)
+            log.info("compiled variants in %.1f s", time.perf_counter() - began)
+
+        def otherwise() -> ChainPlan:
+            self.choice, self.numbers = self.compiled, [0] * len(self.descriptions)
+            instead = self.compiled.schedule or self.compiled.scheduler.smallest()
+            self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
+            return self._following(tracked_graphs, instead, PlanBox(self.describe(instead)))
+
+        return replace(found, prepare=prepare, otherwise=otherwise, first=first)
+
+    def _first_choices(self) -> tuple[Choice, ...]:
+        """For the step in which the variants' kernels are tuned: the budget is met then too, where that is possible."""
+        if self.device.type != "cuda" or self.objective.is_checkpointing or self.limit_bytes is None:
+            return ()
+        found = self.choice.scheduler.least_time(self.limit_bytes - TUNING_BYTES)
+        return self.choices(found or self._smallest(self.choice))
+
+    def _following(
+        self,
+        tracked_graphs: tuple[weakref.ref[TrackedGraph], ...],
+        schedule: Schedule,
+        box: PlanBox,
+        *,
+        observer: PlanObserver | None = None,
+    ) -> ChainPlan:
+        """With its budget control, where a budget was promised."""
+        budget, limit = (
+            (None, None) if self.objective.is_checkpointing else (self.objective.budget_bytes, self.limit_bytes)
+        )
+        least = () if budget is None else self.choices(self._smallest(self.choice))
+        return ChainPlan(
+            tracked_graphs,
+            self.choices(schedule),
+            box,
+            observer=observer,
+            sizes=self.sizes,
+            budget_bytes=budget,
+            is_least=limit is not None and schedule.simulation.peak_bytes > limit,
+            spare_bytes=self.spare_of(schedule),
+            least=least,
+            costs_time=any(schedule.offload) or any(self.numbers),
+        )
+
+    def spare_of(self, schedule: Schedule) -> int:
+        """The rest of the budget under a schedule."""
+        return 0 if self.limit_bytes is None else max(self.limit_bytes - schedule.simulation.peak_bytes, 0)
+
+    def _smallest(self, choice: ChainChoice) -> Schedule:
+        """The least peak of an option."""
+        if id(choice) not in self._least:
+            self._least[id(choice)] = choice, choice.scheduler.smallest()
+        return self._least[id(choice)][1]
+
+    def run_instead(self, variants: CallVariants, summary: str) -> None:
+        """Calls run other variants that are compiled."""
+        self.choice = self.ways.with_variants(variants)
+        pairs = zip(self.descriptions, variants, strict=True)
+        self.numbers = [
+            p.variant_maker.add(v) if p.variant_maker is not None and v is not None else 0 for p, v in pairs
+        ]
+        self.summary = summary
+
+    def summary_of(self, variants: CallVariants, schedule: Schedule, baseline: Prediction) -> str:
+        """The plan's summary for these, in measured time, as ``baseline`` is."""
+        return f"{aim_of(self.objective)}, by what was measured: {self.gain(schedule, baseline, variants)}"
+
+    @property
+    def full_summary(self) -> str:
+        """The plan's summary."""
+        found = self.checkpointing
+        if found is None:
+            return f"{self._over}, {self.summary}"
+        ran = zip(self.ways.calls, self.choice.variants, strict=True)
+        is_obeyed = all(variant is None for call, variant in ran if call.is_checkpointed)
+        is_obeyed = is_obeyed and not any(call.checkpointed for call in self.ways.calls)
+        instead = "with the recomputation of" if is_obeyed else "in place of"
+        costs = f"{format_bytes(found.peak_bytes + around_bytes(self.device))} in {found.step_ms:.3g} ms"
+        return f"{self._over}, {self.summary}; {instead} activation checkpointing ({costs})"
+
+    def choices(self, schedule: Schedule) -> tuple[Choice, ...]:
+        """Each call's choice under a schedule of the chosen variants."""
+        if self._paces:
+            self.paced = paced_calls(self.forward_ms, schedule, self.rates)
+        each = enumerate(zip(self.numbers, self.paced, strict=True))
+        return tuple(replace(self._choice(k, self.choice, schedule, n), paced=pace) for k, (n, pace) in each)
+
+    def _choice(self, call: int, choice: ChainChoice, schedule: Schedule, number: int) -> Choice:
+        """The choice of one call, in the order of the candidates of the variant that it runs."""
+        go = _by_name(choice, call, schedule)
+        offload = tuple(go[c.name] for c in self._saved(choice, call).candidates)
+        windows = choice.chain.windows_of(call, schedule.windows)
+        return Choice(offload, windows, number, watches=True)
+
+    def _saved(self, choice: ChainChoice, call: int) -> SavedValues:
+        variant = choice.variants[call]
+        return self.descriptions[call].graph.saved if variant is None else variant.saved
+
+    # -- to be shown ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> str:
+        graphs = len({id(p.graph) for p in self.descriptions})
+        return f"over {len(self.descriptions)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
+
+    def describe(self, schedule: Schedule) -> Plan:
+        """The plan to show."""
+        # The first of the others recomputes everything that it may.
+        tried = (self.compiled, self.choice, *self.others[:1])
+        smallest = {id(o): self._smallest(o).simulation.peak_bytes for o in tried}
+        return Plan(
+            graph=-1,
+            label=f"a step {self._over}",
+            device=self.rates.profile.title,
+            activation_budget=self.objective.budget_bytes,
+            max_slowdown=self.objective.max_slowdown,
+            source=self.objective.source,
+            summary=self.full_summary,
+            basis=BASES[min(BASES.index(p.basis) for p in self.descriptions)],
+            estimate_error=self.rates.profile.estimate_error,
+            predicted=Prediction.of(schedule.simulation),
+            baseline=Prediction.of(self.baseline),
+            checkpointing=None if self.checkpointing is None else Prediction.of(self.checkpointing),
+            smallest_budget_bytes=min(smallest.values()),
+            decisions=self.decisions(schedule),
+            floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
+            simulation=schedule.simulation,
+        )
+
+    def decisions(self, schedule: Schedule) -> tuple[Decision, ...]:
+        """What happens to every value."""
+        return tuple(grouped(row for k in range(len(self.descriptions)) for row in self._rows(k, schedule)))
+
+    def _rows(self, call: int, schedule: Schedule) -> Iterable[ExplainRow]:
+        label, saved = f"call {call}", self._saved(self.choice, call)
+        infos = {s.name: s for s in self.chain.step.candidates}
+        names = dict(zip(self.choice.candidates_of(call), self.chain.candidates[call], strict=True))
+        go = _by_name(self.choice, call, schedule)
+        for c in saved.candidates:
+            name = names[c.name]
+            info = None if name is None else infos[name]
+            if info is None:
+                reason = "others hold it too: to move it would free nothing"
+            else:
+                reason = reason_of(go[c.name], info, schedule.simulation, is_input=info.is_input)
+            nbytes = info.nbytes if info is not None and self.sizes else c.nbytes or 0
+            yield ExplainRow(
+                label, c.name, producer_of(c), nbytes, "offload" if go[c.name] else "keep", reason, c.label
+            )
+        for item in saved.skipped:
+            if not item.reason.startswith("parameter"):
+                yield ExplainRow(label, item.name, "", item.nbytes or 0, "stay", why_it_stays(item), item.label)
+        yield from mask_rows(self.descriptions[call].graph.masks, label)
+        if self.choice.variants[call] is not self.plain.variants[call]:
+            stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
+            reason = recompute_reason(self.chain.step.compute_ms - self.plain.chain.step.compute_ms)
+            yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label, reason)
+
+
+def _by_name(choice: ChainChoice, call: int, schedule: Schedule) -> dict[str, bool]:
+    return dict(zip(choice.candidates_of(call), choice.chain.offload_of(call, schedule.offload), strict=True))

@@ -1,0 +1,441 @@
+"""Looks for a better plan of a chain of calls by choosing recompute variants of its graphs.
+
+Each graph has a frontier of recompute choices (``VariantMaker.points``). Some of them are drafted. The solver chooses one for
+each call, together with the values that move. At most two per graph are taken on, in addition to the graph as compiled.
+A chain of them is laid out from their drafts and scheduled like any other, so that all comparisons are of simulations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxoffload.compiler.replan import measured_step
+from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
+from fxoffload.planner import solve
+from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
+from fxoffload.planner.chain_problem import chain_problem
+from fxoffload.planner.problem import Problem, Solution
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.steps import TrainingStep
+from fxoffload.runtime.profiler.chain_clock import TURN
+from fxoffload.step.edges import EdgeMemory, Edges
+from fxoffload.step.readings import PHASES
+
+log = logging.getLogger(__name__)
+
+# Per call, its variant; None: the graph as compiled.
+CallVariants = tuple[PlannedVariant | None, ...]
+
+# Most points of a graph's frontier that are drafted.
+_MOST_DRAFTS = 6
+# Rounds in which the solver chooses once more because a chain missed its promise; then margins (of time, of bytes)
+# within which a promise is kept.
+_MAX_ROUNDS = 4
+_ENOUGH = 0.005
+_CLOSE = 0.01
+_SOLVER_S = 3.0
+# Of 800 exchanges that are tried, the first 200 gain most of the 1 % or less that all of them do.
+_FEW_TRIES = 200
+
+
+@dataclass(frozen=True)
+class CallDescription:
+    """One call of a chain, as the graph was compiled.
+
+    Attributes:
+        step: of one forward and backward.
+        edges: in the names of ``step``.
+        variant_maker: makes variants; None: there are none.
+        written: inputs, by their names in ``edges``, that the program modifies before the backward: it may, since the
+            graph as compiled does not save them, so no variant may either.
+        step_of: of a variant, for the sizes of this call.
+        reserves: whether one of the variants that a graph may have is to be the one that saves least. Where sizes vary,
+            larger calls may come than are planned for now.
+        may_save_more: whether variants may save more than the graph as compiled, which obeys activation checkpointing.
+        checkpointed: one forward and backward under activation checkpointing, and its edges; None: ``step``, ``edges``.
+    """
+
+    step: TrainingStep
+    edges: Edges
+    variant_maker: VariantMaker | None
+    written: frozenset[str] = frozenset()
+    step_of: Callable[[PlannedVariant], TrainingStep] = lambda variant: variant.step
+    reserves: bool = False
+    may_save_more: bool = False
+    checkpointed: tuple[TrainingStep, Edges] | None = None
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether a plan replaces activation checkpointing in it."""
+        return self.may_save_more or self.checkpointed is not None
+
+
+@dataclass(frozen=True)
+class ChainChoice:
+    """A way to run a chain.
+
+    Attributes:
+        variants: per call, its variant; None: the graph as compiled.
+        steps: per call, the variant's step.
+        chain: so laid out.
+        scheduler: of ``chain``.
+        schedule: what moves when; None: the goal is not reached so.
+    """
+
+    variants: CallVariants
+    steps: tuple[TrainingStep, ...]
+    chain: Chain
+    scheduler: Scheduler
+    schedule: Schedule | None = None
+
+    def candidates_of(self, call: int) -> tuple[str, ...]:
+        """Names in the step of one call, in its order."""
+        return tuple(c.name for c in self.steps[call].candidates)
+
+
+@dataclass(frozen=True)
+class ChainObjective:
+    """The aim of a search: one of the first two is None.
+
+    Attributes:
+        limit_bytes: find the least time within this budget.
+        max_ms: find the least peak within this time.
+        refines: whether schedules within the budget are searched for longer; that takes most of the time of a plan.
+    """
+
+    limit_bytes: int | None = None
+    max_ms: float | None = None
+    refines: bool = True
+
+    def schedule(self, scheduler: Scheduler) -> Schedule | None:
+        """The best for one chain."""
+        if self.limit_bytes is not None:
+            return scheduler.least_time(self.limit_bytes, refined=self.refines)
+        assert self.max_ms is not None
+        return scheduler.least_peak(self.max_ms)
+
+    def refined(self, choice: ChainChoice) -> ChainChoice:
+        """The same option with a schedule that was searched for longer, if not as long as where this aim refines."""
+        if self.limit_bytes is None or choice.schedule is None:
+            return choice
+        return replace(choice, schedule=choice.scheduler.refine(choice.schedule, self.limit_bytes, _FEW_TRIES))
+
+    def key(self, choice: ChainChoice) -> tuple[float, float]:
+        """The order of options: the smaller, the better."""
+        if choice.schedule is None:
+            return (float("inf"), choice.scheduler.smallest().simulation.peak_bytes)
+        return self.key_of(choice.schedule)
+
+    def key_of(self, schedule: Schedule) -> tuple[float, float]:
+        """The order of schedules: the smaller, the better."""
+        if self.limit_bytes is not None:
+            return schedule.key
+        return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
+
+
+class ChainSearch:
+    """The options of one chain.
+
+    Args:
+        calls: in the order of their forwards.
+        edge_memory: observed at their edges, in the names of the graphs as compiled.
+        scheduler: of a step.
+        rates: of the machine.
+        host_bytes: most bytes on the host.
+
+    Attributes:
+        calls, edge_memory: those.
+        extra_memory: time and memory outside the graphs, in every option.
+        gap_ms: time between the calls, by the empty segment that stands there; empty where it is not known.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[CallDescription],
+        edge_memory: Sequence[EdgeMemory],
+        scheduler: Callable[[TrainingStep], Scheduler],
+        rates: ProfileRates,
+        host_bytes: int | None,
+    ) -> None:
+        self.calls = list(calls)
+        self.edge_memory = list(edge_memory)
+        self._scheduler = scheduler
+        self._rates = rates
+        self._host_bytes = host_bytes
+        self.extra_memory: ExtraMemory = NO_EXTRA_MEMORY
+        self.gap_ms: Mapping[str, float] = {}
+        self._kinds = [id(c.variant_maker or c.step) for c in self.calls]
+        self._of_variants: dict[tuple[int, PlannedVariant], TrainingStep] = {}
+        self._estimates_of: dict[tuple[int, PlannedVariant], TrainingStep] = {}
+
+    def as_compiled(self, aim: ChainObjective | None = None) -> ChainChoice:
+        """Every graph as it was compiled; scheduled where there is an aim."""
+        return self.with_variants((None,) * len(self.calls), aim)
+
+    def plain(self) -> ChainChoice:
+        """Every call as plain Inductor has it: as compiled, or the variant that recomputes least where that obeys
+        activation checkpointing."""
+        kinds = zip(self._kinds, self.calls, strict=True)
+        calls = {kind: call for kind, call in kinds if call.may_save_more}
+        found = {kind: self._plain(kind, call) for kind, call in calls.items()}
+        return self.with_variants(tuple(found.get(kind) for kind in self._kinds))
+
+    def checkpointing(self) -> Simulation:
+        """The step in which all activation checkpointing is obeyed, and nothing moves."""
+        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
+
+    def with_variants(self, variants: CallVariants, aim: ChainObjective | None = None) -> ChainChoice:
+        """The option in which every call runs its variant."""
+        chain = self._layout(variants)
+        scheduler = self._scheduler(chain.step)
+        steps = tuple(self._steps(variants))
+        return ChainChoice(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
+
+    def search(self, aim: ChainObjective) -> list[ChainChoice]:
+        """Options that recompute something else than the graphs as compiled; none where no graph can."""
+        if not any(self._variants_by_kind.values()):
+            return []
+        # Whatever the solver thinks of it.
+        found = [self.with_variants(tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds), aim)]
+        seen: set[tuple[int, ...]] = set()
+        limit, max_ms = aim.limit_bytes, aim.max_ms
+        problem, picked = self._narrowed(limit, max_ms)
+        for _ in range(_MAX_ROUNDS if problem is not None else 0):
+            assert problem is not None
+            solution = _solve(problem, limit, max_ms)
+            if solution is None or solution.variants in seen:
+                break
+            seen.add(solution.variants)
+            pairs = zip(self._kinds, solution.variants, strict=True)
+            choice = self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
+            found.append(choice)
+            outcome = choice.schedule.simulation if choice.schedule is not None else None
+            log.debug(
+                "recompute choice of a chain: promised %.1f ms, %.2f GiB; laid out %s",
+                solution.ms,
+                solution.peak_bytes / 2**30,
+                "nothing that meets the goal"
+                if outcome is None
+                else f"{outcome.step_ms:.1f} ms, {outcome.peak_bytes / 2**30:.2f} GiB",
+            )
+            if limit is not None:
+                assert aim.limit_bytes is not None
+                if outcome is not None and outcome.step_ms <= solution.ms * (1 + _ENOUGH):
+                    break
+                excess = 0
+                if outcome is None:
+                    excess = choice.scheduler.smallest().simulation.peak_bytes - aim.limit_bytes
+                limit -= max(excess, int(2 * _CLOSE * aim.limit_bytes))
+            else:
+                assert max_ms is not None and aim.max_ms is not None
+                if outcome is not None and outcome.peak_bytes <= solution.peak_bytes * (1 + _CLOSE):
+                    break
+                # The chain computes longer than promised; it will do so the next time too.
+                beyond = choice.chain.step.compute_ms - (solution.ms - solution.exposed_ms)
+                max_ms = min(max_ms, aim.max_ms - max(beyond, 0.0)) - _CLOSE / 10 * aim.max_ms
+        return found
+
+    # -- the choices ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _variants_by_kind(self) -> dict[int, list[PlannedVariant]]:
+        """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation; where that
+        obeys activation checkpointing, those that save more too."""
+        began = time.perf_counter()
+        found: dict[int, list[PlannedVariant]] = {}
+        for kind, call in zip(self._kinds, self.calls, strict=True):
+            if kind in found:
+                continue
+            found[kind] = [d for d in self._find_variants(call) if not _saves(d, call)]
+        log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
+        return found
+
+    def _plain(self, kind: int, call: CallDescription) -> PlannedVariant | None:
+        assert call.variant_maker is not None
+        if call.variant_maker.room():
+            return next(iter(self._variants_by_kind[kind]), None)
+        points = call.variant_maker.points()  # it may not be among those that the graph has
+        return call.variant_maker.variant(points[0]) if points else None
+
+    def _find_variants(self, call: CallDescription) -> list[PlannedVariant]:
+        if call.variant_maker is None:
+            return []
+
+        def step_of(variant: PlannedVariant) -> TrainingStep:
+            return self._estimate(call, variant)
+
+        return _variants_of(call.variant_maker, call.step, step_of, may_save_more=call.may_save_more)
+
+    def _narrowed(
+        self, limit: int | None, max_ms: float | None
+    ) -> tuple[Problem | None, dict[int, list[PlannedVariant | None]]]:
+        """The problem with as many variants per kind as a graph may have: those that it has, and those that the solver
+        would use most."""
+        every: dict[int, list[PlannedVariant | None]] = {
+            kind: [None, *found] for kind, found in self._variants_by_kind.items()
+        }
+        variant_makers = {
+            kind: c.variant_maker
+            for kind, c in zip(self._kinds, self.calls, strict=True)
+            if c.variant_maker is not None
+        }
+        there = {kind: set(variant_maker.variants()) for kind, variant_maker in variant_makers.items()}
+        room = {kind: variant_maker.room() for kind, variant_maker in variant_makers.items()}
+        reserving = {kind for kind, call in zip(self._kinds, self.calls, strict=True) if call.reserves}
+        if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._variants_by_kind.items() if found):
+            return self._problem(every), every
+        solution = _solve(self._problem(every), limit, max_ms)
+        if solution is None:
+            return None, every
+        used: dict[int, Counter[int]] = {kind: Counter() for kind in every}
+        for kind, variant in zip(self._kinds, solution.variants, strict=True):
+            used[kind][variant] += 1
+        picked: dict[int, list[PlannedVariant | None]] = {}
+        for kind, options in every.items():
+            best = [a for a, _ in used[kind].most_common() if a]
+            if kind in reserving and room[kind] and len(options) > 1:
+                best = [len(options) - 1, *(a for a in best if a != len(options) - 1)]
+            too_many = [a for a in best if options[a] not in there[kind]][room.get(kind, 0) :]
+            picked[kind] = [None, *(options[a] for a in sorted(set(best).difference(too_many)))]
+        return self._problem(picked), picked
+
+    def _problem(self, options: dict[int, list[PlannedVariant | None]]) -> Problem:
+        """``options``: per kind, variants; the first is the graph as compiled."""
+        counts = [len(options[kind]) for kind in self._kinds]
+        layouts = [
+            self._layout([options[kind][min(j, len(options[kind]) - 1)] for kind in self._kinds])
+            for j in range(max(counts))
+        ]
+        return chain_problem(layouts, counts, self._kinds, self._rates, host_bytes=self._host_bytes)
+
+    # -- chains --------------------------------------------------------------------------------------------------------
+
+    def _steps(self, variants: Sequence[PlannedVariant | None]) -> list[TrainingStep]:
+        return [c.step if v is None else self._of_variant(c, v) for c, v in zip(self.calls, variants, strict=True)]
+
+    def _of_variant(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:
+        """The step of a variant of a call; calls that share a step share that of their variant."""
+        key = (id(call.step), variant)
+        if key not in self._of_variants:
+            self._of_variants[key] = no_faster_forward(self._estimate(call, variant), call.step)
+        return self._of_variants[key]
+
+    def _estimate(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:
+        """The variant's step as its draft has it."""
+        key = (id(call.step), variant)  # drafts that are not chosen live no longer than this
+        if key not in self._estimates_of:
+            self._estimates_of[key] = call.step_of(variant)
+        return self._estimates_of[key]
+
+    def _layout(self, variants: Sequence[PlannedVariant | None]) -> Chain:
+        """The chain whose calls run these."""
+        pairs = zip(self.calls, variants, strict=True)
+        return self._chain([None if v is None else (self._of_variant(c, v), v.edges) for c, v in pairs])
+
+    def _chain(self, others: Sequence[tuple[TrainingStep, Edges] | None]) -> Chain:
+        """The chain whose calls have these steps; None: the graph's own as compiled."""
+        steps = [call.step if other is None else other[0] for call, other in zip(self.calls, others, strict=True)]
+        known = [{s.name for s in step.storages} for step in steps]
+        names: dict[int, dict[str, str]] = {}
+        for k, (call, other) in enumerate(zip(self.calls, others, strict=True)):
+            if other is not None:
+                names[k] = _renamed(call.edges, other[1])
+        edge_memory = []
+        for item in self.edge_memory:
+            members = [(k, names[k].get(n, "") if k in names else n) for k, n in item.members]
+            members = [(k, n) for k, n in members if n in known[k]]
+            if members:
+                edge_memory.append(replace(item, members=tuple(members)))
+        chain = concatenate(steps, edge_memory)
+        if self.gap_ms or TURN in dict(self.extra_memory.gaps):
+            chain = chain.with_step(measured_step(with_turn(chain.step), dict.fromkeys(PHASES, self.gap_ms)))
+        return chain.with_extra_memory(self.extra_memory)
+
+
+def no_faster_forward(variant: TrainingStep, compiled: TrainingStep) -> TrainingStep:
+    """``variant`` with a forward that takes at least as long as that of the graph as compiled.
+
+    Its kernels write less, but the time to read their inputs hides that. 24 layers of a MoE, predicted to save 5.5 ms
+    of 77, saved 1 to 2.5 of 87 (H200, 2026-11-22). A plan that counted on it was slower than allowed.
+    """
+    mine, other = (sum(s.ms for s in step.forward) for step in (variant, compiled))
+    if not 0 < mine < other:
+        return variant
+    return replace(variant, forward=tuple(replace(s, ms=s.ms * other / mine) for s in variant.forward))
+
+
+def _variants_of(
+    variant_maker: VariantMaker,
+    compiled: TrainingStep,
+    step_of: Callable[[PlannedVariant], TrainingStep] = lambda v: v.step,
+    *,
+    may_save_more: bool = False,
+) -> list[PlannedVariant]:
+    """Those of earlier plans, which may be compiled already, and new ones where the graph may have more.
+
+    ``may_save_more``: than the graph as compiled.
+    """
+    there = variant_maker.variants()
+    points = variant_maker.points() if variant_maker.room() else ()
+    variants = [*there, *(d for d in _drafted(variant_maker, points) if d is not None)]
+    found: list[PlannedVariant] = []
+    least = math.inf if may_save_more else saved_bytes(compiled)
+    nbytes = {variant: saved_bytes(step_of(variant)) for variant in variants}
+    for variant in sorted(nbytes, key=lambda d: -nbytes[d]):
+        if variant in there or nbytes[variant] < least:
+            found.append(variant)
+            least = min(least, nbytes[variant])
+    return found
+
+
+def _drafted(variant_maker: VariantMaker, points: Sequence[Points]) -> list[PlannedVariant | None]:
+    if not points:
+        return []
+    sizes = [sum(p.nbytes for p in point.values()) for point in points]
+    count = min(_MOST_DRAFTS, len(points))
+    # Evenly spaced in bytes: many points differ by little.
+    levels = [sizes[-1] + (sizes[0] - sizes[-1]) * i // max(count - 1, 1) for i in range(count)]
+    wanted = sorted({min(range(len(points)), key=lambda i, level=level: abs(sizes[i] - level)) for level in levels})
+    return [variant_maker.variant(points[i]) for i in wanted]
+
+
+def _saves(variant: PlannedVariant, call: CallDescription) -> bool:
+    """Whether it saves a value that the program modifies."""
+    inputs = {c.name for c in variant.step.candidates if c.is_input}
+    pairs = zip(call.edges.inputs, variant.edges.inputs, strict=True)
+    return any(mine in call.written and name in inputs for mine, name in pairs)
+
+
+def saved_bytes(step: TrainingStep) -> int:
+    """The bytes that a forward leaves for its backward, as far as they can move."""
+    return sum(c.nbytes for c in step.candidates)
+
+
+def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
+    """Names of the storages at the edges of a graph under a variant."""
+    found: dict[str, str] = {}
+    for mine, others in (
+        (compiled.inputs, variant.inputs),
+        (compiled.outputs, variant.outputs),
+        (compiled.tangents, variant.tangents),
+        (compiled.gradients, variant.gradients),
+    ):
+        pairs = zip(mine, others, strict=True)
+        found.update((a, b) for a, b in pairs if a is not None and b is not None and a not in found)
+    return found
+
+
+def _solve(problem: Problem, limit: int | None, max_ms: float | None) -> Solution | None:
+    if limit is not None:
+        found = solve.least_time(problem, limit, deadline_s=_SOLVER_S)
+        return found if found is not None else solve.smallest_peak(problem, deadline_s=_SOLVER_S)
+    assert max_ms is not None
+    return solve.least_peak(problem, max_ms, deadline_s=_SOLVER_S)

@@ -1,0 +1,188 @@
+"""A draft: the joint graph partitioned one way, taken through all passes on a copy, and described as a step.
+
+Nothing is compiled and nothing of the caller's graphs changes, so that a plan can compare several drafts and compile
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxoffload._torch_compat import copy_of, graph_module
+from fxoffload._torch_sizes import hints_at
+from fxoffload.analysis.estimate_costs import Rates, estimate_segment
+from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs
+from fxoffload.analysis.values import Storages
+from fxoffload.compiler.alike import Alike
+from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.passes.choose_donations import Donations
+from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.passes.runner import run_passes, without
+from fxoffload.passes.tag_recompute import TagRecompute
+from fxoffload.planner.steps import TrainingStep, from_graphs
+from fxoffload.runtime import background
+from fxoffload.runtime.outer_program import OffloadCandidate
+
+Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    """What a draft has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments may
+    overwrite what only the backward reads."""
+
+    num_user_outputs: int
+    static_inputs: frozenset[int]
+    device: torch.device
+    min_bytes: int
+    rates: Rates
+    donates: bool = True
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """One way to partition the joint graph.
+
+    Attributes:
+        forward: as partitioned; no pass has touched it.
+        backward: as partitioned; no pass has touched it.
+        forward_state: of the passes on a copy of ``forward``.
+        backward_state: of the passes on a copy of ``backward``; None where the forward saves nothing that may move.
+        step: None where ``backward_state`` is.
+        offload_candidates: the executor's data, in the order of the outer graph's offload ops.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    forward_state: ForwardState
+    backward_state: BackwardState | None
+    step: TrainingStep | None
+    offload_candidates: tuple[OffloadCandidate, ...] = ()
+
+    def step_at(self, sizes: Mapping[Any, int], settings: PartitionSettings) -> TrainingStep:
+        """The step as it is with other sizes. ``sizes``: size symbol -> value.
+
+        Raises:
+            ValueError: the draft has no step.
+        """
+        if self.backward_state is None:
+            raise ValueError("expected a draft whose forward saves something that may move")
+        with hints_at(sizes):
+            return step_of(self.forward_state, self.backward_state, self.offload_candidates, settings.rates)
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
+    ops): Inductor changes those too. Node metadata is shared value by value."""
+    copied = graph_module(gm, copy_of(gm.graph))
+    copied.meta = dict(gm.meta)
+    for name, child in list(copied.named_modules(remove_duplicate=False)):
+        if name and isinstance(child, fx.GraphModule):
+            copied.set_submodule(name, copy_graph(child))
+    return copied
+
+
+def make_partitioning(
+    joint: fx.GraphModule, recompute: str | Mapping[str, Any], partition: Partition, settings: PartitionSettings
+) -> Partitioning:
+    """Partition a copy of ``joint`` under ``recompute`` (see ``TagRecompute``) and describe the result."""
+    background.check()
+    tagged = copy_graph(joint)
+    TagRecompute(recompute)(tagged)
+    forward, backward = partition(tagged)
+    return describe(forward, backward, settings)
+
+
+def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: PartitionSettings) -> Partitioning:
+    """The draft of two graphs that are partitioned already."""
+    down = ForwardState(
+        copy_graph(forward),
+        num_user_outputs=settings.num_user_outputs,
+        static_inputs=settings.static_inputs,
+        device=settings.device,
+        min_bytes=settings.min_bytes,
+    )
+    run_passes(FIND, down, "draft forward")
+    if not down.saved.candidates:
+        return Partitioning(forward, backward, down, None, None)
+    run_passes(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
+    copied = copy_graph(backward)
+    # The inputs that AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
+    own = own_values(down) if settings.donates else frozenset()
+    up = BackwardState(
+        copied,
+        forward=down,
+        copies=frozenset(n.name for c in down.saved.candidates for n in c.nodes),
+        donatable=frozenset(n for n in copied.graph.find_nodes(op="placeholder") if n.name in own),
+        device=settings.device,
+    )
+    skipped = [s.name for s in BACKWARD if s.name in PROOFS]
+    run_passes(without(BACKWARD, *skipped), up, "draft backward")
+    _, offload_candidates = offload_candidates_of(down)
+    rank_offload_candidates(offload_candidates, down.saved.candidates, up)
+    return Partitioning(
+        forward, backward, down, up, step_of(down, up, offload_candidates, settings.rates), tuple(offload_candidates)
+    )
+
+
+def own_values(down: ForwardState) -> frozenset[str]:
+    """Names of values that a forward saves for its backward alone, in memory that the backward may overwrite."""
+    storages = Storages(down.gm.graph.nodes)
+    constants = {storages.root(n) for n in down.gm.graph.find_nodes(op="get_attr")}
+    candidates = [c for c in down.saved.candidates if not c.is_input and storages.root(c.nodes[0]) not in constants]
+    return frozenset(n.name for c in candidates for n in c.nodes)
+
+
+def step_of(
+    down: ForwardState, up: BackwardState, offload_candidates: Sequence[OffloadCandidate], rates: Rates
+) -> TrainingStep:
+    """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked.
+
+    Most training loops go on with the loss alone. So outputs count as released and, if one of them is a loss, the
+    others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.tracker.outputs.Outputs``).
+    """
+    assert down.outer is not None and up.outer is not None
+    found = from_graphs(
+        down.outer,
+        up.outer,
+        offload_candidates,
+        num_user_outputs=down.num_user_outputs,
+        forward_ms=_segment_ms(down.segmentation, rates),
+        backward_ms=_segment_ms(up.segmentation, rates),
+        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations),
+        min_bytes=max(down.min_bytes, 1),
+        device=down.device,
+    )
+    return replace(found, holds_outputs=False, frees_tangents=up.frees_tangents)
+
+
+def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:
+    alike: Alike[float] = Alike()
+    return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates).ms) for s in segmentation.segments}
+
+
+def _temp_bytes(
+    gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str], donations: Donations
+) -> dict[str, int]:
+    """``owned``: names of the placeholders that are the graph's to free; other placeholders outlive it."""
+    dying = dying_inputs(gm, segmentation, owned)
+    alike: Alike[int] = Alike()
+    found = {}
+    for segment in segmentation.segments:
+        donated = donations.get(segment.name, ())
+        one = EstimateMemory(
+            Segmentation((segment,)),
+            dying={segment.name: dying.get(segment.name, frozenset())},
+            donations={segment.name: donated},
+        )
+        marked = {*dying.get(segment.name, ()), *(n.name for n in segment.outputs)}
+        about = tuple(donated)
+        found[segment.name] = alike.get(segment, lambda one=one, s=segment: one(gm)[s.name], marked=marked, also=about)
+    return found

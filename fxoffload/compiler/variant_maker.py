@@ -1,0 +1,352 @@
+"""Makes variants of a graph that is compiled already: the same forward and backward with another recompute choice.
+
+Dynamo and AOTAutograd know nothing of them. The joint graph, kept from before it was partitioned, is partitioned once
+more, and what comes of it takes the place of the compiled programs, call by call (``fxoffload.runtime.variant``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx as fx
+
+from fxoffload._torch_compat import Surroundings, inductor_config
+from fxoffload.analysis.find_frontier import FindFrontier, RecomputePoint
+from fxoffload.analysis.op_costs import node_kind
+from fxoffload.analysis.values import Storages, tensor_of, written_values
+from fxoffload.compiled_graph import CompiledGraph, CompiledVariant
+from fxoffload.compiler.batch_sizes import BatchSizes
+from fxoffload.compiler.build import Builder, GraphKwargs
+from fxoffload.compiler.fit import Signature, fit
+from fxoffload.compiler.partitioning import (
+    Partition,
+    Partitioning,
+    PartitionSettings,
+    copy_graph,
+    make_partitioning,
+    own_values,
+)
+from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.errors import PassError, in_brief
+from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.passes.unwrap_random import UnwrapRandom
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.steps import TrainingStep, edges_of
+from fxoffload.runtime.variant import Variant, VariantLayout, Variants
+from fxoffload.step.edges import Edges
+
+log = logging.getLogger(__name__)
+
+# Of one graph, in addition to the one that was compiled first.
+MOST_VARIANTS = 2
+
+Points = Mapping[str, RecomputePoint]  # layer -> point
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Where variants come from.
+
+    Attributes:
+        joint: labelled, not tagged; never changed.
+        partition: partitions (and changes) a copy of it.
+        num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
+            so; ``joint`` is without those tags, so that variants may recompute less.
+    """
+
+    joint: fx.GraphModule
+    partition: Partition
+    num_checkpointed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """The graph that was compiled first.
+
+    Attributes:
+        graph: to be shown.
+        forward: of its passes.
+        backward: of its passes.
+        forward_kwargs: those that Inductor was given for the forward.
+        backward_kwargs: those that Inductor was given for the backward.
+    """
+
+    graph: CompiledGraph
+    forward: ForwardState
+    backward: BackwardState
+    forward_kwargs: GraphKwargs
+    backward_kwargs: GraphKwargs
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedVariant:
+    """A variant that is not compiled.
+
+    Attributes:
+        draft: its graphs.
+        step: of one forward and backward of it.
+        edges: of its graphs, by the positions of the graph that was compiled first.
+        saved: values that its forward saves; ``Choice.offload`` has one bool for each candidate.
+        layout: of these values in the slots of the graph that was compiled first.
+    """
+
+    draft: Partitioning
+    step: TrainingStep
+    edges: Edges
+    saved: SavedValues
+    layout: VariantLayout
+
+
+class _Unfit(Exception):
+    """A partition that cannot stand in for the compiled one."""
+
+
+class VariantMaker:
+    """Everything that is kept of a graph to make variants of it.
+
+    Any method may be called on any thread; ``compile`` belongs to those that run the forwards, between two steps.
+
+    Args:
+        source: where variants come from.
+        settings: of the drafts.
+        surroundings: that the graph was compiled in.
+        compiled: the graph itself.
+        builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
+        variants: takes those that are compiled.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        settings: PartitionSettings,
+        surroundings: Surroundings,
+        compiled: Compiled,
+        builder: Callable[[], Builder],
+        variants: Variants,
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._surroundings = surroundings
+        self._builder = builder
+        self._variants = variants
+        self._graph = compiled.graph
+        self._kwargs = (dict(compiled.forward_kwargs), dict(compiled.backward_kwargs))
+        self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
+        self._points: tuple[Points, ...] | None = None
+        self._varies = BatchSizes.of(source.joint) is not None
+        self._drafted: dict[int, PlannedVariant | None] = {}
+        self._lock = threading.Lock()  # of the next two
+        self._numbers: dict[PlannedVariant, int] = {}
+        self._lost: set[int] = set()
+        self._compiling = threading.Lock()
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether the graph that was compiled first obeys activation checkpointing, and variants need not."""
+        return self._source.num_checkpointed > 0
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def points(self) -> tuple[Points, ...]:
+        """The recompute choices, from least to most recomputation."""
+        if self._points is None:
+            settings = self._settings
+            find = FindFrontier(
+                settings.rates, num_forward_outputs=settings.num_user_outputs, static_inputs=settings.static_inputs
+            )
+            classes = find(self._source.joint)
+            count = max((len(c.points) for c in classes), default=0)
+            self._points = tuple(
+                {label: c.points[min(i, len(c.points) - 1)] for c in classes for label in c.layers}
+                for i in range(count)
+            )
+        return self._points
+
+    def draft(self, points: Points) -> PlannedVariant | None:
+        """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first.
+
+        ``points``: one of ``points()``. Where sizes vary it is asked for at one size after the other, and drafted once.
+        """
+        if not self._varies:
+            return self._partitioning(points)
+        key = id(points)
+        if key not in self._drafted:
+            self._drafted[key] = self._partitioning(points)
+        return self._drafted[key]
+
+    def _partitioning(self, points: Points) -> PlannedVariant | None:
+        try:
+            with self._surroundings.again(compiles=False):
+                return self._describe(make_partitioning(self._source.joint, points, self._partition, self._settings))
+        except _Unfit as reason:
+            log.debug("no variant: %s", reason)
+        except Exception as error:
+            log.warning("no variant of a graph, whose draft failed: %s", in_brief(error))
+        return None
+
+    def _partition(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = self._source.partition(gm)
+        unwrap = UnwrapRandom(gm)
+        if not (unwrap(forward) and unwrap(backward)):
+            raise _Unfit("random numbers would be drawn again")
+        return forward, backward
+
+    def _describe(self, draft: Partitioning) -> PlannedVariant:
+        settings, down, up = self._settings, draft.forward_state, draft.backward_state
+        if draft.step is None or up is None or not draft.step.forward or not draft.step.backward:
+            raise _Unfit("it saves nothing that may move")
+        other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+        layout = fit(self._signature, other)
+        if layout is None:
+            raise _Unfit("its values do not fit into the slots of what is saved")
+        edges = replace(edges_at(self._signature, draft, settings), saved=(layout.carrier,))
+        return PlannedVariant(draft, draft.step, edges, down.saved, layout)
+
+    def step_at(self, draft: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
+        """The step of a variant with other sizes than it was drafted for. ``sizes``: size symbol -> value."""
+        return draft.draft.step_at(sizes, self._settings)
+
+    # -- compiled variants ---------------------------------------------------------------------------------------------
+
+    def add(self, draft: PlannedVariant) -> int:
+        """Reserve the next number for a draft; the same draft always has the same number.
+
+        Raises:
+            RuntimeError: there are as many variants as there may be.
+        """
+        with self._lock:
+            if draft not in self._numbers:
+                if len(self._numbers) == MOST_VARIANTS:
+                    raise RuntimeError(f"expected at most {MOST_VARIANTS} variants of a graph, found one more")
+                self._numbers[draft] = len(self._numbers) + 1
+            return self._numbers[draft]
+
+    def drafts(self) -> list[PlannedVariant]:
+        """Those that have a number, but for the ones that could not be compiled."""
+        with self._lock:
+            return [d for d, number in self._numbers.items() if number not in self._lost]
+
+    def compiled_variants(self) -> list[PlannedVariant]:
+        """Those that calls may run."""
+        with self._lock:
+            return [d for d, number in self._numbers.items() if self.is_compiled(number)]
+
+    def room(self) -> int:
+        """How many more may be added. The number of a variant that could not be compiled is not free again: a plan may
+        still name it."""
+        with self._lock:
+            return MOST_VARIANTS - len(self._numbers)
+
+    def is_compiled(self, number: int) -> bool:
+        """Whether calls may run it."""
+        return number in self._variants
+
+    def compile(self, number: int) -> None:
+        """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost."""
+        with self._compiling:
+            if self.is_compiled(number):
+                return
+            with self._lock:
+                draft = next((d for d, n in self._numbers.items() if n == number and n not in self._lost), None)
+            if draft is None:
+                raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
+            try:
+                # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
+                cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
+                with self._surroundings.again(compiles=True), cache:
+                    variant, shown = self._compile(number, draft)
+            except BaseException:
+                with self._lock:
+                    self._lost.add(number)
+                raise
+            self._variants.add(number, variant)
+            self._graph.variants.append(shown)
+
+    def _compile(self, number: int, found: PlannedVariant) -> tuple[Variant, CompiledVariant]:
+        builder, settings = self._builder(), self._settings
+        forward_kwargs, backward_kwargs = self._kwargs
+        down = builder.find(copy_graph(found.draft.forward), settings.num_user_outputs, settings.static_inputs)
+        names = [[c.name for c in saved.candidates] for saved in (down.saved, found.saved)]
+        if names[0] != names[1]:
+            raise PassError(f"expected the candidates of the draft, {names[1]}, found {names[0]}", "find_candidates")
+        builder.lower(down)
+        forward = builder.forward(down, forward_kwargs)
+        gm = copy_graph(found.draft.backward)
+        own = own_values(down) if settings.donates else frozenset()
+        donatable = [n for n in gm.graph.find_nodes(op="placeholder") if n.name in own]
+        up, backward = builder.backward(gm, down, forward.offload_candidates, donatable, backward_kwargs)
+        assert down.outer is not None and up.outer is not None
+        log.info(
+            "variant %d: %d forward and %d backward segments, %.1f MiB of candidates",
+            number,
+            len(down.segmentation.segments),
+            len(up.segmentation.segments),
+            down.saved.candidate_bytes / 2**20,
+        )
+        shown = CompiledVariant(number, down.outer, up.outer, down.saved)
+        return Variant(forward.program, backward, forward.order, found.layout), shown
+
+
+def edges_at(first: Signature, draft: Partitioning, settings: PartitionSettings) -> Edges:
+    """The edges of a draft that has a step, by the positions of another partition of its joint graph."""
+    down, up = draft.forward_state, draft.backward_state
+    assert up is not None and down.outer is not None and up.outer is not None
+    edges = edges_of(
+        down.outer,
+        up.outer,
+        draft.offload_candidates,
+        num_user_outputs=settings.num_user_outputs,
+        min_bytes=max(settings.min_bytes, 1),
+        device=settings.device,
+    )
+    other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+    inputs = dict(zip(other.inputs, with_all_inputs(edges, down).inputs, strict=True))
+    tangents = dict(zip(other.given, edges.tangents, strict=True))
+    return replace(
+        edges,
+        inputs=tuple(inputs.get(name) for name in first.inputs),
+        tangents=tuple(tangents.get(name) for name in first.given),
+    )
+
+
+def with_all_inputs(edges: Edges, forward: ForwardState) -> Edges:
+    """``edges``, in which inputs that are no candidates have their own names: a variant may save them."""
+    settled = {s.name for s in forward.saved.skipped}
+    inputs = list(edges.inputs)
+    for i, node in enumerate(forward.gm.graph.find_nodes(op="placeholder")):
+        value = tensor_of(node)
+        if inputs[i] is None and value is not None and i not in forward.static_inputs and node.name not in settled:
+            inputs[i] = node.name if value.device == forward.device else None
+    return replace(edges, inputs=tuple(inputs))
+
+
+def variant_maker_for(
+    source: Source, compiled: Compiled, builder: Builder, variants: Variants, rates: ProfileRates
+) -> VariantMaker | None:
+    """The recipe of a graph that AOTAutograd is compiling; None where it can have no variants."""
+    surroundings = Surroundings.now()
+    if surroundings is None or surroundings.mutates_inputs() or _writes_inputs(source.joint):
+        return None
+    if any(node_kind(n) == "collective" for n in source.joint.graph.nodes):
+        return None  # ranks may run different variants, and must not run different collectives
+    forward = compiled.forward
+    settings = PartitionSettings(
+        num_user_outputs=forward.num_user_outputs,
+        static_inputs=forward.static_inputs,
+        device=forward.device,
+        min_bytes=forward.min_bytes,
+        rates=rates,
+        donates=builder.donates,
+    )
+    return VariantMaker(source, settings, surroundings, compiled, builder.another, variants)
+
+
+def _writes_inputs(joint: fx.GraphModule) -> bool:
+    storages = Storages(joint.graph.nodes)
+    roots = {storages.root(n) for n in joint.graph.find_nodes(op="placeholder")}
+    return any(storages.root(v) in roots for v in written_values(joint.graph.nodes))

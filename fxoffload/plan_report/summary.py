@@ -1,0 +1,24 @@
+"""The aims of plans, and their gains, in words."""
+
+from __future__ import annotations
+
+from fxoffload.planner.objective import Objective
+from fxoffload.planner.plan import Prediction
+from fxoffload.planner.simulate import Simulation
+from fxoffload.sizes import format_bytes
+
+
+def aim_of(objective: Objective) -> str:
+    """The aim, in words."""
+    if objective.is_checkpointing:
+        return f"the fastest plan found within activation checkpointing's peak, {format_bytes(objective.budget_bytes or 0)}"
+    if objective.budget_bytes is not None:
+        return f"the fastest plan found within {format_bytes(objective.budget_bytes)}"
+    return f"the least peak found within a slowdown of {100 * (objective.max_slowdown or 0):.3g} %"
+
+
+def gain_of(found: Prediction | Simulation, base: Prediction | Simulation) -> str:
+    """What ``found`` saves of ``base``, and takes for it."""
+    saved = 1 - found.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
+    slowdown = found.step_ms / base.step_ms - 1 if base.step_ms else 0.0
+    return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time"

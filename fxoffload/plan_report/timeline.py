@@ -1,0 +1,119 @@
+"""A step as a trace for Perfetto or ``chrome://tracing``: as it was simulated, and as it was measured.
+
+Every bar says direction and layer: "forward layers.3", "D2H layers.3.mlp.gate_proj [16384, 12288] bf16", "wait for H2D
+before backward layers.3". An arrow leads from each offload to its reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fxoffload.planner.measured import MeasuredStep
+from fxoffload.planner.simulate import Boundary, SimEvent, Simulation
+
+_TRACKS = {"compute": "compute", "d2h": "D2H", "h2d": "H2D"}
+_COUNTER = "bytes on device"
+_SIMULATED, _MEASURED = 0, 1  # processes
+
+_TraceEvent = dict[str, Any]
+
+
+def to_chrome_trace(simulation: Simulation, measured: MeasuredStep | None = None) -> dict[str, Any]:
+    """The trace as JSON values. The process "simulated step" has the tracks compute, D2H and H2D. Its counter "bytes on
+    device" has the allocator's bytes at the time at which compute gets there. The process "measured step", where one
+    was measured, has compute and the counter; copies were not timed one by one."""
+    events = list(_process(_SIMULATED, "simulated step", tuple(_TRACKS.values())))
+    numbers = {track: number for number, track in enumerate(_TRACKS)}
+    boundaries = simulation.boundaries
+    for event in simulation.events:
+        arguments: dict[str, Any] = {"bytes": event.nbytes} if event.nbytes else {}
+        if event.track != "compute":
+            arguments["value"] = event.name
+        elif event.name != "wait":
+            arguments["segment"] = event.name
+        name = name_of(event, boundaries)
+        bar = _bar(_SIMULATED, numbers[event.track], name, event.begin_ms, event.end_ms, arguments)
+        events.append(bar | {"cat": _TRACKS[event.track]})
+    events += _arrows(simulation.events, numbers)
+    for b in boundaries:
+        events.append(_count(_SIMULATED, b.begin_ms, b.live_bytes))
+        events.append(_count(_SIMULATED, (b.begin_ms + b.end_ms) / 2, b.peak_bytes))
+        events.append(_count(_SIMULATED, b.end_ms, b.after_bytes))
+    if measured is not None:
+        events += _measured(measured)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def name_of(event: SimEvent, boundaries: tuple[Boundary, ...]) -> str:
+    """What a bar of the timeline is called: direction and layer, and of a copy its value."""
+    at = boundaries[event.at] if event.at >= 0 else None
+    if event.track == "compute":
+        assert at is not None
+        if event.name != "wait":
+            return f"{at.phase} {at.place}"
+        side = "behind" if at.phase == "forward" else "before"
+        return f"wait for {event.label} {side} {at.phase} {at.place}"
+    place = at.place if at is not None else "entry"
+    where = "" if place.rpartition(" ")[2] in event.label else f"{place}: "
+    return f"{_TRACKS[event.track]} {where}{event.label}"
+
+
+def _arrows(events: tuple[SimEvent, ...], numbers: dict[str, int]) -> Iterator[_TraceEvent]:
+    """One from each copy to the host to each copy back of the same value."""
+    downs = {e.candidate: e for e in events if e.track == "d2h"}
+    for number, up in enumerate(e for e in events if e.track == "h2d"):
+        down = downs[up.candidate]
+        about = {"name": "offload to reload", "cat": "copies", "id": number, "pid": _SIMULATED}
+        yield about | {"ph": "s", "tid": numbers["d2h"], "ts": down.begin_ms * 1e3}
+        yield about | {"ph": "f", "bp": "e", "tid": numbers["h2d"], "ts": up.begin_ms * 1e3}
+
+
+def _measured(step: MeasuredStep) -> Iterator[_TraceEvent]:
+    yield from _process(_MEASURED, "measured step", ("compute",))
+    for s in step.segments:
+        yield _bar(_MEASURED, 0, f"{s.phase} {s.place}", s.begin_ms, s.end_ms, {"segment": s.segment})
+    for begin, end, s in step.stands_still():
+        side = "behind" if s.phase == "forward" else "before"
+        yield _bar(_MEASURED, 0, f"wait {side} {s.phase} {s.place}", begin, end, {})
+    for s in step.segments:
+        for at, nbytes in (
+            (s.begin_ms, s.live_bytes),
+            ((s.begin_ms + s.end_ms) / 2, s.peak_bytes),
+            (s.end_ms, s.after_bytes),
+        ):
+            if nbytes is not None:
+                yield _count(_MEASURED, at, nbytes)
+
+
+def _process(process: int, title: str, tracks: tuple[str, ...]) -> Iterator[_TraceEvent]:
+    yield _named("process_name", process, 0, title)
+    for number, track in enumerate(tracks):
+        yield _named("thread_name", process, number, track)
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": process,
+            "tid": number,
+            "args": {"sort_index": number},
+        }
+
+
+def _bar(process: int, track: int, name: str, begin_ms: float, end_ms: float, args: dict[str, Any]) -> _TraceEvent:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": track,
+        "ts": begin_ms * 1e3,
+        "dur": (end_ms - begin_ms) * 1e3,
+        "args": args,
+    }
+
+
+def _named(what: str, process: int, number: int, name: str) -> _TraceEvent:
+    return {"ph": "M", "name": what, "pid": process, "tid": number, "args": {"name": name}}
+
+
+def _count(process: int, at_ms: float, nbytes: int) -> _TraceEvent:
+    return {"ph": "C", "name": _COUNTER, "pid": process, "tid": 0, "ts": at_ms * 1e3, "args": {"bytes": nbytes}}

@@ -1,0 +1,126 @@
+"""Graphs with plans of their own that run in one step: each was planned as if it had the budget to itself.
+
+Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. Once
+they are seen in one step, the graphs that were cut into segments are planned together, like layers that are compiled
+each on its own. A graph that fits into the budget alone is plain Inductor's. Nothing of it can move: a warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fxoffload._torch_compat import StorageRef
+from fxoffload.runtime.tracker.budget_loop import BudgetLoop
+from fxoffload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+
+IS_PLAIN = "it fits into the budget alone, and so it was compiled as plain Inductor does"
+
+
+@dataclass(eq=False)
+class OwnPlan:
+    """A graph with a plan of its own, for a budget.
+
+    Attributes:
+        peak_bytes: of that plan.
+        budget_bytes: that it was made for.
+        join: lets the graph be part of a plan for the whole step; or why it cannot be.
+        is_done: whether it was asked to join, or a warning said that it cannot.
+        loop: judges its steps where it is plain Inductor's.
+        has_exceeded: whether a warning said that its steps exceed the budget.
+    """
+
+    peak_bytes: int
+    budget_bytes: int
+    join: Callable[[], None] | str
+    is_done: bool = False
+    loop: BudgetLoop = field(init=False)
+    has_exceeded: bool = False
+
+    def __post_init__(self) -> None:
+        self.loop = BudgetLoop(self.budget_bytes, num_skipped=1)
+
+    def exceeded(self, peak_bytes: int) -> None:
+        """A step of this graph alone had this peak. Its plan cannot be corrected: warns, once."""
+        if self.has_exceeded:
+            return
+        self.has_exceeded = True
+        planned = max(self.budget_bytes - max(peak_bytes - self.peak_bytes, 0), 1)
+        warnings.warn(
+            f"expected steps within the activation_budget of {format_bytes(self.budget_bytes)}, found one that took "
+            f"{format_bytes(peak_bytes)}: its graph was compiled as plain Inductor does, since it was predicted to "
+            f"take {format_bytes(self.peak_bytes)}. activation_budget={peak_bytes} is met as it is; "
+            f"activation_budget={planned} has it planned to stay within {format_bytes(self.budget_bytes)}",
+            stacklevel=2,
+        )
+
+    def together(self) -> None:
+        """The graph runs in one step with others: join their plan, or warn that it cannot. Once."""
+        if self.is_done:
+            return
+        self.is_done = True
+        if not isinstance(self.join, str):
+            self.join()
+            return
+        warnings.warn(
+            "expected graphs whose forwards wait for their backwards at the same time to be planned together, for an "
+            f"activation_budget of {format_bytes(self.budget_bytes)}; found one that cannot be: {self.join}. Each of "
+            "them may take the whole budget. Compile the model without graph breaks, or each layer on its own; run "
+            "forwards without a backward under torch.no_grad()",
+            stacklevel=2,
+        )
+
+
+class PlainCalls:
+    """Forwards of graphs that are plain Inductor's, until their backwards."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[OwnPlan, StorageRef]] = []
+
+    def waiting(self) -> list[OwnPlan]:
+        """Of those whose backward is to come."""
+        if self._saved:
+            self._saved = [(graph, saved) for graph, saved in self._saved if not saved.is_expired()]
+        return [graph for graph, _ in self._saved]
+
+    def ran(self, graph: OwnPlan, saved: Tensor) -> None:
+        """A forward has returned; its backward holds ``saved``."""
+        self._saved.append((graph, StorageRef(saved)))
+
+
+def plan_together(calls: Sequence[TrackedGraph], plain: Sequence[OwnPlan]) -> None:
+    """Have graphs planned together whose forwards wait for their backwards at the same time, unless their own plans
+    add up to no more than the budget.
+
+    Args:
+        calls: of graphs that were cut.
+        plain: calls of graphs that were not.
+    """
+    cut = [tracked.own_plan for tracked in calls if tracked.own_plan is not None]
+    everyone = [*cut, *plain]
+    if not everyone or len(calls) + len(plain) < 2:
+        return
+    exceeds = sum(one.peak_bytes for one in everyone) > min(one.budget_bytes for one in everyone)
+    if exceeds or len(cut) < len(calls):
+        for one in cut:
+            one.together()
+    if exceeds:
+        for one in plain:
+            one.together()
+
+
+def saved_of_its_own(args: Sequence[Any], results: Sequence[Any], num_user_outputs: int) -> int | None:
+    """Position of a saved result whose storage is neither an argument's nor a user output's; None: there is none."""
+    others = (*args, *results[:num_user_outputs])
+    given = {StorageRef(a).key for a in others if isinstance(a, Tensor)}
+    for i, value in enumerate(results[num_user_outputs:], num_user_outputs):
+        if isinstance(value, Tensor) and StorageRef(value).key not in given:
+            return i
+    return None

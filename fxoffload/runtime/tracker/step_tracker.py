@@ -1,0 +1,677 @@
+"""The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
+
+A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
+reverse. ``StepTracker`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through the
+same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of its
+place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that was
+on the device in its first step (``fxoffload.runtime.tracker.chains``).
+
+Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From the
+place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
+several forwards before a backward, a forward inside a backward, saved-tensor hooks, or an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fxoffload._torch_compat import (
+    StorageRef,
+    compiled_autograd_active,
+    in_backward,
+    saved_tensor_hooks_active,
+    version_of,
+)
+from fxoffload.errors import in_brief
+from fxoffload.progress import working
+from fxoffload.runtime import background
+from fxoffload.runtime.host_memory.trim import HostTrim
+from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.call_recorder import Recorder
+from fxoffload.runtime.profiler.gap_times import GapTimes
+from fxoffload.runtime.profiler.stream_events import EventSource
+from fxoffload.runtime.tracker.chains import (
+    CallSizes,
+    ChainPlan,
+    Chains,
+    Known,
+    Planner,
+    PlanObserver,
+    Record,
+    Seen,
+    SizedChain,
+    Sizes,
+)
+from fxoffload.runtime.tracker.first_arguments import OnOtherStreams
+from fxoffload.runtime.tracker.hold_to_budget import BudgetControl, HoldToBudget
+from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
+from fxoffload.runtime.tracker.running_step import CallOfStep, RunningStep
+from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.runtime.transfer import Group
+from fxoffload.step.choice import Choice
+from fxoffload.step.edges import CallAt, Edges, Moment
+from fxoffload.step.readings import Phase
+
+log = logging.getLogger(__name__)
+
+# After this many forwards, check whether any waits for a backward: if not, forget them all.
+_MOST_FORWARDS = 64
+
+
+@dataclass(eq=False)
+class TrackedGraph:
+    """One compiled graph, as a place where steps pass by. Made by ``StepTracker.site``.
+
+    Attributes:
+        description: the planner's description of the graph; None: no chain that it is in is planned.
+        sizes: of its calls, where they vary; None: they do not.
+        edges: of the graph.
+        planner: plans a chain that begins here.
+        may_follow: whether the graph follows a plan, at the moment.
+        may_keep: whether it computes as the plan says, but keeps everything.
+        followed: the choice for the forward that begins now; None: it runs as it does without a plan.
+        written: inputs, by their names in ``edges``, that were modified between some call and its backward.
+        at_first: a forward's choice until its chain is planned; None: it runs as it does without a plan. With a budget
+            it applies in all steps, else in those in which memory outside the graphs is read.
+        measure: makes the recorder of the call that begins now; None: it is not measured.
+        chains: that begin here.
+        reserved_bytes: of host memory, pinned for one call of it when it was compiled.
+        may_record: whether the allocator may be asked to record its events in steps that begin here.
+        may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
+        own_plan: of a graph with a plan of its own.
+        control: of such a graph, where its plan can be corrected.
+        has_budget: whether its steps have one, as far as they are planned.
+        gives_up: called when no chain that begins here will be planned.
+    """
+
+    calls: StepTracker
+    description: Any = None
+    edges: Edges | None = None
+    planner: Planner | None = None
+    may_follow: Callable[[], bool] = lambda: False
+    may_keep: Callable[[], bool] = lambda: False
+    followed: Choice | None = None
+    at_first: Choice | None = None
+    written: set[str] = field(default_factory=set)
+    measure: Callable[[], Recorder | None] | None = None
+    sizes: CallSizes | None = None
+    chains: Chains = field(default_factory=Chains)
+    reserved_bytes: int = 0
+    may_record: bool = True
+    may_trim: bool = True
+    own_plan: OwnPlan | None = None
+    control: BudgetControl | None = None
+    has_budget: bool = False
+    gives_up: Callable[[], None] = lambda: None
+
+    def sizes_of(self, args: Sequence[Any]) -> Sizes:
+        """Of the call with these arguments; empty where they do not vary."""
+        return () if self.sizes is None else self.sizes.told_by(args)
+
+    def planned_sizes(self, args: Sequence[Any]) -> Sizes:
+        """The sizes that the call with these arguments is planned for."""
+        return () if self.sizes is None else self.sizes.rounded_up(self.sizes.told_by(args))
+
+    def forward_begins(self, args: Sequence[Any]) -> None:
+        """A forward call begins: sets ``followed``."""
+        try:
+            self.calls._forward_begins(self, args)
+        except Exception as error:
+            self.followed = None
+            self.calls.give_up(error)
+
+    def recorder(self) -> Recorder | None:
+        """Of the call that has just begun; None: it is not measured."""
+        measure, self.measure = self.measure, None
+        return None if measure is None else measure()
+
+    def forward_ends(self, group: Group, results: Sequence[Any], token: Tensor | None = None) -> None:
+        """It has saved ``group`` and returns ``results``. ``token``: of the bundle of a call of a variant."""
+        try:
+            self.calls._forward_ends(self, group, results, token)
+        except Exception as error:
+            self.calls.give_up(error)
+
+    def backward_begins(self, group: Group, args: Sequence[Any]) -> Group:
+        """A backward call begins. ``group``: of its tokens, empty where it was given none. Returns the group to go on
+        with: that of the forward call, where it follows a plan and moved nothing."""
+        try:
+            return self.calls._backward_begins(self, group, args)
+        except Exception as error:
+            self.calls.give_up(error)
+            return group
+
+    def backward_ends(self, results: Sequence[Any]) -> None:
+        """It returns ``results``."""
+        try:
+            self.calls._backward_ends(self, results)
+        except Exception as error:
+            self.calls.give_up(error)
+
+
+class StepTracker:
+    """The calls of the step that runs on one device. Thread-safe: autograd runs backwards on another thread.
+
+    Args:
+        in_flight: storage -> how many sources the copy engine holds of it.
+        in_background: whether plans are made on a thread of their own.
+        memory: reads the allocator; None where there is nothing to read.
+        history: begins a record of the allocator's events; None, or a result of None, where there is none.
+        others: begins to watch the memory of other streams, from the arguments of a step's first call on; None: they
+            are not watched.
+        trim: of the host's memory; None: it stays as it is.
+        events: of the compute stream; None: the time of eager code between the calls is not known.
+
+    Attributes:
+        num_begun: how many forwards have begun.
+    """
+
+    def __init__(
+        self,
+        in_flight: Callable[[], Mapping[int, int]],
+        *,
+        in_background: bool,
+        memory: Callable[[], Memory] | None = None,
+        history: Callable[[], AllocatorHistory | None] | None = None,
+        others: Callable[[Sequence[Any]], OnOtherStreams] | None = None,
+        trim: HostTrim | None = None,
+        events: EventSource | None = None,
+    ) -> None:
+        self._events = events
+        self._hold = None if memory is None else HoldToBudget(memory, history)
+        self._in_flight = in_flight
+        self._in_background = in_background
+        self._memory = memory
+        self._history = history
+        self._others = others
+        self._trim = trim
+        self._plain = PlainCalls()
+        self._tracked_graphs: weakref.WeakSet[TrackedGraph] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._step: RunningStep | None = None
+        self.num_begun = 0
+        self._planning: threading.Thread | None = None  # the latest
+
+    def track(self) -> TrackedGraph:
+        """A place for one more compiled graph."""
+        tracked = TrackedGraph(self)
+        with self._lock:
+            self._tracked_graphs.add(tracked)
+        return tracked
+
+    def follow_instead(
+        self, tracked: TrackedGraph, observer: PlanObserver, choices: tuple[Choice, ...], spare_bytes: int = 0
+    ) -> None:
+        """If the next step at ``site`` still follows the plan of ``observer``, it makes these choices, which leave
+        ``spare_bytes`` of the budget."""
+        with self._lock:
+            tracked.chains.follow_instead(observer, choices, spare_bytes)
+
+    def end_step(self) -> bool:
+        """End the step that ran, if all its backwards have, and wait for the plan that it may lead to.
+
+        Returns whether steps like it go on as they are: they follow a plan, or will have none.
+        """
+        with self._lock:
+            step = self._step
+            if step is None or not step.is_complete:
+                return step is None
+            self._finish()
+            planning = self._planning
+        if planning is not None:
+            planning.join()
+        return step.was_planned or not step.awaits_plan
+
+    def forget(self) -> None:
+        """All compiled code is dropped. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
+        step, self._step, self._planning = self._step, None, None
+        self._plain, self._tracked_graphs = PlainCalls(), weakref.WeakSet()
+        if step is not None:
+            step.spoil()
+        if self._trim is not None:
+            self._trim.forget()
+
+    def give_up(self, error: Exception) -> None:
+        """Watching failed: the step goes on without."""
+        log.warning("a step is not watched any further: %s", in_brief(error))
+        with self._lock:
+            if self._step is not None:
+                self._step.spoil()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        tracked.followed = tracked.measure = None
+        self.num_begun += 1
+        unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
+        if not unusual:
+            self._prepare(tracked, args)
+        with self._lock:
+            step = self._step
+            if unusual:
+                if step is not None:
+                    step.spoil()
+                return
+            if self._hold is not None:
+                self._hold.drop_plain()
+            if step is None or self._is_over(step, tracked):
+                overlaps = step is not None and not step.keeps and any(c.waits() for c in step.pending)
+                self._finish()
+                step = self._step = self._begin(tracked, args)
+                if overlaps:
+                    step.spoil(missed=True)  # the memory of another forward is still there
+            place = len(step.calls)
+            if place and step.calls[-1].group is None:
+                step.spoil()  # it raised, or another thread runs it
+            if step.expected is not None and not step.expected.has(place, tracked):
+                step.spoil(missed=True)
+            sizes = tracked.sizes_of(args)
+            if step.plan is not None and not step.plan.serves(place, sizes):
+                step.spoil(missed=True)
+                step.is_outgrown = step.awaits_plan = True
+            keeps = tracked.may_keep()
+            if step.plan is not None and not keeps and not tracked.may_follow():
+                step.spoil()
+            if (step.records or step.measures) and not (tracked.description is not None and tracked.may_follow()):
+                step.spoil()
+            step.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
+            if self._hold is not None and place:
+                self._hold.forward_begins(step)
+            self._plan_together(step, tracked)
+            if step.plan is not None:
+                tracked.followed = step.plan.choices[place]
+                if keeps:
+                    tracked.followed = tracked.followed.kept()
+                    step.keep()
+            elif step.awaits_plan and not keeps and (tracked.has_budget or step.counts):
+                tracked.followed = tracked.at_first
+            if step.recording is not None:
+                tracked.measure = partial(step.recording.begin, "forward", place)
+                step.recording.given(place, args)
+            self._read(step, ("forward", place), args)
+            if step.records and tracked.edges is not None:
+                self._look(step)
+                step.edges.now = Moment("forward", place)
+                self._watch(step, "forward", place, tracked.edges.inputs, args)
+                step.calls[-1].inputs = [
+                    (name, weakref.ref(value), version)
+                    for name, value in zip(tracked.edges.inputs, args, strict=False)
+                    if name is not None and isinstance(value, Tensor) and (version := version_of(value)) is not None
+                ]
+
+    def plain_forward_begins(self, graph: OwnPlan) -> None:
+        """The forward of a graph that has a budget and is yet plain Inductor's begins."""
+        with self._lock:
+            step = self._step
+            tracked_graphs = self._waiting(step) if step is not None and step.phase == "forward" else []
+            try:
+                plan_together(tracked_graphs, [*self._plain.waiting(), graph])
+                if self._hold is not None and (step is None or not step.pending):
+                    self._hold.plain_begins(graph)
+            except Exception as error:
+                self.give_up(error)
+
+    def plain_forward_ends(self, graph: OwnPlan, saved: Tensor) -> None:
+        """It has saved ``saved``, among other values."""
+        with self._lock:
+            self._plain.ran(graph, saved)
+
+    def plain_backward_ends(self, graph: OwnPlan) -> None:
+        """It has returned."""
+        with self._lock:
+            if self._hold is not None:
+                self._hold.plain_ended(graph)
+
+    def _plan_together(self, step: RunningStep, tracked: TrackedGraph) -> None:
+        """A forward of ``site`` has begun."""
+        step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
+        plain = self._plain.waiting()
+        if step.has_own_plan or plain:
+            plan_together([*self._waiting(step), tracked], plain)
+
+    @staticmethod
+    def _waiting(step: RunningStep) -> list[TrackedGraph]:
+        """The sites whose forwards wait for their backwards."""
+        return [tracked for call in step.pending if call.waits() and (tracked := call.tracked()) is not None]
+
+    def _prepare(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        """Get the plans of ``site`` ready to be followed, where a step begins. Not under the lock: may take minutes.
+
+        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size
+        may be long in coming back.
+        """
+        chains = tracked.chains
+        if not chains.may_prepare:
+            return
+        chains.may_prepare = False  # before reading plans: another one may be made meanwhile
+        mine = chains.get(tracked.planned_sizes(args))
+        others = [c for c in chains.all if c is not mine]
+        is_done = False
+        try:
+            is_done = all(self._make_ready(tracked, chain) for chain in (mine, *others) if chain is not None)
+        finally:
+            chains.may_prepare = chains.may_prepare or not is_done
+
+    def _make_ready(self, tracked: TrackedGraph, chain: SizedChain) -> bool:
+        """Returns whether there may be more to make ready: a step begins here."""
+        while (plan := chain.plan) is not None and plan.prepare is not None:
+            with self._lock:
+                begins = self._step is None or self._is_over(self._step, tracked)
+            if not begins or not tracked.may_follow():
+                return False
+            with plan.lock:
+                prepare = plan.prepare
+                if prepare is None:
+                    continue  # another thread was here first
+                try:
+                    prepare()
+                except Exception as error:
+                    how = "without a plan" if plan.otherwise is None else "with another plan"
+                    warnings.warn(
+                        f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} compiled "
+                        f"graphs and goes on {how}: {in_brief(error)}",
+                        stacklevel=2,
+                    )
+                    if chain.plan is plan:
+                        tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
+                plan.prepare = plan.otherwise = None
+        return True
+
+    def _is_over(self, step: RunningStep, tracked: TrackedGraph) -> bool:
+        if step.phase == "backward":
+            return True
+        goes_on = step.plan is not None and step.plan.has(len(step.calls), tracked)
+        if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
+            return False
+        # A forward through the same graphs, when nothing waits for its backward any longer. Or one that follows a step
+        # under override_policy("keep_all"), which the caller may hold to compare it with the plan's steps.
+        again = bool(step.calls) and (step.calls[0].tracked() is tracked or len(step.calls) % _MOST_FORWARDS == 0)
+        return again and (step.keeps or not any(c.waits() for c in step.pending))
+
+    def _begin(self, tracked: TrackedGraph, args: Sequence[Any]) -> RunningStep:
+        chains = tracked.chains
+        chain = chains.at(tracked.planned_sizes(args))
+        step = RunningStep(chain.sizes)
+        observer = None if chain.ready is None or chain.ready.first else chain.ready.observer
+        if observer is not None and not tracked.may_keep():
+            step.recording = observer.step_begins()
+        is_unknown = self._memory is not None and tracked.has_budget and chains.may_measure(chain)
+        if is_unknown and tracked.may_follow():
+            step.measures = chains.begin_measuring(chain)
+        elif not is_unknown and chains.may_plan(chain):
+            self._plan(tracked, chain)
+        # The follower may have replaced it. One that was made this moment may have to be made ready: the next step does
+        # that, and follows it.
+        if step.measures is None:
+            step.plan = chain.ready
+            if step.plan is None and (larger := chains.larger(tracked.sizes_of(args))) is not None:
+                step.sizes, step.plan = larger.sizes, larger.ready
+            if step.plan is not None and step.plan.first:
+                step.plan = step.plan.begin_first()
+        step.was_planned = step.plan is not None
+        step.followed = None if step.plan is None else weakref.ref(step.plan)
+        if not step.was_planned:
+            step.awaits_plan = tracked.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
+            step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
+            step.began_recording = step.records
+        # Of the steps that are recorded the second one counts: nothing is compiled in it.
+        counts = step.counts = step.measures is not None or (step.records and chains.before is not None)
+        begin = self._history if counts and tracked.may_record else None
+        times = GapTimes(self._events) if counts and self._events is not None else None
+        step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
+        if self._hold is not None:
+            self._hold.begin(tracked, chain, step, args)
+        return step
+
+    def _forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
+        with self._lock:
+            step = self._step
+            call = step.calls[-1] if step is not None and step.calls else None
+            if step is None or call is None or call.tracked() is not tracked or call.group is not None:
+                if step is not None:
+                    step.spoil()
+                return
+            call.group = weakref.ref(group)
+            step.pending.append(call)
+            if step.plan is not None:
+                if step.recording is not None and (token is None) == bool(step.plan.choices[call.place].variant):
+                    step.recording.drop()  # another variant ran than was planned
+                group.takes_below = True
+                if token is not None:
+                    call.kept, call.is_bundled = StorageRef(token), True
+                elif not len(group):
+                    call.empty = group
+            if token is None and not len(group) and (step.expected is not None or step.records or step.has_own_plan):
+                saved = tracked.edges.saved if tracked.edges is not None else ()
+                call.kept = StorageRef(results[saved[0]]) if saved else None
+            if step.records and tracked.edges is not None:
+                self._look(step)
+                self._watch(step, "forward", call.place, tracked.edges.outputs, results)
+            self._read_end(step)
+            if self._hold is not None:
+                self._hold.forward_ended(step)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
+        tracked.measure = None
+        with self._lock:
+            step = self._step
+            if step is None:
+                return group
+            call = step.pending[-1] if step.pending else None
+            if call is None or call.tracked() is not tracked or not call.saved(group):
+                step.spoil()
+                call = next((c for c in reversed(step.pending) if c.tracked() is tracked and c.saved(group)), None)
+                if call is None:
+                    return group
+            expected = step.expected
+            if step.phase == "forward" and expected is not None and len(step.calls) != len(expected.tracked_graphs):
+                step.spoil(missed=True)
+            if step.phase == "forward" and step.began_recording and (first := step.calls[0].tracked()) is not None:
+                first.chains.num_records += 1
+                step.has_several = len(self._waiting(step)) > 1
+            if self._hold is not None and step.phase == "forward":
+                self._hold.first_backward_begins(step)
+            step.phase = "backward"
+            step.pending.remove(call)
+            step.running = call
+            if step.recording is not None:
+                tracked.measure = partial(step.recording.begin, "backward", call.place)
+            tracked.written.update(
+                name for name, ref, version in call.inputs if (v := ref()) is not None and version_of(v) != version
+            )
+            self._read(step, ("backward", call.place), args)
+            if step.records and tracked.edges is not None:
+                self._look(step)
+                step.edges.now = Moment("backward", call.place)
+                self._watch(step, "backward", call.place, tracked.edges.tangents, args)
+            empty, call.empty = call.empty, None
+            return empty if empty is not None and not len(group) else group
+
+    def _backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
+        with self._lock:
+            step = self._step
+            call = step.running if step is not None else None
+            if step is None or call is None or call.tracked() is not tracked:
+                return
+            step.running = None
+            if step.records and tracked.edges is not None:
+                self._look(step)
+                self._watch(step, "backward", call.place, tracked.edges.gradients, results)
+            self._read_end(step)
+            step.is_complete = not step.pending
+            if step.is_complete:
+                step.plan = None  # it is not kept alive any longer
+                if step.regular:
+                    step.live_bytes.end()
+                    if self._hold is not None:
+                        self._hold.end(step)
+                if step.records:
+                    step.record = self._record(step)
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def _look(self, step: RunningStep) -> None:
+        """Note which of the watched memory is still held outside the engine."""
+        step.edges.look(self._in_flight())
+
+    def _read(self, step: RunningStep, at: CallAt, args: Sequence[Any]) -> None:
+        """Read the device's memory, and the time, when a call begins, if the step needs them."""
+        if (memory := self._memory_of(step)) is not None:
+            step.live_bytes.read(at, args, memory)
+        if (times := step.live_bytes.gap_times) is not None:
+            times.call_begins(at)
+
+    def _read_end(self, step: RunningStep) -> None:
+        """The same when it ends."""
+        if (times := step.live_bytes.gap_times) is not None:
+            times.call_ended()
+        if (memory := self._memory_of(step)) is not None:
+            step.live_bytes.call_ended(memory)
+
+    def _memory_of(self, step: RunningStep) -> Memory | None:
+        is_read = step.records or (step.measures is not None and step.regular)
+        return self._memory() if self._memory is not None and is_read else None
+
+    @staticmethod
+    def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
+        if not step.edges.watch(phase, place, names, values):
+            step.spoil()
+
+    @staticmethod
+    def _record(step: RunningStep) -> Record:
+        """The recording of a step whose last backward has run."""
+        edge_memory = step.edges.edge_memory()
+        step.edges.clear()
+        step.records = False
+        tracked_graphs, sizes = step.graphs_and_sizes()
+        return Record(tracked_graphs, edge_memory, step.live_bytes, sizes)
+
+    def _plan_if_seen_twice(self, first: TrackedGraph, step: RunningStep) -> None:
+        chains = first.chains
+        record = step.record if step.regular else None
+        before, chains.before = chains.before, record
+        if before is None or record is None or not before.same_chain(record):
+            return
+        merged = before.merged(record)
+        if merged is None:
+            return
+        chains.before = None
+        chains.known = Known(record.tracked_graphs, merged, [before.sizes, record.sizes])
+        chains.known.measured(step.sizes, record.live, record.sizes)
+        chain = chains.at(step.sizes)
+        if chains.may_plan(chain):
+            self._plan(first, chain)
+
+    def _plan_as_measured(self, first: TrackedGraph, chain: SizedChain, step: RunningStep) -> None:
+        """Make the plan for the sizes of a step that was measured."""
+        known = step.measures
+        if known is None or first.chains.known is not known:
+            return
+        known.measured(chain.sizes, step.live_bytes, step.graphs_and_sizes()[1])
+        if first.chains.may_plan(chain):
+            self._plan(first, chain)
+
+    def _plan(self, first: TrackedGraph, chain: SizedChain) -> None:
+        """Make a plan for a chain that begins at ``first``, from its recordings."""
+        known = first.chains.known
+        assert known is not None
+        tracked_graphs = [tracked for ref in known.tracked_graphs if (tracked := ref()) is not None]
+        if len(tracked_graphs) < len(known.tracked_graphs):
+            first.chains.forget_known()  # it was compiled anew
+            return
+        first.chains.begin_planning(chain)
+        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes)
+        args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
+        if self._in_background:
+            self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-tape-plan")
+        else:
+            self._make_plan(*args)
+
+    def _make_plan(
+        self, tracked_graphs: Sequence[TrackedGraph], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]
+    ) -> None:
+        first, plan = tracked_graphs[0], None
+        assert first.planner is not None
+
+        def meanwhile(plan: ChainPlan) -> None:
+            chain.meanwhile = chain.meanwhile or plan
+
+        try:
+            with working(
+                f"planning a step of {len(tracked_graphs)} compiled graphs", in_background=self._in_background
+            ):
+                plan = first.planner(tracked_graphs, seen, sizes, meanwhile if self._in_background else None)
+        except Exception as error:
+            if background.is_ending():
+                return
+            background.warn(
+                f"fxoffload could not plan a step of {len(tracked_graphs)} compiled graphs and goes on without a plan: "
+                f"{in_brief(error)}"
+            )
+        finally:
+            first.chains.end_planning(chain, plan)
+
+    def _finish(self) -> None:
+        """The step is over: judge whether it went as planned, and plan or correct."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.end_recording()
+            step.live_bytes.drop()
+            if step.peak is None:
+                step.drop_peak()
+        if step is None or not step.calls or step.phase == "forward":
+            return
+        first = step.calls[0].tracked()
+        if first is None:
+            return
+        self._watch_host_memory(step)
+        chain, known = first.chains.get(step.sizes), first.chains.known
+        if not step.was_planned and step.measures is None:
+            self._plan_if_seen_twice(first, step)
+            if step.began_recording and step.has_several and first.chains.gives_up:
+                first.gives_up()
+            if self._hold is not None and chain is not None and step.regular:
+                self._hold.judge(first, chain, step)
+        elif chain is None or (step.keeps and not step.regular):
+            return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
+        elif step.regular and step.is_complete:
+            chain.num_misses = 0
+            self._plan_as_measured(first, chain, step)
+            if self._hold is not None:
+                self._hold.judge(first, chain, step)
+        elif step.is_outgrown and known is not None and known.learns(*step.graphs_and_sizes()):
+            first.chains.outgrown(chain)
+        elif step.missed and first.chains.missed(chain):
+            log.info("steps are not what was planned any more: they are recorded again")
+
+    def _watch_host_memory(self, step: RunningStep) -> None:
+        """A step with a backward is over. Tell the trim whether it followed its plan: unneeded memory may go then."""
+        trim = self._trim
+        if trim is None:
+            return
+        plan = None if step.followed is None else step.followed()
+        if plan is not None and step.regular and step.is_complete and plan.is_settled and not step.keeps:
+            trim.followed(
+                plan, lambda: all(tracked.may_trim for tracked in self._tracked_graphs), self._bytes_of_others
+            )
+        elif step.was_planned or step.awaits_plan:
+            trim.interrupted()
+
+    def _bytes_of_others(self) -> int:
+        """Host bytes pinned for graphs that are in no plan that the trim knows."""
+        assert self._trim is not None
+        plans = (p for p in self._trim.plans if isinstance(p, ChainPlan))
+        known = {id(tracked) for plan in plans for ref in plan.tracked_graphs if (tracked := ref()) is not None}
+        return sum(tracked.reserved_bytes for tracked in self._tracked_graphs if id(tracked) not in known)

@@ -1,0 +1,1 @@
+"""The calls of a step as plain data: what moves, what is measured, what passes between them."""
