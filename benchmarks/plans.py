@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.schema import PlanFacts
 
 PLANNING_LOGGER = "fxoffload.compiler.planning"
-_PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) drafts")
+_PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) partitionings")
 
 
 def join_planning() -> None:
@@ -117,6 +117,6 @@ class _PlanningLog(logging.Handler):
 
 
 def _plans() -> list[Any]:
-    from fxoffload.planner import shown
+    from fxoffload.planner import plan_registry
 
-    return shown.plans()
+    return plan_registry.plans()

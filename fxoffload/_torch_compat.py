@@ -95,7 +95,7 @@ _TAGS_DECIDE: dict[str, Any] = {
     "ban_recompute_used_far_apart": True,
     "enable_activation_offloading": False,
     "recompute_views": False,
-    "_sync_decision_cross_ranks": False,  # collectives, which the ranks' drafts would meet at other times
+    "_sync_decision_cross_ranks": False,  # collectives, which the ranks' partitionings would meet at other times
 }
 # Keys of a node's ``meta``, and of ``meta["custom"]``, that carry a memory budget (``MemoryBudgetMode`` and
 # ``torch.autograd.graph.region_activation_memory_budget``).
@@ -318,8 +318,8 @@ class Surroundings:
 
         Code that is compiled already is left as it is.
 
-        Up to torch 2.11 a patched setting is another one in all threads. A draft may be made while a step runs. It
-        therefore patches only settings that the partitioner reads and that have changed since: mostly none.
+        Up to torch 2.11 a patched setting is another one in all threads. A partitioning may be made while a step runs.
+        It therefore patches only settings that the partitioner reads and that have changed since: mostly none.
 
         Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
 

@@ -57,7 +57,8 @@ def metrics() -> dict[str, float]:
 
 
 def reset_stats() -> None:
-    """Set every counter to zero. Numbers of the present (host memory, groups on the tape) are no counters and stay."""
+    """Set every counter to zero. Numbers of the present (host memory, groups on the save order) are no counters and
+    stay."""
     counters.reset()
     for engine in engines():
         engine.streams.reset_exposed()

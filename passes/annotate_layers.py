@@ -117,7 +117,7 @@ class AnnotateLayers:
         if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
             paths = {n: path.below(_DECORATED) for n, path in paths.items()}
         for node, path in paths.items():
-            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every draft asks for it
+            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every partitioning asks for it
         labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:

@@ -24,8 +24,7 @@ from torch._inductor import config as inductor_config
 import fxoffload
 from fxoffload import backend
 from fxoffload._torch_compat import boxed_eager
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import segments, session
+from fxoffload.compiler import chain_planning, segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -357,7 +356,7 @@ class TestPieces:
             found.append(args[-1])
             return describe(*args)
 
-        monkeypatch.setattr(session, "describe_part", describe_part)
+        monkeypatch.setattr(session, "describe_graph", describe_part)
         model = make_model(2)
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile(backend="fxoffload", options=rehearsal_options(policy="auto", disable=pieces))
@@ -400,7 +399,7 @@ class TestPieces:
         def replan_for_tape(planning: Any, *_: object) -> None:
             told.append(planning.records)
 
-        monkeypatch.setattr(tape_plan, "replan_for_tape", replan_for_tape)
+        monkeypatch.setattr(chain_planning, "replan_for_chain", replan_for_tape)
         model = make_model(3)
         for layer in model.layers:  # type: ignore[union-attr]
             options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}

@@ -38,7 +38,8 @@ class Recalibration(ABC):
         scheduler: that it was made with.
         box: where the plan is shown.
         objective: of the plan.
-        limit_bytes: the part of the goal's budget that the schedule may take; None: all of it, or there is no budget.
+        limit_bytes: the part of the objective's budget that the schedule may take; None: all of it, or there is no
+            budget.
 
     Attributes:
         scheduler: with measured times, once there are some.
@@ -114,7 +115,7 @@ class Recalibration(ABC):
         Args:
             readings: of the segments.
             basis: of the plan's predictions.
-            limit_bytes: the part of the goal's budget that the schedule may take now.
+            limit_bytes: the part of the objective's budget that the schedule may take now.
 
         Returns:
             The scheduler of the step with these readings.

@@ -154,8 +154,8 @@ def describe_graph(
 ) -> tuple[GraphDescription, Edges] | None:
     """Two compiled graphs as data for a plan; None where nothing that is saved may move.
 
-    ``rates``: of the device. ``variant_maker``: of variants of them; the edges then name the inputs that only a variant may
-    save too.
+    ``rates``: of the device. ``variant_maker``: of variants of them; the edges then name the inputs that only a variant
+    may save too.
 
     Raises:
         UnsupportedError: sizes vary from call to call and are not told as arguments.

@@ -1,11 +1,12 @@
 """Plans all compiled graphs of a step together, where none of them has a plan of its own.
 
 A graph of one layer has nothing to choose from; a step of many such graphs has (each layer compiled on its own, as with
-FSDP2). After the same chain of calls was seen twice (``fxoffload.runtime.tracker.step_tracker``), it is planned like one graph:
-each call's values are kept, offloaded or recomputed. Keep and offload need nothing but the plan. To recompute more, a
-graph gets a variant (``fxoffload.compiler.variant_maker``), which is compiled when the plan is followed for the first time.
-Graphs that obey activation checkpointing as compiled get variants that recompute less. Unless the user asks for
-something, the plan then takes no more than checkpointing's own peak. Nothing is exchanged between ranks.
+FSDP2). After the same chain of calls was seen twice (``fxoffload.runtime.tracker.step_tracker``), it is planned like
+one graph: each call's values are kept, offloaded or recomputed. Keep and offload need nothing but the plan. To
+recompute more, a graph gets a variant (``fxoffload.compiler.variant_maker``), which is compiled when the plan is
+followed for the first time. Graphs that obey activation checkpointing as compiled get variants that recompute less.
+Unless the user asks for something, the plan then takes no more than checkpointing's own peak. Nothing is exchanged
+between ranks.
 
 Where sizes vary from call to call, a chain is planned for some sizes: graphs, and their variants, are described as they
 are with those. A variant is compiled when the first size wants it, and serves all.
@@ -146,8 +147,8 @@ class ChainPlanning:
             none.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes, margin_bytes: as of ``Seen``.
-        extra_memory: memory known to be on the device outside the graphs, with the margin: from the steps before the plan,
-            then from those that were measured.
+        extra_memory: memory known to be on the device outside the graphs, with the margin: from the steps before the
+            plan, then from those that were measured.
         forward_ms: of each call: an estimate, until steps were measured.
         paced: per call, whether its forward is, by the latest ``choices``.
     """
@@ -289,7 +290,8 @@ class ChainPlanning:
         return extra_memory_of_larger(size, found, None if seen.other is None else at(seen.other))
 
     def with_margin(self, extra_memory: ExtraMemory) -> ExtraMemory:
-        """``extra_memory`` plus the excess of steps over earlier plans of this chain; its place in the step is unknown."""
+        """``extra_memory`` plus the excess of steps over earlier plans of this chain; its place in the step is
+        unknown."""
         return raised(extra_memory, self.margin_bytes, len(self.descriptions))
 
     def without_margin(self, extra_memory: ExtraMemory) -> ExtraMemory:
@@ -325,7 +327,7 @@ class ChainPlanning:
         return None if self.limit_bytes is None else self.compiled.scheduler.least_time(self.limit_bytes)
 
     def run(self) -> Schedule:
-        """The schedule that meets the goal best."""
+        """The schedule that meets the objective best."""
         if self.objective.budget_bytes is not None:
             return self._within(self.objective.budget_bytes)
         slowdown = self.objective.max_slowdown or 0.0
@@ -352,8 +354,8 @@ class ChainPlanning:
             self._warn_of_the_budget(
                 "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
-                f"{len(self.descriptions)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the step "
-                "takes the least that was found. Raise the budget, or make the batch smaller",
+                f"{len(self.descriptions)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the "
+                "step takes the least that was found. Raise the budget, or make the batch smaller",
             )
             self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self.gain(found)}"
             return found
@@ -364,7 +366,8 @@ class ChainPlanning:
             self.warn(
                 "slowdown",
                 f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
-                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.objective.max_slowdown:.3g} %); the budget wins",
+                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.objective.max_slowdown:.3g} %); the budget "
+                "wins",
             )
         return found
 
@@ -428,8 +431,8 @@ class ChainPlanning:
     def following(
         self, tracked_graphs: tuple[weakref.ref[TrackedGraph], ...], schedule: Schedule, box: PlanBox
     ) -> ChainPlan:
-        """The plan as calls follow it. CallVariants are compiled when it is followed for the first time; where that fails,
-        graphs run as they were compiled."""
+        """The plan as calls follow it. CallVariants are compiled when it is followed for the first time; where that
+        fails, graphs run as they were compiled."""
         wanted = [(p.variant_maker, v) for p, v in zip(self.descriptions, self.choice.variants, strict=True)]
         self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
         first = self._first_choices()

@@ -47,7 +47,7 @@ _WORTH_MS = 0.003
 class ChainReplan(Replan[ChainClock]):
     """Follows a plan over several graphs through its first steps.
 
-    The drafts that it was planned from are held until the calibration has ended, or one of the graphs is gone.
+    The partitionings that it was planned from are held until the calibration has ended, or one of the graphs is gone.
 
     Args:
         calibration: makes the new plan.
@@ -301,7 +301,7 @@ class ChainRecalibration(Recalibration):
 def replan_for_chain(
     planning: ChainPlanning, schedule: Schedule, tracked_graphs: TrackedGraphs, box: PlanBox
 ) -> ChainReplan | None:
-    """A follower for a chain on a GPU. On the CPU, times are no prediction of anything."""
+    """An observer for a chain on a GPU. On the CPU, times are no prediction of anything."""
     device = planning.device
     if device.type != "cuda" or not planning.calibrates:
         return None

@@ -1,8 +1,9 @@
 """Looks for a better plan of a chain of calls by choosing recompute variants of its graphs.
 
-Each graph has a frontier of recompute choices (``VariantMaker.points``). Some of them are drafted. The solver chooses one for
-each call, together with the values that move. At most two per graph are taken on, in addition to the graph as compiled.
-A chain of them is laid out from their drafts and scheduled like any other, so that all comparisons are of simulations.
+Each graph has a frontier of recompute choices (``VariantMaker.points``). Some of them are partitioned. The solver
+chooses one for each call, together with the values that move. At most two per graph are taken on, in addition to the
+graph as compiled. A chain of them is laid out from their partitionings and scheduled like any other, so that all
+comparisons are of simulations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 # Per call, its variant; None: the graph as compiled.
 CallVariants = tuple[PlannedVariant | None, ...]
 
-# Most points of a graph's frontier that are drafted.
+# Most points of a graph's frontier that are partitioned.
 _MOST_DRAFTS = 6
 # Rounds in which the solver chooses once more because a chain missed its promise; then margins (of time, of bytes)
 # within which a promise is kept.
@@ -87,7 +88,7 @@ class ChainChoice:
         steps: per call, the variant's step.
         chain: so laid out.
         scheduler: of ``chain``.
-        schedule: what moves when; None: the goal is not reached so.
+        schedule: what moves when; None: the objective is not reached so.
     """
 
     variants: CallVariants
@@ -222,7 +223,7 @@ class ChainSearch:
                 "recompute choice of a chain: promised %.1f ms, %.2f GiB; laid out %s",
                 solution.ms,
                 solution.peak_bytes / 2**30,
-                "nothing that meets the goal"
+                "nothing that meets the objective"
                 if outcome is None
                 else f"{outcome.step_ms:.1f} ms, {outcome.peak_bytes / 2**30:.2f} GiB",
             )
@@ -247,15 +248,15 @@ class ChainSearch:
 
     @cached_property
     def _variants_by_kind(self) -> dict[int, list[PlannedVariant]]:
-        """Per kind, the drafts that save less than the graph as compiled, from least to most recomputation; where that
-        obeys activation checkpointing, those that save more too."""
+        """Per kind, the partitionings that save less than the graph as compiled, from least to most recomputation;
+        where that obeys activation checkpointing, those that save more too."""
         began = time.perf_counter()
         found: dict[int, list[PlannedVariant]] = {}
         for kind, call in zip(self._kinds, self.calls, strict=True):
             if kind in found:
                 continue
             found[kind] = [d for d in self._find_variants(call) if not _saves(d, call)]
-        log.info("drafted %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
+        log.info("partitioned %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
 
     def _plain(self, kind: int, call: CallDescription) -> PlannedVariant | None:
@@ -329,8 +330,8 @@ class ChainSearch:
         return self._of_variants[key]
 
     def _estimate(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:
-        """The variant's step as its draft has it."""
-        key = (id(call.step), variant)  # drafts that are not chosen live no longer than this
+        """The variant's step as its partitioning has it."""
+        key = (id(call.step), variant)  # partitionings that are not chosen live no longer than this
         if key not in self._estimates_of:
             self._estimates_of[key] = call.step_of(variant)
         return self._estimates_of[key]

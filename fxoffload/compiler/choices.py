@@ -1,7 +1,7 @@
 """The solver's problem before the graph is partitioned: per layer, the points of its frontier.
 
-Times, working sets and everything that is no candidate come from a draft, plain Inductor's. The values that a layer
-saves and recomputes come from ``FindFrontier``. Layers of one class share their alternatives.
+Times, working sets and everything that is no candidate come from a partitioning, plain Inductor's. The values that a
+layer saves and recomputes come from ``FindFrontier``. Layers of one class share their variants.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OUTSIDE = "outside the layers"
 
 
 class Choices:
-    """The alternatives to choose from, layer by layer.
+    """The variants to choose from, layer by layer.
 
     Args:
         joint: labelled, not tagged.
-        base: the draft without tags.
+        base: the partitioning without tags.
         rates: of the machine.
         host_bytes: most bytes on the host.
     """
@@ -61,7 +61,7 @@ class Choices:
         layers.append(ProblemLayer(_OUTSIDE, _OUTSIDE, (LayerVariant("as partitioned", tuple(rest), {}, {}),)))
         self._labels = [label for c in self.classes for label in c.layers]
         self._points = [c.points for c in self.classes for _ in c.layers]
-        # A frontier's first point computes the same as plain Inductor, so its times are those of the draft.
+        # A frontier's first point computes the same as plain Inductor, so its times are those of the partitioning.
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
     def recompute(self, variants: Sequence[int]) -> Mapping[str, RecomputePoint]:
@@ -131,7 +131,7 @@ class Choices:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _within_layers(self) -> set[str]:
-        """Names of the draft's own candidates that the points decide about."""
+        """Names of the partitioning's own candidates that the points decide about."""
         inside = {n for c in self.classes for names in c.names.values() for n in names}
         own = set()
         for candidate in self._step.candidates:
@@ -142,7 +142,7 @@ class Choices:
 
 
 class _Places:
-    """Where in one graph of the draft the joint graph's nodes ended up."""
+    """Where in one graph of the partitioning the joint graph's nodes ended up."""
 
     def __init__(self, steps: Sequence[object], segments: Sequence[object]) -> None:
         self.of: dict[str, int] = {}

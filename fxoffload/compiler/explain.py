@@ -1,4 +1,5 @@
-"""A plan in words: what happens to each value that plain Inductor, or the plan's own draft, would save, and why."""
+"""A plan in words: what happens to each value that plain Inductor, or the plan's own partitioning, would save, and
+why."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def describe_plan(
     Args:
         partitioning: the one that is compiled.
         schedule: what moves when; None: nothing is done.
-        base: plain Inductor's draft, where ``partitioning`` is another.
+        base: plain Inductor's partitioning, where ``partitioning`` is another.
         baseline: plain Inductor's step.
         simulation: the plan's step.
     """

@@ -2,8 +2,8 @@
 
 Dynamo hands over a graph, AOTAutograd its forward and backward. Both run on fake tensors, op by op, so that the code
 between graphs runs, and Dynamo comes to the next graph. Nothing is compiled for a device, and nothing computed. The
-calls are watched as those of a real step are (``fxoffload.runtime.tracker.step_tracker``): which graphs run in which order, and
-how long the memory at their edges is held.
+calls are watched as those of a real step are (``fxoffload.runtime.tracker.step_tracker``): which graphs run in which
+order, and how long the memory at their edges is held.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class FakeGraph:
 
 
 def _at_inputs_of(edges: Edges, backward: fx.GraphModule, other: fx.GraphModule) -> Edges:
-    """``edges``, of a draft whose backward is ``backward``, by the positions of another backward of the same joint
-    graph."""
+    """``edges``, of a partitioning whose backward is ``backward``, by the positions of another backward of the same
+    joint graph."""
     names = [n.name for n in backward.graph.find_nodes(op="placeholder")]
     known = dict(zip(names, edges.tangents, strict=True))
     return replace(edges, tangents=tuple(known.get(n.name) for n in other.graph.find_nodes(op="placeholder")))

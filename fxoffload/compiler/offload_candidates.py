@@ -14,7 +14,7 @@ from fxoffload.runtime.outer_program import OffloadCandidate
 
 
 def offload_candidates_of(state: ForwardState) -> tuple[list[Candidate], list[OffloadCandidate]]:
-    """Candidates in the order of the outer graph's offload ops, and a movable for each; not ranked yet."""
+    """Candidates in the order of the outer graph's offload ops, and a candidate for each; not ranked yet."""
     assert state.outer is not None
     ordered = [c for node in state.outer.graph.nodes for c in node.meta.get(CANDIDATES_KEY, ())]
     paces = _values_of_layers(state.segmentation, lambda s: s.outputs)

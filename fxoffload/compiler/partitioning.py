@@ -1,7 +1,7 @@
-"""A draft: the joint graph partitioned one way, taken through all passes on a copy, and described as a step.
+"""A partitioning: the joint graph partitioned one way, taken through all passes on a copy, and described as a step.
 
-Nothing is compiled and nothing of the caller's graphs changes, so that a plan can compare several drafts and compile
-one.
+Nothing is compiled and nothing of the caller's graphs changes, so that a plan can compare several partitionings and
+compile one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """What a draft has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments may
-    overwrite what only the backward reads."""
+    """What a partitioning has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments
+    may overwrite what only the backward reads."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]
@@ -69,10 +69,10 @@ class Partitioning:
         """The step as it is with other sizes. ``sizes``: size symbol -> value.
 
         Raises:
-            ValueError: the draft has no step.
+            ValueError: the partitioning has no step.
         """
         if self.backward_state is None:
-            raise ValueError("expected a draft whose forward saves something that may move")
+            raise ValueError("expected a partitioning whose forward saves something that may move")
         with hints_at(sizes):
             return step_of(self.forward_state, self.backward_state, self.offload_candidates, settings.rates)
 
@@ -100,7 +100,7 @@ def make_partitioning(
 
 
 def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: PartitionSettings) -> Partitioning:
-    """The draft of two graphs that are partitioned already."""
+    """The partitioning of two graphs that are partitioned already."""
     down = ForwardState(
         copy_graph(forward),
         num_user_outputs=settings.num_user_outputs,
@@ -108,10 +108,10 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
         device=settings.device,
         min_bytes=settings.min_bytes,
     )
-    run_passes(FIND, down, "draft forward")
+    run_passes(FIND, down, "partitioning forward")
     if not down.saved.candidates:
         return Partitioning(forward, backward, down, None, None)
-    run_passes(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "draft forward")
+    run_passes(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "partitioning forward")
     copied = copy_graph(backward)
     # The inputs that AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
     own = own_values(down) if settings.donates else frozenset()
@@ -123,7 +123,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
         device=settings.device,
     )
     skipped = [s.name for s in BACKWARD if s.name in PROOFS]
-    run_passes(without(BACKWARD, *skipped), up, "draft backward")
+    run_passes(without(BACKWARD, *skipped), up, "partitioning backward")
     _, offload_candidates = offload_candidates_of(down)
     rank_offload_candidates(offload_candidates, down.saved.candidates, up)
     return Partitioning(

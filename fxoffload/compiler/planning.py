@@ -1,4 +1,4 @@
-"""Plans a graph before it is partitioned for good: drafts of it are compared, and one is compiled."""
+"""Plans a graph before it is partitioned for good: partitionings of it are compared, and one is compiled."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class GraphPlanning:
 
     Attributes:
         partitioning: the one to compile.
-        schedule: what moves when; None: nothing is done, and the draft is plain Inductor's.
+        schedule: what moves when; None: nothing is done, and the partitioning is plain Inductor's.
         scheduler: to reschedule the same step when its times are known better.
-        base: plain Inductor's draft.
+        base: plain Inductor's partitioning.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
         plan: to be shown.
         objective: that the plan was made for.
-        checkpointed: the draft under the model's own activation checkpointing, which the plan replaces; None: there is
-            none, or it is obeyed.
+        checkpointed: the partitioning under the model's own activation checkpointing, which the plan replaces; None:
+            there is none, or it is obeyed.
         checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
     """
 
@@ -80,7 +80,7 @@ class Planning:
     Args:
         joint: labelled; of tags, those that are to be obeyed. It is left as it is.
         partition: partitions (a copy of) it.
-        settings: of the drafts.
+        settings: of the partitionings.
         rates: of the machine.
         objective: that the user asked for.
         recompute: "auto", or the level to plan with.
@@ -89,8 +89,9 @@ class Planning:
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
-        asked: the goal that the user asked for.
-        objective: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted peak.
+        asked: the objective that the user asked for.
+        objective: the same; where activation checkpointing is on and nothing is asked for, no more than its predicted
+            peak.
     """
 
     def __init__(
@@ -147,8 +148,8 @@ class Planning:
         return self._with_obeyed(planned) if num_checkpointed(self.joint) else planned
 
     def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
-        """The plan, which replaces activation checkpointing: its own draft is one more choice, and if nothing is asked
-        for, its peak is the budget."""
+        """The plan, which replaces activation checkpointing: its own partitioning is one more choice, and if nothing is
+        asked for, its peak is the budget."""
         partitioning = make_partitioning(checkpointed, "default", self.partition, self.settings)
         if partitioning.step is None:
             return None
@@ -212,7 +213,7 @@ class Planning:
             best = fastest(search.within(self.limit_bytes))
         else:
             best = smallest(search.as_fast(self._max_ms(baseline), baseline))
-        log.info("planned in %.1f s: %d drafts", time.perf_counter() - began, search.num_partitionings)
+        log.info("planned in %.1f s: %d partitionings", time.perf_counter() - began, search.num_partitionings)
         if best is None:
             best = search.smallest()
             least = _simulation(best).peak_bytes
@@ -220,7 +221,7 @@ class Planning:
                 raise self._too_small(_simulation(best), baseline)
         return self._finish(best, base, baseline, search)
 
-    # -- drafts --------------------------------------------------------------------------------------------------------
+    # -- partitionings -------------------------------------------------------------------------------------------------
 
     @property
     def _level(self) -> str | None:
@@ -241,7 +242,7 @@ class Planning:
         return Scheduler(partitioning.step, self.rates, fixed=self._must_offload(partitioning), **self.scheduling)
 
     def _must_offload(self, partitioning: Partitioning) -> dict[str, bool]:
-        """The draft's candidates that a user's policy wants on the host."""
+        """The partitioning's candidates that a user's policy wants on the host."""
         wanted = {n.name for n in self.joint.graph.nodes if n.meta.get("recompute") in OFFLOADED}
         if not wanted or partitioning.step is None:
             return {}
@@ -287,8 +288,8 @@ class Planning:
             bound = self.objective.max_slowdown
             if bound is not None and slowdown > bound:
                 warnings.warn(
-                    f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown of "
-                    f"{100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
+                    f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown "
+                    f"of {100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
                     "budget, or allow the slowdown",
                     stacklevel=2,
                 )

@@ -1,4 +1,5 @@
-"""Chooses the recompute variant that a graph is compiled under: the solver proposes, a draft of each gives its cost."""
+"""Chooses the recompute variant that a graph is compiled under: the solver proposes, a partitioning of each gives its
+cost."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
-# How often another recompute choice is made because a draft missed the objective.
+# How often another recompute choice is made because a partitioning missed the objective.
 _MAX_ROUNDS = 5
-# A draft that is this close to what the choice promised is taken; and what a choice gives up for what drafts lack.
+# A partitioning that is this close to what the choice promised is taken; and what a choice gives up for what
+# partitionings lack.
 _ENOUGH = 0.005
 _CLOSE = 0.01
 # Steps that differ by less take the same time.
@@ -29,7 +31,8 @@ _SAME = 0.001
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
 _SOLVER_S = 3.0
-# How often a smallest budget is raised to what its drafts need, and what the solver may promise to more than the limit.
+# How often a smallest budget is raised to what its partitionings need, and what the solver may promise to more than the
+# limit.
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 
@@ -40,7 +43,7 @@ Recompute = Mapping[str, Any] | str
 
 @dataclass(frozen=True)
 class Try:
-    """A drafted recompute choice, and its best schedule for an objective; None where none meets it.
+    """A partitioned recompute choice, and its best schedule for an objective; None where none meets it.
 
     Attributes:
         limit_bytes: the limit that it was found within; asked for again, it is found again.
@@ -59,7 +62,8 @@ class Try:
         return math.inf if self.schedule is None else self.schedule.simulation.step_ms
 
     def promise_for(self, limit_bytes: int) -> int:
-        """Bytes to ask the solver for, so that a draft takes ``limit_bytes``: this one took less than promised."""
+        """Bytes to ask the solver for, so that a partitioning takes ``limit_bytes``: this one took less than
+        promised."""
         assert self.promised is not None
         offload = [n in self.promised.offloaded for n in self.scheduler.names]
         return limit_bytes + self.promised.peak_bytes - least_peak_bytes(self.scheduler.step, offload)
@@ -74,15 +78,15 @@ class Try:
 
 
 class RecomputeSearch:
-    """Finds recompute choices and schedules for one joint graph. Each choice is drafted once.
+    """Finds recompute choices and schedules for one joint graph. Each choice is partitioned once.
 
     Args:
-        partitioning: makes a choice's draft.
-        scheduler: makes a draft's scheduler.
-        base: plain Inductor's draft, with a step.
+        partitioning: makes a choice's partitioning.
+        scheduler: makes a partitioning's scheduler.
+        base: plain Inductor's partitioning, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
         choices: of the solver; not asked for under a level.
-        checkpointed: the draft under the model's own activation checkpointing, one more choice.
+        checkpointed: the partitioning under the model's own activation checkpointing, one more choice.
     """
 
     def __init__(
@@ -155,8 +159,8 @@ class RecomputeSearch:
     def _faster(
         self, choices: Choices, best: Try | None, limit_bytes: int, aim: Callable[[Scheduler], Schedule | None]
     ) -> Iterator[Try]:
-        """Choices that promise to take more than ``limit_bytes``: drafts take less than promised, some 3 % on models of
-        Hugging Face."""
+        """Choices that promise to take more than ``limit_bytes``: partitionings take less than promised, some 3 % on
+        models of Hugging Face."""
         seen, failed = set[Hashable](), _UNLIMITED
         enough_ms = self._known("default")[1].keep_all().step_ms * (1 + _CLOSE)
         for _ in range(_MAX_RAISES):
@@ -232,7 +236,7 @@ class RecomputeSearch:
     def _solved_as_fast(
         self, choices: Choices, most_ms: float, baseline_ms: float, aim: Callable[[Scheduler], Schedule | None]
     ) -> Iterator[Try]:
-        # A draft takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
+        # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
         limit, seen = most_ms - _CLOSE / 2 * baseline_ms, set[Hashable]()
         for _ in range(_MAX_ROUNDS):
             solution = solve.least_peak(choices.problem, limit, deadline_s=_SOLVER_S)
@@ -242,11 +246,11 @@ class RecomputeSearch:
             yield found
             if found.schedule is not None:
                 return
-            # The draft computes longer than the choice promised; it will do so the next time too.
+            # The partitioning computes longer than the choice promised; it will do so the next time too.
             beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
             limit = min(limit, most_ms - beyond) - _CLOSE / 10 * baseline_ms
 
-    # -- drafts --------------------------------------------------------------------------------------------------------
+    # -- partitionings -------------------------------------------------------------------------------------------------
 
     def _at_level(self, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
         level = self._level or "default"
@@ -267,7 +271,7 @@ class RecomputeSearch:
         found = self._try(solution.variants, choices.recompute(solution.variants), aim)
         if found is not None:
             promised = f"{solution.ms:.1f} ms, {solution.peak_bytes / 2**30:.2f} GiB"
-            log.debug("recompute choice: promised %s; drafted %s", promised, found.outcome)
+            log.debug("recompute choice: promised %s; partitioned %s", promised, found.outcome)
             found = replace(found, promised=solution)
         return found
 

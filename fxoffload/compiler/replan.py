@@ -58,7 +58,8 @@ _C = TypeVar("_C", bound=StepClock)
 class Replan(Generic[_C]):
     """Follows one plan through its first steps.
 
-    The drafts of the plan, whose graphs are as large as the compiled ones, are held until the calibration has ended.
+    The partitionings of the plan, whose graphs are as large as the compiled ones, are held until the calibration has
+    ended.
 
     Args:
         calibration: makes the new plan.
@@ -378,7 +379,7 @@ def replan_for(
     pin: Callable[[int], bool],
     records: bool = True,
 ) -> Replan[SegmentClock] | None:
-    """A follower for a graph on a GPU. On the CPU, times are no prediction of anything."""
+    """An observer for a graph on a GPU. On the CPU, times are no prediction of anything."""
     calibration = calibration_of(graph, planned, box, objective, alike, pin) if device.type == "cuda" else None
     if calibration is None:
         return None

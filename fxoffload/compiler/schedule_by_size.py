@@ -44,7 +44,7 @@ class SizedPlan:
     Attributes:
         sizes: that vary.
         planned: for the sizes that were compiled for.
-        settings: of its drafts.
+        settings: of its partitionings.
         objective: of the plan.
         limit_bytes: the budget as the scheduler has it, at the planned sizes; None without one.
     """
@@ -118,7 +118,7 @@ class ScheduleBySize:
 
     Args:
         plan: for other sizes.
-        order: positions in the draft's candidates of the graph's candidates.
+        order: positions in the partitioning's candidates of the graph's candidates.
     """
 
     def __init__(self, plan: SizedPlan, order: Sequence[int]) -> None:

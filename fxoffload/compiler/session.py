@@ -304,7 +304,7 @@ class CompileSession:
         return self._planned
 
     def forget_plan(self) -> None:
-        """``fxoffload.plans()`` stops listing it, and its drafts go."""
+        """``fxoffload.plans()`` stops listing it, and its partitionings go."""
         self._planned = self._plan_box = self._source = None
 
     def _chooses(self) -> bool:
@@ -414,7 +414,7 @@ class CompileSession:
         )
 
     def chain_settings(self) -> ChainSettings:
-        """The goal that the graph has to share with the others of its step."""
+        """The objective that the graph has to share with the others of its step."""
         return ChainSettings(
             self._goal,
             self._runtime.budgets,
@@ -534,7 +534,9 @@ class CompileSession:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
         if not kwargs.get("is_backward"):
             return self._inner_compile(gm, example_inputs, kwargs)
-        self._planned = None  # its drafts are as large as the graphs, and the session may live as long as the code
+        self._planned = (
+            None  # its partitionings are as large as the graphs, and the session may live as long as the code
+        )
         found = self._inner_compile(gm, example_inputs, kwargs)
         self._source = self._checkpointed = None  # for the same reason
         if self._range is not None:

@@ -50,8 +50,8 @@ def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
     apart = [g for g in graphs if g.why_not_described]
     if apart and len(graphs) > 1:
         raise UnsupportedError(
-            f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_not_described}. Plan the "
-            "parts of the model between its graph breaks"
+            f"expected graphs that can be planned as one step, found one that cannot: {apart[0].why_not_described}. "
+            "Plan the parts of the model between its graph breaks"
         )
     plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(graphs)
     return replace(plan, graph=NO_GRAPH, breaks=breaks)

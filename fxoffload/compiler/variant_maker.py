@@ -88,14 +88,14 @@ class PlannedVariant:
     """A variant that is not compiled.
 
     Attributes:
-        draft: its graphs.
+        partitioning: its graphs.
         step: of one forward and backward of it.
         edges: of its graphs, by the positions of the graph that was compiled first.
         saved: values that its forward saves; ``Choice.offload`` has one bool for each candidate.
         layout: of these values in the slots of the graph that was compiled first.
     """
 
-    draft: Partitioning
+    partitioning: Partitioning
     step: TrainingStep
     edges: Edges
     saved: SavedValues
@@ -113,7 +113,7 @@ class VariantMaker:
 
     Args:
         source: where variants come from.
-        settings: of the drafts.
+        settings: of the partitionings.
         surroundings: that the graph was compiled in.
         compiled: the graph itself.
         builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
@@ -139,7 +139,7 @@ class VariantMaker:
         self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
         self._points: tuple[Points, ...] | None = None
         self._varies = BatchSizes.of(source.joint) is not None
-        self._drafted: dict[int, PlannedVariant | None] = {}
+        self._found: dict[int, PlannedVariant | None] = {}
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[PlannedVariant, int] = {}
         self._lost: set[int] = set()
@@ -150,7 +150,7 @@ class VariantMaker:
         """Whether the graph that was compiled first obeys activation checkpointing, and variants need not."""
         return self._source.num_checkpointed > 0
 
-    # -- drafts --------------------------------------------------------------------------------------------------------
+    # -- not compiled --------------------------------------------------------------------------------------------------
 
     def points(self) -> tuple[Points, ...]:
         """The recompute choices, from least to most recomputation."""
@@ -167,26 +167,27 @@ class VariantMaker:
             )
         return self._points
 
-    def draft(self, points: Points) -> PlannedVariant | None:
+    def variant(self, points: Points) -> PlannedVariant | None:
         """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first.
 
-        ``points``: one of ``points()``. Where sizes vary it is asked for at one size after the other, and drafted once.
+        ``points``: one of ``points()``. Where sizes vary it is asked for at one size after the other, and described
+        once.
         """
         if not self._varies:
-            return self._partitioning(points)
+            return self._make(points)
         key = id(points)
-        if key not in self._drafted:
-            self._drafted[key] = self._partitioning(points)
-        return self._drafted[key]
+        if key not in self._found:
+            self._found[key] = self._make(points)
+        return self._found[key]
 
-    def _partitioning(self, points: Points) -> PlannedVariant | None:
+    def _make(self, points: Points) -> PlannedVariant | None:
         try:
             with self._surroundings.again(compiles=False):
                 return self._describe(make_partitioning(self._source.joint, points, self._partition, self._settings))
         except _Unfit as reason:
             log.debug("no variant: %s", reason)
         except Exception as error:
-            log.warning("no variant of a graph, whose draft failed: %s", in_brief(error))
+            log.warning("no variant of a graph, whose partitioning failed: %s", in_brief(error))
         return None
 
     def _partition(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -196,37 +197,37 @@ class VariantMaker:
             raise _Unfit("random numbers would be drawn again")
         return forward, backward
 
-    def _describe(self, draft: Partitioning) -> PlannedVariant:
-        settings, down, up = self._settings, draft.forward_state, draft.backward_state
-        if draft.step is None or up is None or not draft.step.forward or not draft.step.backward:
+    def _describe(self, partitioning: Partitioning) -> PlannedVariant:
+        settings, down, up = self._settings, partitioning.forward_state, partitioning.backward_state
+        if partitioning.step is None or up is None or not partitioning.step.forward or not partitioning.step.backward:
             raise _Unfit("it saves nothing that may move")
-        other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+        other = Signature.of(partitioning.forward, partitioning.backward, settings.num_user_outputs)
         layout = fit(self._signature, other)
         if layout is None:
             raise _Unfit("its values do not fit into the slots of what is saved")
-        edges = replace(edges_at(self._signature, draft, settings), saved=(layout.carrier,))
-        return PlannedVariant(draft, draft.step, edges, down.saved, layout)
+        edges = replace(edges_at(self._signature, partitioning, settings), saved=(layout.carrier,))
+        return PlannedVariant(partitioning, partitioning.step, edges, down.saved, layout)
 
-    def step_at(self, draft: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
-        """The step of a variant with other sizes than it was drafted for. ``sizes``: size symbol -> value."""
-        return draft.draft.step_at(sizes, self._settings)
+    def step_at(self, variant: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
+        """The step of a variant with other sizes than it was described for. ``sizes``: size symbol -> value."""
+        return variant.partitioning.step_at(sizes, self._settings)
 
     # -- compiled variants ---------------------------------------------------------------------------------------------
 
-    def add(self, draft: PlannedVariant) -> int:
-        """Reserve the next number for a draft; the same draft always has the same number.
+    def add(self, variant: PlannedVariant) -> int:
+        """Reserve the next number for a variant; the same variant always has the same number.
 
         Raises:
             RuntimeError: there are as many variants as there may be.
         """
         with self._lock:
-            if draft not in self._numbers:
+            if variant not in self._numbers:
                 if len(self._numbers) == MOST_VARIANTS:
                     raise RuntimeError(f"expected at most {MOST_VARIANTS} variants of a graph, found one more")
-                self._numbers[draft] = len(self._numbers) + 1
-            return self._numbers[draft]
+                self._numbers[variant] = len(self._numbers) + 1
+            return self._numbers[variant]
 
-    def drafts(self) -> list[PlannedVariant]:
+    def variants(self) -> list[PlannedVariant]:
         """Those that have a number, but for the ones that could not be compiled."""
         with self._lock:
             return [d for d, number in self._numbers.items() if number not in self._lost]
@@ -252,31 +253,33 @@ class VariantMaker:
             if self.is_compiled(number):
                 return
             with self._lock:
-                draft = next((d for d, n in self._numbers.items() if n == number and n not in self._lost), None)
-            if draft is None:
+                variant = next((d for d, n in self._numbers.items() if n == number and n not in self._lost), None)
+            if variant is None:
                 raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
             try:
                 # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
                 cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
                 with self._surroundings.again(compiles=True), cache:
-                    variant, shown = self._compile(number, draft)
+                    compiled, described = self._compile(number, variant)
             except BaseException:
                 with self._lock:
                     self._lost.add(number)
                 raise
-            self._variants.add(number, variant)
-            self._graph.variants.append(shown)
+            self._variants.add(number, compiled)
+            self._graph.variants.append(described)
 
     def _compile(self, number: int, found: PlannedVariant) -> tuple[Variant, CompiledVariant]:
         builder, settings = self._builder(), self._settings
         forward_kwargs, backward_kwargs = self._kwargs
-        down = builder.find(copy_graph(found.draft.forward), settings.num_user_outputs, settings.static_inputs)
+        down = builder.find(copy_graph(found.partitioning.forward), settings.num_user_outputs, settings.static_inputs)
         names = [[c.name for c in saved.candidates] for saved in (down.saved, found.saved)]
         if names[0] != names[1]:
-            raise PassError(f"expected the candidates of the draft, {names[1]}, found {names[0]}", "find_candidates")
+            raise PassError(
+                f"expected the candidates of the partitioning, {names[1]}, found {names[0]}", "find_candidates"
+            )
         builder.lower(down)
         forward = builder.forward(down, forward_kwargs)
-        gm = copy_graph(found.draft.backward)
+        gm = copy_graph(found.partitioning.backward)
         own = own_values(down) if settings.donates else frozenset()
         donatable = [n for n in gm.graph.find_nodes(op="placeholder") if n.name in own]
         up, backward = builder.backward(gm, down, forward.offload_candidates, donatable, backward_kwargs)
@@ -288,23 +291,23 @@ class VariantMaker:
             len(up.segmentation.segments),
             down.saved.candidate_bytes / 2**20,
         )
-        shown = CompiledVariant(number, down.outer, up.outer, down.saved)
-        return Variant(forward.program, backward, forward.order, found.layout), shown
+        described = CompiledVariant(number, down.outer, up.outer, down.saved)
+        return Variant(forward.program, backward, forward.order, found.layout), described
 
 
-def edges_at(first: Signature, draft: Partitioning, settings: PartitionSettings) -> Edges:
-    """The edges of a draft that has a step, by the positions of another partition of its joint graph."""
-    down, up = draft.forward_state, draft.backward_state
+def edges_at(first: Signature, partitioning: Partitioning, settings: PartitionSettings) -> Edges:
+    """The edges of a partitioning that has a step, by the positions of another partition of its joint graph."""
+    down, up = partitioning.forward_state, partitioning.backward_state
     assert up is not None and down.outer is not None and up.outer is not None
     edges = edges_of(
         down.outer,
         up.outer,
-        draft.offload_candidates,
+        partitioning.offload_candidates,
         num_user_outputs=settings.num_user_outputs,
         min_bytes=max(settings.min_bytes, 1),
         device=settings.device,
     )
-    other = Signature.of(draft.forward, draft.backward, settings.num_user_outputs)
+    other = Signature.of(partitioning.forward, partitioning.backward, settings.num_user_outputs)
     inputs = dict(zip(other.inputs, with_all_inputs(edges, down).inputs, strict=True))
     tangents = dict(zip(other.given, edges.tangents, strict=True))
     return replace(
@@ -328,7 +331,7 @@ def with_all_inputs(edges: Edges, forward: ForwardState) -> Edges:
 def variant_maker_for(
     source: Source, compiled: Compiled, builder: Builder, variants: Variants, rates: ProfileRates
 ) -> VariantMaker | None:
-    """The recipe of a graph that AOTAutograd is compiling; None where it can have no variants."""
+    """The variant maker of a graph that AOTAutograd is compiling; None where it can have no variants."""
     surroundings = Surroundings.now()
     if surroundings is None or surroundings.mutates_inputs() or _writes_inputs(source.joint):
         return None

@@ -11,7 +11,8 @@ from fxoffload.sizes import format_bytes
 def aim_of(objective: Objective) -> str:
     """The aim, in words."""
     if objective.is_checkpointing:
-        return f"the fastest plan found within activation checkpointing's peak, {format_bytes(objective.budget_bytes or 0)}"
+        peak = format_bytes(objective.budget_bytes or 0)
+        return f"the fastest plan found within activation checkpointing's peak, {peak}"
     if objective.budget_bytes is not None:
         return f"the fastest plan found within {format_bytes(objective.budget_bytes)}"
     return f"the least peak found within a slowdown of {100 * (objective.max_slowdown or 0):.3g} %"

@@ -1,4 +1,5 @@
-"""A plan as text: its goal, its prediction, the action on every saved value, and memory that no plan can change."""
+"""A plan as text: its objective, its prediction, the action on every saved value, and memory that no plan can
+change."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def concatenate(calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory]
 
     Args:
         calls: in the order of their forwards. Each has segments both ways.
-        edge_memory: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step says,
-            from the beginning of their call. The outputs of such a call then stay until the end.
+        edge_memory: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step
+            says, from the beginning of their call. The outputs of such a call then stay until the end.
 
     Raises:
         ValueError: a call has no segments, or ``edge_memory`` names what no call has.

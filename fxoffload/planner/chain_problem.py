@@ -1,4 +1,4 @@
-"""Which variant each call of a chain should run, as a problem for the solver: one layer per call, one alternative per
+"""Which variant each call of a chain should run, as a problem for the solver: one layer per call, one variant per
 variant.
 
 Segments of variants differ, and so do the storages that pass between calls. So the chain is laid out once for each
@@ -64,7 +64,7 @@ class _Layout:
         self._onto_bytes = other_bytes(onto.step)[1]
 
     def variant(self, call: int, number: int) -> LayerVariant:
-        """The alternative of a call under this variant."""
+        """The variant of a call under this variant."""
         first, count = self._onto.backward[call], self._onto.sizes[call][1]
         extra_ms = self._ms(self._chain, call) - self._ms(self._onto, call)
         # No segment takes less than nothing.

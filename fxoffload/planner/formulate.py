@@ -11,7 +11,7 @@ from fxoffload.planner.steps import TrainingStep
 
 
 def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[SavedStorage]:
-    """One item per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
+    """One storage per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
     program = program_of(step)
     c = program.candidates
     made = {w: i for i, s in reversed(list(enumerate(step.forward))) for w in s.writes}
@@ -68,7 +68,7 @@ def problem_of(
     fixed: Mapping[str, bool] | None = None,
     host_bytes: int | None = None,
 ) -> Problem:
-    """The problem of a step. ``layers``: alternatives to choose from; default: the step as it is, keep or offload."""
+    """The problem of a step. ``layers``: variants to choose from; default: the step as it is, keep or offload."""
     if layers is None:
         layers = [
             ProblemLayer("step", "step", (LayerVariant("as partitioned", tuple(storages_of(step, fixed)), {}, {}),))

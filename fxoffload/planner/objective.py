@@ -1,11 +1,11 @@
-"""The goal of a plan."""
+"""The objective of a plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 DEFAULT_MAX_SLOWDOWN = 0.02
-# ``Objective.source`` where the options name no goal: in general, and where activation checkpointing is on.
+# ``Objective.source`` where the options name no objective: in general, and where activation checkpointing is on.
 DEFAULT, CHECKPOINTING = "default", "checkpointing"
 # Copies cost more than simulated where several GPUs of one host train together: each waits for the slowest. This part
 # of a step is left free of the allowed slowdown. 0.6 % on two H200s (2026-11-22), and nothing to be seen on one.
@@ -30,7 +30,7 @@ class Objective:
 
     @staticmethod
     def of(budget_bytes: int | None, max_slowdown: float | None, *, num_processes: int = 1) -> Objective:
-        """The goal for two options. ``num_processes``: that train together on this machine."""
+        """The objective for two options. ``num_processes``: that train together on this machine."""
         reserve = SHARED_RESERVE if num_processes > 1 else 0.0
         if budget_bytes is None and max_slowdown is None:
             return Objective(None, DEFAULT_MAX_SLOWDOWN, DEFAULT, reserve)

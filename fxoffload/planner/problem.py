@@ -16,7 +16,7 @@ class SavedStorage:
     """A storage that a forward saves for the backward.
 
     Attributes:
-        name: no two layers share one. In two alternatives of a layer it means the same storage.
+        name: no two layers share one. In two variants of a layer it means the same storage.
         held_bytes: taken while it is kept; 0 for the caller's memory.
         moved_bytes: bytes that a copy moves, and that it takes once it is back; 0: it cannot move.
         made_at: forward segment that allocates it, -1 if it exists before.
@@ -75,11 +75,11 @@ class LayerVariant:
 
 @dataclass(frozen=True)
 class ProblemLayer:
-    """A part of the step for which one alternative is chosen.
+    """A part of the step for which one variant is chosen.
 
     Attributes:
         name: for messages.
-        structure: layers of one structure have the same alternatives in the same order.
+        structure: layers of one structure have the same variants in the same order.
         variants: at least one.
     """
 
@@ -95,7 +95,7 @@ class Problem:
     Attributes:
         layers: in any order.
         forward_ms, backward_ms: compute time per segment.
-        forward_bytes, backward_bytes: per segment, the most that everything but the items takes while it runs.
+        forward_bytes, backward_bytes: per segment, the most that everything but the storages takes while it runs.
         d2h_bytes_per_ms, h2d_bytes_per_ms: rates of the link.
         host_bytes: most bytes on the host; None: no bound.
 
@@ -120,19 +120,21 @@ class Problem:
         owner: dict[str, int] = {}
         for at, layer in enumerate(self.layers):
             if not layer.variants:
-                raise ValueError(f"expected at least one alternative, found none for layer {layer.name}")
+                raise ValueError(f"expected at least one variant, found none for layer {layer.name}")
             for variant in layer.variants:
                 self._check(layer, variant)
                 for storage in variant.storages:
                     if owner.setdefault(storage.name, at) != at:
-                        raise ValueError(f"expected items of different names in different layers, found {storage.name}")
+                        raise ValueError(
+                            f"expected storages of different names in different layers, found {storage.name}"
+                        )
 
     def _check(self, layer: ProblemLayer, variant: LayerVariant) -> None:
         forward, backward = len(self.forward_ms), len(self.backward_ms)
-        where = f"alternative {variant.name} of layer {layer.name}"
+        where = f"variant {variant.name} of layer {layer.name}"
         twice = [name for name, count in Counter(i.name for i in variant.storages).items() if count > 1]
         if twice:
-            raise ValueError(f"expected items of different names in {where}, found {twice[0]} twice")
+            raise ValueError(f"expected storages of different names in {where}, found {twice[0]} twice")
         for storage in variant.storages:
             if not (-1 <= storage.made_at <= storage.copy_after < forward and storage.freed_after < forward):
                 raise ValueError(f"expected {storage.name} in {where} to be made, then copied, in the forward")
@@ -145,7 +147,7 @@ class Problem:
                 raise ValueError(f"expected backward segments in {where}, found {at} of {backward}")
 
     def is_taken_back(self, storage: SavedStorage) -> bool:
-        """Whether an item must be offloaded, but so late that it is still on the device when the backward begins. It
+        """Whether a storage must be offloaded, but so late that it is still on the device when the backward begins. It
         counts as kept; but for the host."""
         return storage.fixed is True and storage.held_bytes > 0 and storage.copy_after == len(self.forward_ms) - 1
 
@@ -161,7 +163,7 @@ class Solution:
 
     Attributes:
         variants: per layer, the number of the chosen one.
-        offloaded: names of the items to offload.
+        offloaded: names of the storages to offload.
         ms: the step.
         exposed_ms: the part of it in which compute waits for copies.
         peak_bytes: the least memory in which it takes that long.

@@ -62,7 +62,7 @@ class Program:
         releases: whether a release stands there, with the same positions.
         takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads the result).
         in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
-        awaited: with the same positions as ``offloads``: lent candidates whose copies are waited for there.
+        awaited: with the same positions as ``offloads``: the caller's candidates whose copies are waited for there.
         is_gap: per backward segment, whether it stands for the code between two calls of a chain.
     """
 

@@ -8,8 +8,8 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
 - With default windows, the values that the forward saves last stay (``of_turn``). Default windows: down, as much as the
   layer that moved most so far has moved. Up, as much as the segment that needs most needs, and half as much more. A
   plan's windows (``Windows``) differ from point to point and outweigh both.
-- The backward takes back values that are still on the device. Lent ones are not taken back, since the caller may have
-  written to them. A value is readable once its copy down has ended.
+- The backward takes back values that are still on the device. The caller's are not taken back, since the caller may
+  have written to them. A value is readable once its copy down has ended.
 - Then reloads are asked for, in the order of need, before each segment, as many as the prefetch window holds. They
   start after all work that compute has been given so far. In a chain, the reloads at a call's top start after the work
   between that call and the call before it.
@@ -19,7 +19,7 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
 a copy is. So a step's memory and its transfers depend on the decisions and the windows, never on the times. A GPU does
 the same as the rehearsal on a CPU. Two things are left out: a host budget that is used up, and groups that other
-forwards have left on the tape.
+forwards have left on the save order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Keeps, offloads and recomputes: the fastest step within given bytes, the smallest within a given time.
 
-The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
-these are chosen first, with items that may move in part, and the items after them. HiGHS's answer is never believed:
-each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves it.
+The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many variants,
+these are chosen first, with storages that may move in part, and the storages after them. HiGHS's answer is never
+believed: each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxoffload.planner.solve_schedule import Loads
 
 _GAP = 1e-3
 _PEAK_GAP = 1e-9
-# Above this many decisions alternatives and items are chosen one after the other.
+# Above this many decisions variants and storages are chosen one after the other.
 _MOST_AT_ONCE = 300
 _INFEASIBLE = 2
 _GRACE_S = 1.0
@@ -62,7 +63,7 @@ def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
     """The choice of the least bytes, however long it takes; the fastest of those.
 
     Raises:
-        ValueError: items that must be offloaded exceed the host.
+        ValueError: storages that must be offloaded exceed the host.
     """
     clock = _Clock(deadline_s)
     smallest = _smallest(problem, clock)
@@ -85,7 +86,7 @@ class _Clock:
 
 
 def _search(problem: Problem, objective: SolverObjective, clock: _Clock) -> tuple[float, Loads | None]:
-    """A bound of the objective, and a choice that meets the goal if one was found."""
+    """A bound of the objective, and a choice that meets the objective if one was found."""
     decisions = sum(len(la.variants) for la in problem.layers if len(la.variants) > 1)
     decisions += len(slots_of(problem, exact=True))
     single = all(len(la.variants) == 1 for la in problem.layers)
@@ -140,7 +141,7 @@ def _smallest(problem: Problem, clock: _Clock) -> Loads:
 
 
 def _plain(problem: Problem) -> Iterable[Loads]:
-    """Choices that need no search: each alternative everywhere, with all offloaded, or nothing that need not be."""
+    """Choices that need no search: each variant everywhere, with all offloaded, or nothing that need not be."""
     for a in range(max((len(la.variants) for la in problem.layers), default=1)):
         chosen = [min(a, len(la.variants) - 1) for la in problem.layers]
         nothing = Loads(problem, chosen, ())

@@ -48,14 +48,14 @@ class SolverObjective:
 
 
 def rounded(problem: Problem, slots: Sequence[ModelSlot], answer: Answer) -> Loads:
-    """The choice that an answer means, or is closest to. Layers of one structure that mix alternatives take turns."""
+    """The choice that an answer means, or is closest to. Layers of one structure that mix variants take turns."""
     owed: dict[Hashable, list[float]] = {}
     chosen: list[int] = []
     for layer, weights in zip(problem.layers, answer.choose, strict=True):
         sums = owed.setdefault((layer.structure, len(weights)), [0.0] * len(weights))
         for a, weight in enumerate(weights):
             sums[a] += weight
-        # Only alternatives with a weight in this layer; of equals the first.
+        # Only variants with a weight in this layer; of equals the first.
         best = max((a for a, weight in enumerate(weights) if weight > 1e-6), key=lambda a: round(sums[a], 6))
         sums[best] -= 1.0
         chosen.append(best)
@@ -75,7 +75,7 @@ def rounded(problem: Problem, slots: Sequence[ModelSlot], answer: Answer) -> Loa
 
 
 def improve(loads: Loads, objective: SolverObjective, until: float) -> None:
-    """Exchange alternatives while that is better, then keep items that need no move. Stops at ``until`` (monotonic)."""
+    """Exchange variants while that is better, then keep storages that need no move. Stops at ``until`` (monotonic)."""
     value = objective.value(loads)
     if value is None:
         return

@@ -1,7 +1,7 @@
 """The model of ``solve_schedule`` as a mixed-integer program, for ``scipy.optimize.milp`` (HiGHS).
 
-Sums over segments are variables of their own: each is the sum before plus this segment's bytes. So an item stands in a
-handful of rows however many segments there are. Units are chosen so that numbers are near 1.
+Sums over segments are variables of their own: each is the sum before plus this segment's bytes. So a storage stands in
+a handful of rows however many segments there are. Units are chosen so that numbers are near 1.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ModelSlot:
 
     Attributes:
         layer: position of the layer.
-        variants: those that save the items.
+        variants: those that save the storages.
         storages: they live alike.
-        count: the decision is how many of the items move, all of one size; 1: which part of them all.
+        count: the decision is how many of the storages move, all of one size; 1: which part of them all.
     """
 
     layer: int
@@ -39,9 +39,9 @@ class ModelSlot:
 
 
 def slots_of(problem: Problem, *, exact: bool) -> list[ModelSlot]:
-    """The decisions about items that may move.
+    """The decisions about storages that may move.
 
-    Equal items are one slot. If not ``exact``, so are all that live alike: a part of them moves.
+    Equal storages are one slot. If not ``exact``, so are all that live alike: a part of them moves.
     """
     found: list[ModelSlot] = []
     for at, layer in enumerate(problem.layers):
@@ -75,8 +75,8 @@ class Answer:
     Attributes:
         status: of ``scipy.optimize.milp``: 0 solved, 1 out of time, 2 infeasible.
         bound: no choice is better than that (ms or bytes); -inf where nothing is known.
-        choose: per layer, the weight of each alternative; empty where nothing was found.
-        moved: per slot, how many of its items move.
+        choose: per layer, the weight of each variant; empty where nothing was found.
+        moved: per slot, how many of its storages move.
     """
 
     status: int
@@ -90,7 +90,7 @@ class Model:
 
     Args:
         problem: the decisions.
-        exact: whether items move as a whole.
+        exact: whether storages move as a whole.
         is_timed: whether time counts; else compute waits for free and the link does not matter.
         variants: the chosen ones, where they are chosen already.
     """
@@ -182,7 +182,7 @@ class Model:
         return found
 
     def _saved(self, count: int, where: Callable[[SavedStorage], int]) -> list[Terms]:
-        """Per segment, the bytes of the items that the chosen alternatives save."""
+        """Per segment, the bytes of the storages that the chosen variants save."""
         found: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):
             for x, variant in zip(choose, layer.variants, strict=True):
@@ -228,7 +228,7 @@ class Model:
         forward, backward = len(self._problem.forward_ms), len(self._problem.backward_ms)
         made = self._sums(self._saved(forward, lambda storage: max(storage.made_at, 0)))
         freed = self._sums(self._by_segment(forward + 1, lambda i: i.freed_before, lambda i: i.held_bytes))
-        # Kept bytes less dead ones; where an item moved, less the bytes of it that were not kept.
+        # Kept bytes less dead ones; where a storage moved, less the bytes of it that were not kept.
         kept = self._saved(1, lambda storage: 0)[0]
         kept.update({v: -f for v, f in self._moving(lambda storage: storage.held_bytes).items()})
         dead = self._saved(backward + 1, lambda storage: storage.dies_at)

@@ -7,7 +7,7 @@ The model, for a choice and a memory of M bytes. Copies are a flow, not single t
   copies, as late as possible for waits: no other order is ever shorter.
 - At the turn all copies are done; the caller's memory is copied whenever nothing else is.
 - Up: reloads run from the beginning of the backward, in the order of need, as far ahead as M allows now and later.
-  Before a backward segment runs, all items that it and its predecessors need must be back.
+  Before a backward segment runs, all storages that it and its predecessors need must be back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SolverSchedule(NamedTuple):
 
 
 class Loads:
-    """The bytes and times of one choice, summed by segment. Items and alternatives can be exchanged one by one.
+    """The bytes and times of one choice, summed by segment. Items and variants can be exchanged one by one.
 
     Lists are of changes: the bytes at a segment are the sum up to it.
     """
@@ -51,7 +51,7 @@ class Loads:
             self._count_variant(at, 1)
 
     def items(self, layer: int) -> tuple[SavedStorage, ...]:
-        """The items that the chosen alternative of a layer saves."""
+        """The storages that the chosen variant of a layer saves."""
         return self.problem.layers[layer].variants[self.variants[layer]].storages
 
     def saved(self) -> list[SavedStorage]:
@@ -59,7 +59,7 @@ class Loads:
         return [storage for layer in range(len(self.variants)) for storage in self.items(layer)]
 
     def choose(self, layer: int, variant: int) -> None:
-        """Exchange the alternative of a layer. Its offloaded items stay offloaded where that is allowed."""
+        """Exchange the variant of a layer. Its offloaded storages stay offloaded where that is allowed."""
         self._count_variant(layer, -1)
         moves = {i.name for i in self.items(layer)} & self.offloaded
         self.offloaded -= moves
@@ -68,7 +68,7 @@ class Loads:
         self._count_variant(layer, 1)
 
     def set(self, storage: SavedStorage, *, offload: bool) -> None:
-        """Keep or offload an item of a chosen alternative."""
+        """Keep or offload a storage of a chosen variant."""
         if (storage.name in self.offloaded) == offload:
             return
         self._count(storage, not offload, -1)
@@ -102,7 +102,7 @@ class Loads:
         self._freed[storage.freed_before] += held
 
     def fits_host(self) -> bool:
-        """Whether the host has room for the offloaded items."""
+        """Whether the host has room for the offloaded storages."""
         return self.problem.host_bytes is None or self.moved <= self.problem.host_bytes
 
     def _backward_base(self) -> list[int]:

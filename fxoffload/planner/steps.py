@@ -45,7 +45,7 @@ class StorageInfo:
         caller_until: of a candidate that the caller holds too: the forward segment after which the caller may release
             it or write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back.
             None: for an input, the last segment; all others are held by the graph alone.
-        watched: of a lent one: its copy is not waited for, and it is taken back (``Choice.watches``).
+        watched: of a caller's: its copy is not waited for, and it is taken back (``Choice.watches``).
         label: of a candidate, its name for people: module path, shape and dtype; "" where unknown.
     """
 

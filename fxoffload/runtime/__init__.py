@@ -1,1 +1,1 @@
-"""Runs steps: host memory, copies, the tape and the executor. Knows no pass."""
+"""Runs steps: host memory, copies, the save order and the executor. Knows no pass."""

@@ -4,10 +4,9 @@
 If the interpreter ends while a daemon thread is inside torch, the process ends with SIGABRT: a job that was done is
 reported as failed. So the interpreter waits for the work that these threads have begun. Other work does not begin.
 
-[Note: Cancelled plans]
-After ``torch.compiler.reset()`` no step follows a plan that is still being made, and its messages would be taken for
-the next model's. A thread cannot be stopped from outside, so a plan asks (``check``): before each draft, and before it
-says or publishes anything. PlanCancelled then ends it.
+[Note: Cancelled plans] After ``torch.compiler.reset()`` no step follows a plan that is still being made, and its
+messages would be taken for the next model's. A thread cannot be stopped from outside, so a plan asks (``check``):
+before each partitioning, and before it says or publishes anything. PlanCancelled then ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ _INTERVALS: list[tuple[float, float]] = []  # while a plan gives way: the one th
 
 
 class PlanCancelled(BaseException):
-    """Ends a plan that is no longer wanted. No Exception: a failing draft raises one, and planning goes on after it."""
+    """Ends a plan that is no longer wanted. No Exception: a failing partitioning raises one, and planning goes on after
+    it."""
 
 
 class _Resets:

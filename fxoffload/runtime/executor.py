@@ -103,8 +103,8 @@ def forward_callable(
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """The function that AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
-    arguments. ``hooks``, ``site``, ``variants``: shared with its backward. ``clock``: the clock for a call with these
-    arguments."""
+    arguments. ``hooks``, ``tracked``, ``variants``: shared with its backward. ``clock``: the clock for a call with
+    these arguments."""
     hooks = hooks or HookWatch()
     turn, graph = TurnWatch(), next(_GRAPHS)
     others = variants or Variants()
@@ -162,8 +162,8 @@ def backward_callable(
     tracked: TrackedGraph | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``site``, ``variants``: as of
-    its forward."""
+    """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``tracked``, ``variants``: as
+    of its forward."""
     hooks = hooks or HookWatch()
     others = variants or Variants()
 

@@ -1,8 +1,9 @@
-"""The tape: the order in which groups were saved, over all compiled graphs of a step.
+"""The save order: the order in which groups were saved, over all compiled graphs of a step.
 
-A backward runs the forwards in reverse. So while the backward of one group runs, the groups under it on the tape are
-needed next, unless another order was seen before (``fxoffload.runtime.backward_order``). The tape only predicts: a
-wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves no trace.
+A backward runs the forwards in reverse. So while the backward of one group runs, the groups under it on the save order
+are needed next, unless another order was seen before (``fxoffload.runtime.backward_order``). The save order only
+predicts: a wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves
+no trace.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class TurnWatch:
 
 @dataclass(slots=True)
 class _SavedGroup:
-    """A group on the tape."""
+    """A group on the save order."""
 
     ref: weakref.ref[Group]
     waiting: Waiting
@@ -61,10 +62,10 @@ class SaveOrder:
 
     def begin_backward(self, group: Group, *, keeps_graph: bool) -> list[Group]:
         """The backward of ``group`` begins. Returns the live groups whose backwards are expected to follow, the
-        next one first. Unless it keeps its graph the group leaves the tape.
+        next one first. Unless it keeps its graph the group leaves the save order.
 
-        A group that holds nothing is not on the tape, and its backward is no event: the expectation from before it
-        stays.
+        A group that holds nothing is not on the save order, and its backward is no event: the expectation from before
+        it stays.
         """
         with self._lock:
             live = self._live()

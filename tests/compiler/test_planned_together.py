@@ -19,7 +19,7 @@ import fxoffload
 from fxoffload.compiler import session
 from fxoffload.planner.plan import Plan
 from fxoffload.runtime.engine import engine_for
-from tests.planner.test_tape_replan import measured
+from tests.planner.test_chain_replan import measured
 from tests.support import Block, Halves, Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}

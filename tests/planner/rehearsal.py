@@ -184,8 +184,8 @@ class Rehearsal:
             def __init__(self, outer: fx.GraphModule, **kwargs: Any) -> None:
                 super().__init__(outer, **kwargs)
                 rehearsal.programs.append(self)
-                if kwargs.get("movables"):
-                    rehearsal.offload_candidates = kwargs["movables"]
+                if kwargs.get("offload_candidates"):
+                    rehearsal.offload_candidates = kwargs["offload_candidates"]
 
         original = build.run_steps
 

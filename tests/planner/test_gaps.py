@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import chain_planning
 from fxoffload.planner.chain import Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.link import ConstantRates
@@ -25,10 +25,10 @@ from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, entry_of
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.readings import Readings, Sample
 from tests.allocator import Allocator
-from tests.planner import test_tape_plan as chains
+from tests.planner import test_tape_plan
 from tests.planner.rehearsal import Watch
-from tests.planner.test_tape_plan import Run, alone, recorded
-from tests.planner.test_tape_replan import Measured, the_plan
+from tests.planner.test_chain_planning import Run, alone, recorded
+from tests.planner.test_chain_replan import Measured, the_plan
 from tests.support import Stack, assert_equal
 
 __all__ = ["alone"]  # the fixture
@@ -359,12 +359,12 @@ class Rehearsed(Measured):
 def test_a_budget_holds_what_is_allocated_between_calls() -> None:
     """The first plan does not know of it and exceeds its budget; the one made from measured steps keeps it, and says
     how much that takes. No bit of a gradient changes."""
-    least, most = chains.range_of_peaks("stack")
-    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_tape_plan.range_of_peaks("stack")
+    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     budget = most  # all of it could be kept
     found = Rehearsed((most - least) * 2 // 3)
-    with mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+    with mock.patch.object(chain_planning, "replan_for_chain", found.follow):
         run = recorded(found.model, activation_budget=budget, disable=("tape_recompute",))
         found.watch = run.watch
         assert found.peak_of(run) > 1.2 * budget
@@ -448,8 +448,8 @@ class Recorded(Rehearsed):
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, extra_memory: int) -> None:
     """From the record of the step before it."""
-    least, most = chains.range_of_peaks("stack")
-    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_tape_plan.range_of_peaks("stack")
+    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     # Permanent memory takes the same bytes from the budget as from the device.
     gathered = extra_memory * (most - least) // 3
@@ -472,10 +472,10 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: bool) -> None:
     """As where the record is taken meanwhile."""
-    least, most = chains.range_of_peaks("stack")
-    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_tape_plan.range_of_peaks("stack")
+    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
-    with recording(found), mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+    with recording(found), mock.patch.object(chain_planning, "replan_for_chain", found.follow):
         run = recorded(found.model, steps=1, activation_budget=most, disable=("tape_recompute",))
         found.watch = run.watch
         run.step()
@@ -499,7 +499,7 @@ def recording(found: Recorded) -> Iterator[None]:
 @pytest.mark.parametrize(("how", "next_ones"), [("hooks", (1, 2, 2)), ("fails", (2, 2, 2))])
 def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequence[int]) -> None:
     """At once, or when the next one begins. After a step with a backward that was no chain, two are recorded anew."""
-    chains._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded(1000, at_turn=True)
     with recording(found):
         run = recorded(found.model, steps=1, activation_budget="1GiB", disable=("tape_recompute",))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import chain_planning
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.variant import Variants
 from tests.planner import test_tape_plan as save_order
-from tests.planner.test_tape_plan import LENGTH, MODELS, Paths, Run, loss_of, moved_by, per_layer, recorded
-from tests.planner.test_tape_replan import measured, the_plan
+from tests.planner.test_chain_planning import LENGTH, MODELS, Paths, Run, loss_of, moved_by, per_layer, recorded
+from tests.planner.test_chain_replan import measured, the_plan
 from tests.support import Stack, assert_equal, assert_nothing_held, batch
 
 alone = save_order.alone  # the fixture
@@ -59,7 +59,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
         windows = windows_for(step, offload, 1 << 30) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
-    with mock.patch.object(tape_plan.TapePlanning, "run", decide):
+    with mock.patch.object(chain_planning.TapePlanning, "run", decide):
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxoffload
-from fxoffload.compiler import chain_planning as tape_plan
+from fxoffload.compiler import chain_planning
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.profiler.allocator_trace import Memory
@@ -20,8 +20,8 @@ from fxoffload.runtime.tracker import chains
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
-from tests.planner.test_tape_plan import Run, new_plans
-from tests.planner.test_tape_sizes import LONG, MIDDLE, SHORT, Plain, at, moved_at, planned_lengths, varying
+from tests.planner.test_chain_planning import Run, new_plans
+from tests.planner.test_chain_sizes import LONG, MIDDLE, SHORT, Plain, at, moved_at, planned_lengths, varying
 from tests.support import Stack, batch
 
 alone = save_order.alone
@@ -207,7 +207,7 @@ def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, belo
 
 
 def test_what_fits_only_into_the_whole_budget_takes_it(allocator: Allocator, budget: int) -> None:
-    with mock.patch.object(tape_plan, "_SPARE", 0.9):
+    with mock.patch.object(chain_planning, "_SPARE", 0.9):
         run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
         *_, long, _, below = moved_at(run, plain, (LONG, LONG, LONG, BELOW, BELOW))
     assert below > 0 < long

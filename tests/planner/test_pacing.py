@@ -19,7 +19,7 @@ from fxoffload.planner.chain import concatenate
 from fxoffload.planner.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
 from fxoffload.planner.rates import WITH_COLLECTIVES, ProfileRates, rates_for, with_collectives
 from fxoffload.planner.schedule import Schedule, Scheduler
-from tests.planner.test_tape_recompute import layer, passed
+from tests.planner.test_chain_search import layer, passed
 
 COUNT = 6
 ALONE = ProfileRates(load_profile("h200"))

@@ -83,7 +83,7 @@ class Forced:
         self.variants: dict[tuple[TrackedGraph, int], PlannedVariant] = {}
         tracked_graphs: list[TrackedGraph] = []
         self.order: list[TrackedGraph] = []
-        make, begins = StepTracker.tracked, TrackedGraph.forward_begins
+        make, begins = StepTracker.track, TrackedGraph.forward_begins
 
         def track(calls: StepTracker) -> TrackedGraph:
             tracked_graphs.append(make(calls))
@@ -97,7 +97,7 @@ class Forced:
         for layer in self.model.layers:  # type: ignore[union-attr]
             layer.compile(backend="fxoffload", options=options)
         with (
-            mock.patch.object(StepTracker, "site", tracked),
+            mock.patch.object(StepTracker, "track", track),
             mock.patch.object(TrackedGraph, "forward_begins", forward_begins),
         ):
             self.step()

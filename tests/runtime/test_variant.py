@@ -29,7 +29,7 @@ from fxoffload.runtime.executor import (
     forward_callable,
 )
 from fxoffload.runtime.outer_program import OuterProgram
-from fxoffload.runtime.tracker import step_tracker as calls
+from fxoffload.runtime.tracker import step_tracker
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
 from fxoffload.step.choice import Choice
@@ -235,7 +235,7 @@ def test_a_segment_is_given_the_only_references_to_what_a_bundle_held() -> None:
     out, token, filler = forward([torch.ones(3)])
     assert torch.equal(out, torch.full((3,), 2.0))
     assert filler.numel() == 0 and bundle_of(filler, "") is None
-    # The token outlives the calls, as where something else holds it.
+    # The token outlives the step_tracker, as where something else holds it.
     for keeps_graph in (True, False):
         with mock.patch.object(executor, "backward_keeps_graph", lambda keeps=keeps_graph: keeps):
             assert torch.equal(backward([token, filler, torch.full((3,), 5.0)])[0], torch.full((3,), 60.0))
@@ -349,7 +349,7 @@ def test_a_choice_that_slips_through_is_not_followed_under_hooks() -> None:
     forced.force(1, 2, 1, offload=True)
     fxoffload.reset_stats()
     with (
-        mock.patch.object(calls, "saved_tensor_hooks_active", lambda: False),
+        mock.patch.object(step_tracker, "saved_tensor_hooks_active", lambda: False),
         bundles() as made,
         torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda v: v),
     ):
@@ -496,7 +496,7 @@ def test_what_was_interrupted_is_made_ready_later() -> None:
 
 def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None:
     forced = Forced(Layers())
-    with mock.patch.object(calls.StepCalls, "_make_ready", autospec=True, return_value=True) as looks:
+    with mock.patch.object(step_tracker.StepCalls, "_make_ready", autospec=True, return_value=True) as looks:
         forced.step()
         assert not looks.called
         forced.force(1, 2, 0, prepare=lambda: None)
@@ -509,13 +509,13 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
     forced = Forced()
     forced.force(1, 1, 1)
     seen: list[Any] = []
-    begins = calls.Site.backward_begins
+    begins = step_tracker.Site.backward_begins
 
     def backward_begins(tracked: Any, group: Group, args: Sequence[Any]) -> Group:
         seen.append((len(group), group.takes_below, len(tracked.calls._step.pending)))
         return begins(tracked, group, args)
 
-    with mock.patch.object(calls.Site, "backward_begins", backward_begins):
+    with mock.patch.object(step_tracker.Site, "backward_begins", backward_begins):
         forced.step()
     assert seen == [(0, True, 3), (0, True, 2), (0, True, 1)]
     assert engine_for(CPU).calls._step is not None

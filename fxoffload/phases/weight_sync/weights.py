@@ -287,8 +287,8 @@ def _saved_from(modules: Modules, tensors: Mapping[str, Tensor]) -> Saved | None
             tuple(inputs[0].shape)
         ):
             raise UnsupportedError(
-                f"expected plain tensors, found {derivation.inputs[0]!r} sharded or quantized, and {name!r} is made of it "
-                "when the model is saved: use stream_weights(), or as_saved=False for names and shapes as in memory"
+                f"expected plain tensors, found {derivation.inputs[0]!r} sharded or quantized, and {name!r} is made of "
+                "it when the model is saved: use stream_weights(), or as_saved=False for names and shapes as in memory"
             )
     return saved
 

@@ -62,7 +62,8 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. Those that are gone when the second call begins belong to the step (see ``FirstArguments``).
+        args: of the first call. Those that are gone when the second call begins belong to the step (see
+            ``FirstArguments``).
         others_bytes: the part of the other bytes at its begin that belongs to the step as well.
         carried_bytes: the part that outputs of the step before are, where no record tells.
         history: of the allocator's events, begun with the step; None: there is none.

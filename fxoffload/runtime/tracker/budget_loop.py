@@ -1,7 +1,7 @@
 """Whether the steps of one plan meet their budget, step by step.
 
-Each step's peak is read (``fxoffload.runtime.profiler.step_peak``). Where the reads leave it open whether a step met the
-budget, the following ones are recorded, until one that allocates as much has told. The caller decides what to do
+Each step's peak is read (``fxoffload.runtime.profiler.step_peak``). Where the reads leave it open whether a step met
+the budget, the following ones are recorded, until one that allocates as much has told. The caller decides what to do
 with a plan that is exceeded.
 """
 

@@ -114,11 +114,11 @@ class ChainPlan:
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps go on making these choices, as far as its follower goes."""
+        """Whether steps go on making these choices, as far as its observer goes."""
         return self.observer is None or self.observer.is_settled
 
     def has(self, place: int, tracked: TrackedGraph) -> bool:
-        """Whether the call at ``place`` is one of ``site``."""
+        """Whether the call at ``place`` is one of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
     def serves(self, place: int, sizes: Sizes) -> bool:
@@ -252,7 +252,7 @@ class Known:
     num_measured: Counter[Sizes] = field(default_factory=Counter)
 
     def has(self, place: int, tracked: TrackedGraph) -> bool:
-        """Whether the call at ``place`` is one of ``site``."""
+        """Whether the call at ``place`` is one of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
     def seen_at(self, first: Sizes) -> Seen:

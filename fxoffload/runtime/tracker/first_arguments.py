@@ -39,8 +39,8 @@ class OnOtherStreams:
     """Memory on streams other than the compute stream that is allocated when a step begins, and gone when it ends.
 
     FSDP2 gathers a layer's parameters into such a buffer, and keeps it until it gathers the next layer's. Arguments of
-    the first call do not count here (see ``FirstArguments``). On the compute stream such memory cannot be told from memory that
-    the last step's results still hold.
+    the first call do not count here (see ``FirstArguments``). On the compute stream such memory cannot be told from
+    memory that the last step's results still hold.
 
     Args:
         read: lists the allocated blocks.

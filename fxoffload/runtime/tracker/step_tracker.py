@@ -1,10 +1,10 @@
 """The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
 
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
-reverse. ``StepTracker`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through the
-same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of its
-place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that was
-on the device in its first step (``fxoffload.runtime.tracker.chains``).
+reverse. ``StepTracker`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through
+the same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of
+its place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that
+was on the device in its first step (``fxoffload.runtime.tracker.chains``).
 
 Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From the
 place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
@@ -212,7 +212,7 @@ class StepTracker:
     def follow_instead(
         self, tracked: TrackedGraph, observer: PlanObserver, choices: tuple[Choice, ...], spare_bytes: int = 0
     ) -> None:
-        """If the next step at ``site`` still follows the plan of ``observer``, it makes these choices, which leave
+        """If the next step at ``tracked`` still follows the plan of ``observer``, it makes these choices, which leave
         ``spare_bytes`` of the budget."""
         with self._lock:
             tracked.chains.follow_instead(observer, choices, spare_bytes)
@@ -333,7 +333,7 @@ class StepTracker:
                 self._hold.plain_ended(graph)
 
     def _plan_together(self, step: RunningStep, tracked: TrackedGraph) -> None:
-        """A forward of ``site`` has begun."""
+        """A forward of ``tracked`` has begun."""
         step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
         plain = self._plain.waiting()
         if step.has_own_plan or plain:
@@ -341,11 +341,11 @@ class StepTracker:
 
     @staticmethod
     def _waiting(step: RunningStep) -> list[TrackedGraph]:
-        """The sites whose forwards wait for their backwards."""
+        """The graphs whose forwards wait for their backwards."""
         return [tracked for call in step.pending if call.waits() and (tracked := call.tracked()) is not None]
 
     def _prepare(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
-        """Get the plans of ``site`` ready to be followed, where a step begins. Not under the lock: may take minutes.
+        """Get the plans of ``tracked`` ready to be followed, where a step begins. Not under the lock: may take minutes.
 
         Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size
         may be long in coming back.
@@ -378,8 +378,8 @@ class StepTracker:
                 except Exception as error:
                     how = "without a plan" if plan.otherwise is None else "with another plan"
                     warnings.warn(
-                        f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} compiled "
-                        f"graphs and goes on {how}: {in_brief(error)}",
+                        f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} "
+                        f"compiled graphs and goes on {how}: {in_brief(error)}",
                         stacklevel=2,
                     )
                     if chain.plan is plan:
@@ -410,7 +410,7 @@ class StepTracker:
             step.measures = chains.begin_measuring(chain)
         elif not is_unknown and chains.may_plan(chain):
             self._plan(tracked, chain)
-        # The follower may have replaced it. One that was made this moment may have to be made ready: the next step does
+        # The observer may have replaced it. One that was made this moment may have to be made ready: the next step does
         # that, and follows it.
         if step.measures is None:
             step.plan = chain.ready

@@ -16,15 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import session
+from fxoffload.compiler import chain_planning, session
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.tracker import chains
 from tests.marks import slow
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
-from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, new_plans, options
+from tests.planner.test_chain_planning import MODELS, Run, in_between, moved_by, new_plans, options
 from tests.support import Stack, assert_equal, assert_nothing_held, batch, compile_counts
 
 alone, process_group = save_order.alone, save_order.process_group
@@ -227,7 +226,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
 
     def planner(*args: Any) -> Any:
         assert may_plan.acquire(timeout=60)
-        return tape_plan.plan_tape(*args)
+        return chain_planning.plan_tape(*args)
 
     def planned() -> None:
         may_plan.release()
@@ -238,7 +237,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
     budget = in_between()
     plain = Plain(varying(policy="keep_all"))
     steps = engine_for(CPU).calls
-    with mock.patch.object(steps, "_in_background", True), mock.patch.object(session, "plan_tape", planner):
+    with mock.patch.object(steps, "_in_background", True), mock.patch.object(session, "plan_chain", planner):
         run = varying(activation_budget=budget)
         everything = moved_at(run, plain, (LONG, SHORT, LONG, SHORT, LONG))
         assert everything[0] == everything[2] == everything[4] > 0

@@ -12,7 +12,7 @@ from fxoffload.compiler.measured_chain import MeasuredChain, measured_calls, rat
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, ExtraMemory, concatenate
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.planner.steps import TrainingStep
-from tests.planner.test_tape_recompute import MB, layer, passed, rates, ways
+from tests.planner.test_chain_search import MB, layer, passed, rates, ways
 
 PLAIN, AGAIN = layer(halves=2), layer((64,), again_ms=0.5)
 

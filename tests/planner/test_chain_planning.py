@@ -24,8 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxoffload
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import session
+from fxoffload.compiler import chain_planning, session
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
@@ -54,13 +53,13 @@ def alone() -> Iterator[None]:
     _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     CHAINS.clear()
 
-    describe = tape_plan.TapePlanning.describe
+    describe = chain_planning.TapePlanning.describe
 
     def described(planning: Any, schedule: Schedule) -> fxoffload.Plan:
         CHAINS.append(planning.chain)
         return describe(planning, schedule)
 
-    with mock.patch.object(tape_plan.TapePlanning, "describe", described):
+    with mock.patch.object(chain_planning.TapePlanning, "describe", described):
         yield
     torch.set_num_threads(threads)
 
@@ -287,7 +286,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
             return Schedule(offload, windows, found[0])
 
         torch.compiler.reset()
-        with mock.patch.object(tape_plan.TapePlanning, "run", decide):
+        with mock.patch.object(chain_planning.TapePlanning, "run", decide):
             run = recorded(MODELS[name], steps=2, activation_budget="1GiB")
             assert_equal(run.step(), plain)
             check_bytes(run, found[0])
@@ -344,7 +343,7 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
 
     torch.compiler.reset()
     alive = set(fxoffload.graphs())
-    with mock.patch.object(tape_plan.TapePlanning, "run", decide):
+    with mock.patch.object(chain_planning.TapePlanning, "run", decide):
         run = recorded(MODELS[name], steps=3, activation_budget="1GiB")
         assert_equal(run.step(), plain)
         for graph in set(fxoffload.graphs()) - alive:
@@ -617,10 +616,10 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
 
     def planner(*args: Any) -> Any:
         assert release.wait(60)
-        return tape_plan.plan_tape(*args)
+        return chain_planning.plan_tape(*args)
 
     calls = engine_for(CPU).calls
-    with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_tape", planner):
+    with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_chain", planner):
         run = recorded(MODELS["stack"], activation_budget="1GiB")
         everything = moved_by(run)
         assert everything > 0
@@ -636,7 +635,7 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
 def test_a_plan_that_fails() -> None:
     run = recorded(MODELS["stack"], activation_budget="1GiB")
     with (
-        mock.patch.object(tape_plan, "Scheduler", _raise),
+        mock.patch.object(chain_planning, "Scheduler", _raise),
         pytest.warns(UserWarning, match="goes on without a plan: RuntimeError: on purpose"),
     ):
         moved = moved_by(run)
@@ -917,7 +916,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
         description.compile(backend="fxoffload", options=options(activation_budget=1, host_budget="1KiB"))
     for model.uses_other in (False, True):  # compiles everything
         model(batch(length=LENGTH))
-    run = tape_plan.TapePlanning.run
+    run = chain_planning.TapePlanning.run
     both, at_once = threading.Barrier(2), []
 
     def slow(planning: Any) -> Schedule:
@@ -929,7 +928,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
 
     with (
         mock.patch.object(engine_for(CPU).calls, "_in_background", True),
-        mock.patch.object(tape_plan.TapePlanning, "run", slow),
+        mock.patch.object(chain_planning.TapePlanning, "run", slow),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message="fxoffload could not plan")
@@ -1167,9 +1166,9 @@ def test_watching_that_fails_harms_no_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gpu_s_budget_leaves_room_for_what_runs_between_the_graphs() -> None:
     gib = 1 << 30
-    assert tape_plan.bytes_for_graphs(gib, torch.device("cpu")) == gib
-    assert tape_plan.bytes_for_graphs(gib, torch.device("cuda")) == gib - (64 << 20)
-    assert tape_plan.bytes_for_graphs(1 << 20, torch.device("cuda")) == 1  # too small: refused, not an accident
+    assert chain_planning.bytes_for_graphs(gib, torch.device("cpu")) == gib
+    assert chain_planning.bytes_for_graphs(gib, torch.device("cuda")) == gib - (64 << 20)
+    assert chain_planning.bytes_for_graphs(1 << 20, torch.device("cuda")) == 1  # too small: refused, not an accident
 
 
 class Reducing(Block):

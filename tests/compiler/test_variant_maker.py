@@ -46,7 +46,7 @@ def alone() -> Iterator[None]:
 def sites_of(model: nn.Module, *inputs: Tensor, steps: int = 1, **changes: Any) -> list[TrackedGraph]:
     """Where the graphs of a model's layers are called, in order of compilation."""
     found: list[TrackedGraph] = []
-    make = StepTracker.tracked
+    make = StepTracker.track
 
     def track(calls: StepTracker) -> TrackedGraph:
         found.append(make(calls))
@@ -54,7 +54,7 @@ def sites_of(model: nn.Module, *inputs: Tensor, steps: int = 1, **changes: Any) 
 
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(backend="fxoffload", options=rehearsal(**{"policy": "auto", **changes}))
-    with mock.patch.object(StepTracker, "site", tracked):
+    with mock.patch.object(StepTracker, "track", track):
         for _ in range(steps):
             model(*inputs).square().mean().backward()
     return found

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload._torch_compat import inductor_config
 from fxoffload._torch_sizes import NewGuardError, no_new_guards
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import session
+from fxoffload.compiler import chain_planning, session
 from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
@@ -25,8 +24,8 @@ from fxoffload.planner.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
-from tests.planner.test_tape_plan import Run, new_plans, options
-from tests.planner.test_tape_sizes import gradients_of, sharded
+from tests.planner.test_chain_planning import Run, new_plans, options
+from tests.planner.test_chain_sizes import gradients_of, sharded
 from tests.support import Stack, assert_equal, assert_nothing_held, compile_counts
 
 alone, process_group = save_order.alone, save_order.process_group
@@ -261,7 +260,7 @@ def test_a_choice_is_drafted_once_for_all_lengths() -> None:
         return make_draft(*args)
 
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
-    with mock.patch.object(variant_maker, "make_draft", drafted):
+    with mock.patch.object(variant_maker, "make_partitioning", drafted):
         check(run, plain, (LONG, LONG, LONG))
         count = len(variants)
         check(run, plain, (44, 48, 56, LONGER, LONGER))
@@ -293,7 +292,10 @@ def test_plans_made_behind_running_steps() -> None:
 
     steps = engine_for(CPU).calls
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
-    with mock.patch.object(steps, "_in_background", True), mock.patch.object(session, "plan_tape", tape_plan.plan_tape):
+    with (
+        mock.patch.object(steps, "_in_background", True),
+        mock.patch.object(session, "plan_chain", chain_planning.plan_tape),
+    ):
         for length in (LONG, LONG, LONG, MIDDLE, LONG, LONGER, SHORT, LONGER, LONG, MIDDLE, SHORT):
             check(run, plain, (length,))
             join()

@@ -22,10 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import chain_graphs as tape_parts
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import chain_replan as tape_replan
-from fxoffload.compiler import replan
+from fxoffload.compiler import chain_graphs, chain_planning, chain_replan, replan
 from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan, as_compiled, with_turn
 from fxoffload.planner import pacing
@@ -40,10 +37,10 @@ from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, StepRecordi
 from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.step.readings import Readings
-from tests.planner import test_tape_plan as chains
+from tests.planner import test_tape_plan
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU
-from tests.planner.test_tape_plan import MODELS, Run, alone, loss_of, moved_by, new_plans, recorded
+from tests.planner.test_chain_planning import MODELS, Run, alone, loss_of, moved_by, new_plans, recorded
 from tests.support import Stack, assert_equal, batch
 
 __all__ = ["alone"]  # the fixture
@@ -98,21 +95,21 @@ class Measured:
 @contextmanager
 def measured(tick_ms: float = 1.0, **changes: Any) -> Iterator[Measured]:
     found = Measured(tick_ms, **changes)
-    with mock.patch.object(tape_plan, "replan_for_tape", found.follow):
+    with mock.patch.object(chain_planning, "replan_for_chain", found.follow):
         yield found
 
 
 @contextmanager
 def estimated(factor: float) -> Iterator[None]:
     """Predicted times of segments are this many times longer."""
-    step_of = tape_parts.step_of
+    step_of = chain_graphs.step_of
 
     def slower(*args: Any) -> TrainingStep:
         step = step_of(*args)
         down, up = (tuple(replace(s, ms=s.ms * factor) for s in side) for side in (step.forward, step.backward))
         return replace(step, forward=down, backward=up)
 
-    with mock.patch.object(tape_parts, "step_of", slower):
+    with mock.patch.object(chain_graphs, "step_of", slower):
         yield
 
 
@@ -220,14 +217,14 @@ def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
         before = the_plan()
         assert moved == [before.predicted.bytes_offloaded] * 2
         assert before.simulation is not None
-        chains.check_bytes(run, before.simulation)
+        test_tape_plan.check_bytes(run, before.simulation)
         assert the_plan().calibrated is None
         assert_equal(run.step(), plain)  # planned again when it begins
     plan = the_plan()
     assert plan.calibrated is not None and plan.calibrated_baseline is not None and plan.simulation is not None
     assert plan.calibrated.bytes_offloaded < moved[0]
     assert (plan.calibrated.bytes_offloaded > 0) == moves
-    chains.check_bytes(run, without_turn(plan.simulation))
+    test_tape_plan.check_bytes(run, without_turn(plan.simulation))
     assert plan.calibrated.step_ms <= plan.calibrated_baseline.step_ms * 1.1
     assert plan.predicted == before.predicted and plan.baseline == before.baseline
     assert plan.decisions != before.decisions
@@ -256,7 +253,7 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
         StepTracker, "follow_instead", autospec=True, side_effect=StepTracker.follow_instead
     ).start()
     pins = mock.patch.object(CopyEngine, "pin", pin)
-    nothing = mock.patch.object(tape_plan, "_WORTH", 1.0 if first == "nothing" else tape_plan._WORTH)
+    nothing = mock.patch.object(chain_planning, "_WORTH", 1.0 if first == "nothing" else chain_planning._WORTH)
     try:
         with measured(1.0), pins, nothing:
             run = recorded(MODELS["stack"], max_slowdown=0.02, disable=("tape_recompute",))
@@ -298,7 +295,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
 def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: float) -> None:
     """Steps that take longer than predicted hide more copies: as many as the host has room for."""
     plain = kept()
-    nothing = mock.patch.object(tape_replan, "choose_again", return_value=None)
+    nothing = mock.patch.object(chain_replan, "reselect_variants", return_value=None)
     with measured(1.0) as time, estimated(thought), nothing as choose:
         with first_plan(every_other):
             run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
@@ -331,7 +328,7 @@ def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, 
         windows = windows_for(step, offload, budget) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
-    return mock.patch.object(tape_plan.TapePlanning, "run", decide)
+    return mock.patch.object(chain_planning.TapePlanning, "run", decide)
 
 
 def test_every_call_goes_on_running_its_variant() -> None:
@@ -344,7 +341,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
-            chains._tell_callers(run.watch, graph)
+            test_tape_plan._tell_callers(run.watch, graph)
         before = the_plan()
         moved = moved_by(run)
         assert moved == before.predicted.bytes_offloaded > 0
@@ -353,7 +350,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         chain = tracked.chains.at(())
         first = chain.plan
         assert first is not None
-        counts = chains.compile_counts()
+        counts = test_tape_plan.compile_counts()
         for _ in range(3):
             assert chain.plan is first
             assert_equal(run.step(), plain)  # planned again when the third one begins
@@ -363,10 +360,10 @@ def test_every_call_goes_on_running_its_variant() -> None:
         plan = the_plan()
         assert plan.calibrated is not None and plan.simulation is not None
         assert plan.calibrated.bytes_offloaded == 0
-        chains.check_bytes(run, without_turn(plan.simulation))
+        test_tape_plan.check_bytes(run, without_turn(plan.simulation))
         assert_equal(run.step(), plain)
         run.steps(2)
-        assert {**chains.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+        assert {**test_tape_plan.compile_counts(), "segments": 0} == {**counts, "segments": 0}
     assert the_plan().measured_step_ms is not None
     assert "recompute" in {d.action for d in plan.decisions}
     # Variants that recompute take longer than the graphs as compiled.
@@ -376,7 +373,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
 
 def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> list[tuple[int, ...]]:
     """What calls run in each step until nothing is measured any more, and in two more. Nothing is compiled."""
-    counts, ran = chains.compile_counts(), []
+    counts, ran = test_tape_plan.compile_counts(), []
     while time.followers[0].clock is not None or len(ran) < 2:
         assert len(ran) < 20
         assert_equal(run.step(), plain)
@@ -384,7 +381,7 @@ def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> 
     for _ in range(2):
         assert_equal(run.step(), plain)
         ran.append(variants_that_ran())
-    assert {**chains.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+    assert {**test_tape_plan.compile_counts(), "segments": 0} == {**counts, "segments": 0}
     return ran
 
 
@@ -413,20 +410,20 @@ def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
         thought.append(rates.link[0])
         return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(description, description)
 
-    with mock.patch.object(tape_replan, "fit_link", fit_link):
+    with mock.patch.object(chain_replan, "fit_link", fit_link):
         yield thought
 
 
 def test_calls_compute_more_again_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
-    budget = chains.in_between()
-    chosen = mock.Mock(wraps=tape_replan.choose_again)
+    budget = test_tape_plan.in_between()
+    chosen = mock.Mock(wraps=chain_replan.choose_again)
     with (
         measured(1e-3) as time,
         a_slower_link() as thought,
         first_plan(two_of_them, budget),
-        mock.patch.object(tape_replan, "choose_again", chosen),
+        mock.patch.object(chain_replan, "reselect_variants", chosen),
     ):
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         run.step()
@@ -453,8 +450,8 @@ def test_calls_compute_more_again_where_copies_are_slow() -> None:
 def test_what_took_longer_than_before_is_taken_back() -> None:
     """Steps of the new choice take three times as long as those before."""
     plain = kept()
-    budget = chains.in_between()
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=tape_replan.choose_again)
+    budget = test_tape_plan.in_between()
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.choose_again)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (3 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -463,7 +460,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
         measured(1e-3) as time,
         a_slower_link(),
         first_plan(two_of_them, budget),
-        mock.patch.object(tape_replan, "choose_again", chosen),
+        mock.patch.object(chain_replan, "reselect_variants", chosen),
         mock.patch.object(Readings, "step_ms", slower),
     ):
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
@@ -497,7 +494,7 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     torch.compiler.reset()
     budget = fits + room + (0 if exceeded else extra)
     before = {p.graph for p in fxoffload.plans()}
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=tape_replan.choose_again)
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.choose_again)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (1.5 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -505,8 +502,8 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     with (
         measured(1e-3) as time,
         first_plan(two_of_them, moves=False),
-        mock.patch.object(tape_replan, "shared", larger),
-        mock.patch.object(tape_replan, "choose_again", chosen),
+        mock.patch.object(chain_replan, "shared", larger),
+        mock.patch.object(chain_replan, "reselect_variants", chosen),
         mock.patch.object(Readings, "step_ms", slower),
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -566,7 +563,7 @@ def test_calls_that_need_not_compute_again_do_not() -> None:
 def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     """Measured steps would hide more copies than memory is pinned for."""
     plain = kept()
-    budget = chains.in_between()
+    budget = test_tape_plan.in_between()
     asked: list[int] = []
 
     def pin(_: CopyEngine, nbytes: int, __: object) -> bool:
@@ -587,8 +584,8 @@ def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
 def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None:
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
     plain = kept()
-    budget = chains.in_between()
-    choose_again = tape_replan.choose_again
+    budget = test_tape_plan.in_between()
+    choose_again = chain_replan.choose_again
 
     def better_by(*args: Any) -> Any:
         found = choose_again(*args)
@@ -596,7 +593,7 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
         simulation = replace(found.schedule.simulation, forward_ms=1e-6 * (1 - gain), backward_ms=0.0)
         return replace(found, schedule=replace(found.schedule, simulation=simulation), now_ms=1e-6)
 
-    again = mock.patch.object(tape_replan, "choose_again", better_by)
+    again = mock.patch.object(chain_replan, "reselect_variants", better_by)
     with measured(1e-3) as time, a_slower_link(), again, warnings.catch_warnings():
         warnings.filterwarnings("error", message="fxoffload could not")
         with first_plan(two_of_them, budget):
@@ -608,7 +605,11 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
 
 def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
     plain = kept()
-    with measured(1e-3) as time, a_slower_link(), mock.patch.object(tape_replan, "choose_again", chains._raise):
+    with (
+        measured(1e-3) as time,
+        a_slower_link(),
+        mock.patch.object(chain_replan, "reselect_variants", test_tape_plan._raise),
+    ):
         with first_plan(every_other):
             run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
         with warnings.catch_warnings(record=True) as caught:
@@ -641,12 +642,12 @@ def test_working_sets_that_exceed_the_budget(extra: int) -> None:
     """More is moved, beyond the pinned memory; where that does not help there is a warning."""
     fits = extra < 1 << 20
     plain = kept()
-    budget = chains.in_between()
+    budget = test_tape_plan.in_between()
 
     def larger(_: Any, alike: Any) -> Any:
         return {"backward": dict.fromkeys(alike["backward"], extra)}
 
-    with measured(1e-3), mock.patch.object(tape_replan, "shared", larger):
+    with measured(1e-3), mock.patch.object(chain_replan, "shared", larger):
         run = recorded(MODELS["stack"], activation_budget=budget, disable=("tape_recompute",), steps=5)
         before = the_plan()
         assert before.calibrated is None and before.predicted_peak_bytes <= budget
@@ -720,7 +721,7 @@ def _hooked(on: Run) -> None:
 
 
 def _raises_in_forward(on: Run) -> None:
-    on.model.between = lambda i, x: x if i < 2 else chains._raise(x)
+    on.model.between = lambda i, x: x if i < 2 else test_tape_plan._raise(x)
     with pytest.raises(RuntimeError, match="on purpose"):
         on.step()
     on.model.between = None  # type: ignore[assignment]
@@ -729,7 +730,7 @@ def _raises_in_forward(on: Run) -> None:
 def _raises_in_backward(on: Run) -> None:
     def hook(i: int, x: Tensor) -> Tensor:
         if i == 2:
-            x.register_hook(chains._raise)
+            x.register_hook(test_tape_plan._raise)
         return x
 
     on.model.between = hook
@@ -815,9 +816,14 @@ def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None
 
 
 def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
-    plain = chains.Run(chains.per_layer(chains.Paths(), policy="keep_all"), batch(length=chains.LENGTH))
+    plain = test_tape_plan.Run(
+        test_tape_plan.per_layer(test_tape_plan.Paths(), policy="keep_all"), batch(length=test_tape_plan.LENGTH)
+    )
     with measured() as time:
-        run = chains.Run(chains.per_layer(chains.Paths(), activation_budget="1GiB"), batch(length=chains.LENGTH))
+        run = test_tape_plan.Run(
+            test_tape_plan.per_layer(test_tape_plan.Paths(), activation_budget="1GiB"),
+            batch(length=test_tape_plan.LENGTH),
+        )
         run.steps(4)
         observer = weakref.ref(time.followers.pop())
         clock = weakref.ref(time.clocks.pop())
@@ -841,7 +847,7 @@ def test_it_goes_with_its_graphs() -> None:
         assert graphs
         assert time.planning[0]() is not None
         del run
-        chains.WATCHES.clear()
+        test_tape_plan.WATCHES.clear()
         engine_for(CPU).calls._step = None
         torch.compiler.reset()
         gc.collect()
@@ -879,7 +885,7 @@ def test_a_failure_is_one_warning(where: str) -> None:
     }
     with measured(2e-4) as time, estimated(1e4):
         run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=3)
-        with mock.patch.object(*broken[where], chains._raise), warnings.catch_warnings(record=True) as caught:
+        with mock.patch.object(*broken[where], test_tape_plan._raise), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             moved = [moved_by(run) for _ in range(4)]
             assert_equal(run.step(), plain)
@@ -915,20 +921,20 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
 
     def follow(planning: Any, *args: Any) -> None:
         seen.append(planning.calibrates)
-        assert tape_replan.replan_for_tape(planning, *args) is None
+        assert chain_replan.replan_for_tape(planning, *args) is None
 
-    with mock.patch.object(tape_plan, "replan_for_tape", follow):
+    with mock.patch.object(chain_planning, "replan_for_chain", follow):
         for changes in ({}, {"disable": ("calibration",)}):
             torch.compiler.reset()
             recorded(MODELS["stack"], activation_budget="1GiB", steps=3, **changes)
     assert seen == [True, False]
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), calibrates=False)
-    assert tape_replan.replan_for_tape(gpu, None, (), None) is None  # type: ignore[arg-type]
+    assert chain_replan.replan_for_tape(gpu, None, (), None) is None  # type: ignore[arg-type]
 
 
 def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     """The graphs' part is compared; the whole is reported."""
-    limit, budget = 100 << 20, (100 << 20) + tape_plan.AROUND_BYTES
+    limit, budget = 100 << 20, (100 << 20) + chain_planning.AROUND_BYTES
     simulation: Any = SimpleNamespace(peak_bytes=limit)
     objective: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
 
@@ -974,7 +980,7 @@ def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tu
 
 def test_what_graphs_would_take_as_they_were_compiled() -> None:
     """Two calls: the second recomputes, by its estimate 5 ms instead of 2, and takes three times as long."""
-    from tests.planner.test_tape_recompute import layer, passed
+    from tests.planner.test_chain_search import layer, passed
 
     compiled = concatenate([layer((8,), ms=1.0)] * 2, passed(2))
     ran = concatenate([layer((8,), ms=1.0), layer((8,), ms=1.0, again_ms=3.0, halves=2)], passed(2))
@@ -1000,7 +1006,7 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
 
 def test_a_graph_that_some_calls_ran_as_compiled_takes_what_these_took() -> None:
     """Four calls of one graph, of which the third and fourth recomputed."""
-    from tests.planner.test_tape_recompute import layer, passed
+    from tests.planner.test_chain_search import layer, passed
 
     plain, again = layer((8,), ms=1.0), layer((8,), ms=1.0, again_ms=3.0)
     compiled, ran = concatenate([plain] * 4, passed(4)), concatenate([plain, plain, again, again], passed(4))
@@ -1042,7 +1048,7 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     tracked_graphs = [engine_for(CPU).calls.track() for _ in range(3)]
     schedule: Any = None
     box: Any = None
-    with mock.patch.object(tape_replan, "chain_clock_for", clock):
-        observer = tape_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
+    with mock.patch.object(chain_replan, "chain_clock_for", clock):
+        observer = chain_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
     assert observer is not None
     assert asked == [(cuda, 3, 77, records)]

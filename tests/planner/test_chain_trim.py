@@ -21,9 +21,9 @@ from tests.capture import rehearsal_options
 from tests.marks import slow
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
-from tests.planner.test_tape_plan import MODELS, Run, in_between, moved_by, recorded
-from tests.planner.test_tape_replan import measured
-from tests.planner.test_tape_sizes import LONG, at, varying
+from tests.planner.test_chain_planning import MODELS, Run, in_between, moved_by, recorded
+from tests.planner.test_chain_replan import measured
+from tests.planner.test_chain_sizes import LONG, at, varying
 from tests.support import Block, Stack, assert_equal, assert_nothing_held
 
 alone = save_order.alone  # the fixture
