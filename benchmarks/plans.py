@@ -117,6 +117,6 @@ class _PlanningLog(logging.Handler):
 
 
 def _plans() -> list[Any]:
-    from fxoffload.planner import plan_registry
+    from fxoffload.plan_report import registry as plan_registry
 
     return plan_registry.plans()

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.derived import case_label
 from benchmarks.save_figure import save_figure
 from benchmarks.schema import Report
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 
 GIB = 1 << 30
 PANEL_INCHES = (9.0, 5.0)

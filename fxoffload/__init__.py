@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from fxoffload.memory_budget import activation_budget as activation_budget
     from fxoffload.options import Options as Options
     from fxoffload.plan_report.explain import explain as explain
+    from fxoffload.plan_report.plan import Plan as Plan
+    from fxoffload.plan_report.registry import last_plan as last_plan
+    from fxoffload.plan_report.registry import plans as plans
     from fxoffload.plan_step import profile_step as profile_step
-    from fxoffload.planner.plan import Plan as Plan
-    from fxoffload.planner.plan_registry import last_plan as last_plan
-    from fxoffload.planner.plan_registry import plans as plans
     from fxoffload.ranks import check_ranks as check_ranks
     from fxoffload.report import graphs as graphs
     from fxoffload.report import metrics as metrics
@@ -68,8 +68,8 @@ _LATE = {
     "explain": "fxoffload.plan_report.explain",
     "profile_step": "fxoffload.plan_step",
     "Plan": "fxoffload.planner.plan",
-    "last_plan": "fxoffload.planner.plan_registry",
-    "plans": "fxoffload.planner.plan_registry",
+    "last_plan": "fxoffload.plan_report.registry",
+    "plans": "fxoffload.plan_report.registry",
     "check_ranks": "fxoffload.ranks",
     "graphs": "fxoffload.report",
     "metrics": "fxoffload.report",

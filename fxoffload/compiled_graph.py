@@ -16,7 +16,7 @@ from fxoffload.analysis.attention_masks import AttentionMask
 from fxoffload.passes.annotate_layers import LayerReport
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
-from fxoffload.planner.plan_registry import PlanBox
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.reset import on_reset
 from fxoffload.runtime.tracker.outputs import Outputs
 from fxoffload.step.choice import Choice

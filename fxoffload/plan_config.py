@@ -14,7 +14,7 @@ from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import OptionsError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.memory_budget import DEVICE_FRACTION, Lasting, lasting
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.sizes import parse_budget, share_of
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fxoffload.planner.plan import Plan
-from fxoffload.planner.plan_registry import plans
+from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import plans
 from fxoffload.runtime.engine import engines
 
 # Two are recorded; the third compiles the plan's variants, and follows it. One more where the first recompiles.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxoffload.planner.compare import Comparison, compare_plans
-from fxoffload.planner.plan import Plan
-from fxoffload.planner.plan_registry import plans
+from fxoffload.plan_report.compare import Comparison, compare_plans
+from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import plans
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> Comparison:

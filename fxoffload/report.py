@@ -10,7 +10,7 @@ import torch
 from fxoffload.compiled_graph import graphs as graphs
 from fxoffload.compiled_graph import override_policy as override_policy
 from fxoffload.counters import Stats, counters
-from fxoffload.planner.plan_registry import plans
+from fxoffload.plan_report.registry import plans
 from fxoffload.runtime.engine import Budgets, engine_for, engines
 from fxoffload.runtime.host_memory.limits import describe_host_memory, describe_locked_memory
 from fxoffload.sizes import format_bytes, parse_bytes

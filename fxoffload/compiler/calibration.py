@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 
 from fxoffload.compiler.explain import floors_of
 from fxoffload.compiler.graph_budget import GraphBudget
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Basis, Decision, Prediction
-from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import simulate

@@ -40,12 +40,13 @@ from fxoffload.compiler.explain import (
 )
 from fxoffload.compiler.planning import TUNING_BYTES
 from fxoffload.passes.find_candidates import SavedValues
+from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_larger, extra_memory_when_calls_begin, raised
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
-from fxoffload.planner.plan import BASES, Decision, Plan, Prediction
-from fxoffload.planner.plan_registry import PlanBox
+from fxoffload.planner.plan import BASES, Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate
@@ -54,12 +55,12 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.progress import working
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.profiler.chain_clock import TURN, entry_of
 from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, PlanObserver, Seen, volume_of
 from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import EdgeMemory
+from fxoffload.step.segment_names import TURN, entry_of
 
 log = logging.getLogger(__name__)
 

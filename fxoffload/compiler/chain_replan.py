@@ -17,19 +17,20 @@ from fxoffload.compiler.chain_reselect import Reselected, reselect_variants
 from fxoffload.compiler.chain_search import CallVariants, ChainObjective
 from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled
 from fxoffload.compiler.replan import Replan, measured_step, scale, shared
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.fit_link import fit_link, waits_of
 from fxoffload.planner.plan import Decision, Prediction
-from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for, segment_of
+from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for
 from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 from fxoffload.step.readings import PHASES, Phase, Readings
+from fxoffload.step.segment_names import segment_of
 
 if TYPE_CHECKING:
     from fxoffload.compiler.chain_planning import ChainPlanning

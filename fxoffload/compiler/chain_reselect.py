@@ -29,8 +29,8 @@ from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, with_turn
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.profiler.chain_clock import lies_between
 from fxoffload.step.readings import Phase
+from fxoffload.step.segment_names import lies_between
 
 if TYPE_CHECKING:
     from fxoffload.compiler.chain_planning import ChainPlanning

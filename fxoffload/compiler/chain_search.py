@@ -26,9 +26,9 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
 from fxoffload.planner.steps import TrainingStep
-from fxoffload.runtime.profiler.chain_clock import TURN
 from fxoffload.step.edges import EdgeMemory, Edges
 from fxoffload.step.readings import PHASES
+from fxoffload.step.segment_names import TURN
 
 log = logging.getLogger(__name__)
 

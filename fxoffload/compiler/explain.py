@@ -15,8 +15,9 @@ from fxoffload.analysis.attention_masks import AttentionMask
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.find_candidates import Candidate, Skipped
+from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Prediction
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.steps import StorageInfo, TrainingStep

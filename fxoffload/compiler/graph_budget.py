@@ -16,10 +16,10 @@ from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.explain import with_actions
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.errors import in_brief
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Prediction
-from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime import background

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.chain import Chain, ExtraMemory
 from fxoffload.planner.steps import SegmentStep, TrainingStep
-from fxoffload.runtime.profiler.chain_clock import segment_of
 from fxoffload.step.readings import PHASES, Phase
+from fxoffload.step.segment_names import segment_of
 
 Times = Mapping[Phase, Mapping[str, float]]
 Sizes = Mapping[Phase, Mapping[str, int | None]]

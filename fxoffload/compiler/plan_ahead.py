@@ -30,7 +30,7 @@ from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile
 from fxoffload.options import Options
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.progress import working
 from fxoffload.tell import budget_above_memory
 

@@ -20,9 +20,10 @@ from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.passes.tag_recompute import OFFLOADED
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import FrontierPoint, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation

@@ -21,21 +21,21 @@ from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.explain import decisions_of
 from fxoffload.compiler.planning import GraphPlanning
 from fxoffload.errors import in_brief
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.chain import with_turn
 from fxoffload.planner.measured import measured_step_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Decision, Prediction
-from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.profiler.chain_clock import lies_between
 from fxoffload.runtime.profiler.segment_clock import SegmentClock, clock_for
 from fxoffload.step.choice import Choice
 from fxoffload.step.readings import Phase, Readings
+from fxoffload.step.segment_names import lies_between
 
 log = logging.getLogger(__name__)
 

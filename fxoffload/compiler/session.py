@@ -75,8 +75,8 @@ from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan_registry import PlanBox
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep

@@ -18,8 +18,9 @@ from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.errors import BudgetError, UnsupportedError
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.summary import aim_of
-from fxoffload.planner.plan import NO_GRAPH, Decision, Plan, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate

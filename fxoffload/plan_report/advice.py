@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from fxoffload.plan_report.exposed import Exposed, in_ms, places_of
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import describe_mask
-from fxoffload.planner.plan import FrontierPoint, Plan
+from fxoffload.planner.plan import FrontierPoint
 from fxoffload.sizes import format_bytes
 
 # Waits below this part of a step, and differences below this part of a prediction, are not worth a word.

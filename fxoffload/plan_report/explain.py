@@ -11,9 +11,10 @@ from fxoffload.plan_report.blocks import Block, Lines, Points, as_html, as_text
 from fxoffload.plan_report.exposed import Exposed
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.modules import near, values_of
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import basis, costs, decisions, describe, describe_mask, totals
 from fxoffload.planner.measured import why_not_measured
-from fxoffload.planner.plan import Decision, Plan
+from fxoffload.planner.plan import Decision
 from fxoffload.sizes import format_bytes
 
 

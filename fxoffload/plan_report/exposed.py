@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import label_ranges
-from fxoffload.planner.plan import Plan
 
 # What takes less than this part of all waits is not worth its name.
 _LEAST = 0.02

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from fxoffload.compiled_graph import CompiledGraph, Returned, graphs, plain_graphs
 from fxoffload.counters import Stats
+from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import plans
 from fxoffload.plan_report.table import label_ranges
-from fxoffload.planner.plan import Plan
-from fxoffload.planner.plan_registry import plans
 from fxoffload.report import stats
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from fxoffload.planner.plan import Decision, Plan
+from fxoffload.plan_report.plan import Plan
+from fxoffload.planner.plan import Decision
 
 
 def values_of(plan: Plan, module: str) -> list[Decision]:

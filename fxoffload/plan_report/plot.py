@@ -13,13 +13,13 @@ from fxoffload.planner.measured import why_not_measured
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fxoffload.planner.plan import Plan
+    from fxoffload.planner.plan import PlanData
 
 _DPI = 150
 _GIB = 2**30
 
 
-def draw(plan: Plan, path: str | os.PathLike[str], size_inches: tuple[float, float]) -> bytes:
+def draw(plan: PlanData, path: str | os.PathLike[str], size_inches: tuple[float, float]) -> bytes:
     """The picture, as the content of a file called ``path``.
 
     Raises:
@@ -56,7 +56,7 @@ def draw(plan: Plan, path: str | os.PathLike[str], size_inches: tuple[float, flo
     return content.getvalue()
 
 
-def _draw_memory(axes: Axes, plan: Plan) -> None:
+def _draw_memory(axes: Axes, plan: PlanData) -> None:
     times: list[float] = []
     live: list[float] = []
     for b in plan.boundaries:
@@ -93,7 +93,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     _legend(axes)
 
 
-def _draw_measured(axes: Axes, plan: Plan) -> None:
+def _draw_measured(axes: Axes, plan: PlanData) -> None:
     """What the allocator had at the edges of each segment of a measured step, and its exact peaks as far as known."""
     if plan.measured_step is None:
         return
@@ -111,7 +111,7 @@ def _draw_measured(axes: Axes, plan: Plan) -> None:
         axes.plot(*zip(*peaks, strict=True), "x", color="black", markersize=4, label="measured, most inside a segment")
 
 
-def _draw_frontier(axes: Axes, plan: Plan) -> None:
+def _draw_frontier(axes: Axes, plan: PlanData) -> None:
     points = sorted(plan.frontier, key=lambda p: (p.step_ms, -p.peak_bytes))
     if points:
         axes.plot(
@@ -147,7 +147,7 @@ def _legend(axes: Axes) -> None:
     axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
 
 
-def _draw_budget(axes: Axes, plan: Plan) -> None:
+def _draw_budget(axes: Axes, plan: PlanData) -> None:
     if plan.activation_budget is not None:
         label = f"activation_budget, {gib(plan.activation_budget)} GiB"
         axes.axhline(plan.activation_budget / _GIB, color="tab:red", linestyle="--", linewidth=1, label=label)

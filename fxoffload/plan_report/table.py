@@ -11,19 +11,19 @@ from fxoffload.machine.estimate_error import describe_error
 from fxoffload.plan_report.blocks import Block, Lines, Points, Table, as_text
 
 if TYPE_CHECKING:
-    from fxoffload.planner.plan import Decision, Plan, Prediction
+    from fxoffload.planner.plan import Decision, PlanData, Prediction
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 _MOST_RANGES = 5
 _ACTIONS = ("keep", "offload", "recompute", "stay")
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanData) -> str:
     """The whole plan as text."""
     return as_text(blocks_of(plan))
 
 
-def blocks_of(plan: Plan) -> list[Block]:
+def blocks_of(plan: PlanData) -> list[Block]:
     """The whole plan."""
     parts: list[Block] = [
         Lines((_title(plan), *_knobs(plan), plan.summary, basis(plan))),
@@ -43,7 +43,7 @@ def blocks_of(plan: Plan) -> list[Block]:
     return parts
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: PlanData) -> str:
     """The plan in one line."""
     unit = RowUnit.of(plan)
     found = [("plain Inductor", plan.baseline.peak_bytes, plan.baseline.step_ms)]
@@ -67,7 +67,7 @@ class RowUnit(NamedTuple):
     size: int
 
     @staticmethod
-    def of(plan: Plan) -> RowUnit:
+    def of(plan: PlanData) -> RowUnit:
         """The largest of GiB, MiB and KiB that plain Inductor's peak fills."""
         for name, size in (("GiB", 2**30), ("MiB", 2**20)):
             if plan.baseline.peak_bytes >= size:
@@ -150,13 +150,13 @@ def _family(labels: Sequence[list[str]]) -> list[str]:
     return [f"{before}{number_ranges(numbers)}{behind}" for (before, behind), numbers in found.items()]
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanData) -> str:
     name = "plan ahead" if plan.graph < 0 else f"plan of graph {plan.graph}"
     name += f" ({plan.label})" if plan.label else ""
     return ", ".join(text for text in (name, plan.shape, plan.device) if text)
 
 
-def _knobs(plan: Plan) -> list[str]:
+def _knobs(plan: PlanData) -> list[str]:
     unit = RowUnit.of(plan)
     asked = []
     if plan.activation_budget is not None:
@@ -171,7 +171,7 @@ def _knobs(plan: Plan) -> list[str]:
     return lines
 
 
-def basis(plan: Plan) -> str:
+def basis(plan: PlanData) -> str:
     """What the predictions rest on."""
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
@@ -181,7 +181,7 @@ def basis(plan: Plan) -> str:
     return f"predicted from the device's profile: an estimate; {known}"
 
 
-def costs(plan: Plan) -> Table:
+def costs(plan: PlanData) -> Table:
     """Time and memory: of plain Inductor, as predicted, calibrated, measured."""
     unit = RowUnit.of(plan)
     columns = [
@@ -219,7 +219,7 @@ def _cost(unit: RowUnit, found: Prediction, base: Prediction | None) -> dict[str
     }
 
 
-def _measured(unit: RowUnit, plan: Plan) -> dict[str, str]:
+def _measured(unit: RowUnit, plan: PlanData) -> dict[str, str]:
     # A measured time is not compared with an estimated one: the quotient would be the estimate's error.
     base, found = plan.calibrated_baseline, {}
     if plan.measured_peak_bytes is not None:
@@ -241,13 +241,13 @@ def _slowdown(step_ms: float, base: Prediction | None) -> str:
     return f"{100 * (step_ms / base.step_ms - 1):+.1f} %" if base is not None and base.step_ms else "-"
 
 
-def _limits(plan: Plan) -> list[str]:
+def _limits(plan: PlanData) -> list[str]:
     newest, unit = plan.calibrated or plan.predicted, RowUnit.of(plan)
     where = [f"the peak is in {newest.peak_phase} segment {newest.peak_segment}"] if newest.peak_segment else []
     return [*where, f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
 
 
-def decisions(plan: Plan, some: Iterable[Decision]) -> Table:
+def decisions(plan: PlanData, some: Iterable[Decision]) -> Table:
     """What happens to some of the plan's values, without its masks."""
     unit = RowUnit.of(plan)
     headers = ("layers", "value", "producer", f"{unit.name} each", unit.name, "decision", "reason")
@@ -267,13 +267,13 @@ def decisions(plan: Plan, some: Iterable[Decision]) -> Table:
     return Table(headers, rows, ("left", "left", "left", "right", "right", "left", "left"))
 
 
-def describe_mask(plan: Plan, mask: Decision) -> str:
+def describe_mask(plan: PlanData, mask: Decision) -> str:
     """A mask, its bytes, and what to change."""
     where = f" in each of {layer_ranges(mask.layers)}" if len(mask.layers) > 1 else ""
     return f"{mask.value or mask.name}, {RowUnit.of(plan).with_name(mask.nbytes)}{where}: {mask.reason}"
 
 
-def totals(plan: Plan, some: Sequence[Decision]) -> str:
+def totals(plan: PlanData, some: Sequence[Decision]) -> str:
     """Bytes of some of the plan's values, by action."""
     found = {action: sum(d.total_bytes for d in some if d.action == action) for action in _ACTIONS}
     unit = RowUnit.of(plan)

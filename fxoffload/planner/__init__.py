@@ -1,6 +1,5 @@
 """Predicts what a training step will take: bytes on the device, time, and copies that compute has to wait for."""
 
-from fxoffload.plan_report.timeline import to_chrome_trace as to_chrome_trace
 from fxoffload.planner.link import ConstantRates as ConstantRates
 from fxoffload.planner.link import CopyRates as CopyRates
 from fxoffload.planner.simulate import Boundary as Boundary

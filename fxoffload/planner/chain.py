@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.profiler.chain_clock import TURN, entry_of, segment_of
 from fxoffload.step.choice import Windows
 from fxoffload.step.edges import EdgeMemory, Moment
 from fxoffload.step.readings import PHASES, Phase
+from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
 
 @dataclass(frozen=True)

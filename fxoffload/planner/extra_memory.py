@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory
 from fxoffload.planner.simulate import Boundary, Simulation
-from fxoffload.runtime.profiler.chain_clock import TURN, lies_between
 from fxoffload.step.edges import CallAt
 from fxoffload.step.readings import PHASES, Phase, Readings
+from fxoffload.step.segment_names import TURN, lies_between
 
 
 def extra_memory_when_calls_begin(

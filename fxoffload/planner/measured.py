@@ -10,7 +10,7 @@ from fxoffload.planner.simulate import place_of
 from fxoffload.step.readings import PHASES, Phase, Readings, Sample
 
 if TYPE_CHECKING:
-    from fxoffload.planner.plan import Plan
+    pass
 
 
 class MeasuredSegment(NamedTuple):

@@ -1,20 +1,12 @@
-"""The plans that ``fxoffload.plans()`` lists: an action for every saved value, a reason, and predictions."""
+"""The data of a plan: an action for every saved value, a reason, and predictions."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from fxoffload.files import replace_file
 from fxoffload.machine.estimate_error import EstimateError
-from fxoffload.plan_report import plot as plan_plot
-from fxoffload.plan_report import table as plan_table
-from fxoffload.plan_report.blocks import as_html
-from fxoffload.plan_report.timeline import to_chrome_trace
-from fxoffload.planner import plan_json
-from fxoffload.planner.measured import MeasuredStep, why_not_measured
+from fxoffload.planner.measured import MeasuredStep
 from fxoffload.planner.simulate import Boundary, Simulation
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
@@ -25,9 +17,6 @@ BASES: tuple[Basis, ...] = get_args(Basis)
 
 # ``Plan.graph`` of a plan of no compiled graph.
 NO_GRAPH = -1
-
-# Not in the JSON form, which keeps the boundaries of a simulation only.
-_NOT_IN_JSON = ("simulation",)
 
 
 @dataclass(frozen=True)
@@ -131,8 +120,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan:
-    """The plan of one compiled graph, or of a step over several. ``print`` shows it as a table.
+class PlanData:
+    """What ``fxoffload.Plan`` holds: the plan of one compiled graph, or of a step over several.
 
     A plan does not change. Later knowledge (calibration, measurements) makes another one, with
     ``dataclasses.replace``. Bytes are those above the bytes allocated when the step began.
@@ -228,67 +217,3 @@ class Plan:
     def baseline_step_ms(self) -> float:
         """Milliseconds of forward and backward with plain Inductor, before anything ran."""
         return self.baseline.step_ms
-
-    def __str__(self) -> str:
-        return plan_table.render(self)
-
-    def _repr_html_(self) -> str:
-        """The same table in a notebook."""
-        return as_html(plan_table.blocks_of(self))
-
-    def __repr__(self) -> str:
-        return f"<{plan_table.describe(self)}>"
-
-    def to_json(self) -> str:
-        """The plan as JSON text; ``from_json`` gives an equal one. Of its simulation, the boundaries are kept.
-
-        Raises:
-            ValueError: a field has another type than it should, or a number is not finite.
-            TypeError: something has no JSON form.
-        """
-        return plan_json.dumps(self, skip=_NOT_IN_JSON)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            ValueError: the text is damaged, is no plan, or is one of another version.
-        """
-        return plan_json.loads(Plan, text, "a plan", skip=_NOT_IN_JSON)
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the simulated step for Perfetto (ui.perfetto.dev) or ``chrome://tracing``: the tracks compute, D2H and
-        H2D, with arrows from each offload to its reload, and the bytes on the device. The measured step is a process
-        of its own; where there is none, ``otherData`` in the file says why there is none.
-
-        Raises:
-            RuntimeError: the plan has no simulation.
-            OSError: the file cannot be written.
-        """
-        if self.simulation is None:
-            raise RuntimeError(
-                "expected a plan with its simulation, found one without (JSON does not keep it); "
-                "call save_trace on a plan of fxoffload.plans() or fxoffload.plan(), not on one that was read from JSON"
-            )
-        about = {"plan": plan_table.describe(self), "summary": self.summary}
-        if reason := why_not_measured(self):
-            about["measured step"] = reason
-        trace = {**to_chrome_trace(self.simulation, self.measured_step), "otherData": about}
-        replace_file(path, json.dumps(trace).encode())
-
-    def plot(self, path: str | os.PathLike[str], *, size_inches: tuple[float, float] = (12.0, 4.8)) -> None:
-        """Draw memory over the step, simulated and measured, and the frontier of peak against time, with matplotlib.
-        Where no step was measured, a line below says why.
-
-        Args:
-            path: the file to write; its ending says the format (.png, .svg, .pdf; without one it is a PNG).
-            size_inches: width and height; 150 pixels each.
-
-        Raises:
-            ImportError: there is no matplotlib.
-            RuntimeError: the plan has no simulation, and no boundaries of one.
-            ValueError: matplotlib cannot write that format.
-            OSError: the file cannot be written.
-        """
-        replace_file(path, plan_plot.draw(self, path, size_inches))

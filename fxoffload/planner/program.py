@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
-from fxoffload.runtime.profiler.chain_clock import lies_between
+from fxoffload.step.segment_names import lies_between
 
 
 @dataclass(frozen=True)

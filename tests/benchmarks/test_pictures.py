@@ -13,7 +13,7 @@ from benchmarks.pictures import draw, draw_all
 from benchmarks.plot_memory import curve, plans_beside, report_beside
 from benchmarks.rl.plot import _panels
 from benchmarks.schema import Report
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 
 RESULTS = ROOT / "benchmarks" / "results"
 SWEEP, PHASES = RESULTS / "2026-11-21-h200-plan-stack-sweep.json", RESULTS / "2026-11-22-h200-phases.json"

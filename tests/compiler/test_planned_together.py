@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
 from fxoffload.compiler import session
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner.test_chain_replan import measured
 from tests.support import Block, Halves, Stack, batch

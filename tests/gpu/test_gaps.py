@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload._torch_private import records_allocator_events
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from tests.gpu.gpu_support import MIB, WIDTH, Stack, allocated_above, join, kept_peak
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from tests.gpu.ddp_run import FOLLOWED_FROM, MEASURED_FROM
 from tests.gpu.gpu_support import (
     MIB,

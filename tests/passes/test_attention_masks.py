@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.planner.plan import Decision, Plan
+from fxoffload.plan_report.plan import Plan
+from fxoffload.planner.plan import Decision
 
 TOKENS, HEADS, WIDTH = 24, 2, 8
 

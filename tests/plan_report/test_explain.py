@@ -17,9 +17,10 @@ from fxoffload.plan_report.advice import advice_on
 from fxoffload.plan_report.explain import explained
 from fxoffload.plan_report.exposed import Exposed
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
+from fxoffload.plan_report.plan import Plan
 from fxoffload.planner import ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
-from fxoffload.planner.plan import Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import Decision, FrontierPoint, Prediction
 from fxoffload.planner.simulate import place_of
 from tests.support import Stack, batch
 

@@ -33,10 +33,11 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, StepRecording, lies_between
+from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording
 from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.step.readings import Readings
+from fxoffload.step.segment_names import TURN, lies_between
 from tests.planner import test_tape_plan
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU

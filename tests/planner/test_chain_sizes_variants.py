@@ -20,7 +20,7 @@ from fxoffload.compiler import chain_planning, session
 from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU

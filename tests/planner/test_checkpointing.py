@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from tests.marks import slow
 from tests.support import (
     Block,

@@ -21,9 +21,10 @@ from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.chain_clock import TURN, ChainClock, entry_of
+from fxoffload.runtime.profiler.chain_clock import ChainClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.readings import Readings, Sample
+from fxoffload.step.segment_names import TURN, entry_of
 from tests.allocator import Allocator
 from tests.planner import test_tape_plan
 from tests.planner.rehearsal import Watch

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxoffload.machine.estimate_error import EstimateError
+from fxoffload.plan_report.compare import compare_plans
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import gib, layer_ranges, number_ranges
 from fxoffload.plan_report.timeline import to_chrome_trace
 from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
-from fxoffload.planner.compare import compare_plans
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep, why_not_measured
-from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Plan, Prediction
+from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Prediction
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from fxoffload.compiler import plan_ahead, planning
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
 from fxoffload.machine import load_profile
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from tests.capture import Tower, example_input
 
 # As in training on the CPU rehearsal. Everything may move, and time is no object.

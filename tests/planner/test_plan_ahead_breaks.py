@@ -12,7 +12,7 @@ from torch._dynamo import eval_frame
 import fxoffload
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import BudgetError, UnsupportedError
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from tests.capture import WIDTH, Block, Tower, example_input
 
 SMALL: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 1, "max_slowdown": 5.0}

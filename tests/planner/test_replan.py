@@ -23,15 +23,16 @@ from fxoffload.compiler import replan, session
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.replan import Calibration, Replan, as_measured, measured_step, scale, shared
+from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner import TrainingStep
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import NO_GRAPH, Plan, Prediction
-from fxoffload.planner.plan_registry import PlanBox
+from fxoffload.planner.plan import NO_GRAPH, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.runtime.profiler.chain_clock import TURN
 from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.runtime.tracker.outputs import Outputs
+from fxoffload.step.segment_names import TURN
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
 from tests.planner.test_schedule import rates

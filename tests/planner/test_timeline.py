@@ -4,7 +4,8 @@ import json
 
 from hypothesis import given
 
-from fxoffload.planner import ConstantRates, TrainingStep, simulate, to_chrome_trace
+from fxoffload.plan_report.timeline import to_chrome_trace
+from fxoffload.planner import ConstantRates, TrainingStep, simulate
 from tests.planner.chains import decided_steps
 
 

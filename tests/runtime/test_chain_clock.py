@@ -13,15 +13,9 @@ import torch
 
 from fxoffload.runtime.profiler import chain_clock
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.chain_clock import (
-    TURN,
-    ChainClock,
-    StepRecording,
-    chain_clock_for,
-    entry_of,
-    segment_of,
-)
+from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for
 from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
 
 class Time:

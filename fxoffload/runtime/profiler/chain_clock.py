@@ -48,24 +48,6 @@ from fxoffload.step.readings import Phase, Readings, Sample
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4
 
-# The gap between the forwards and the backwards: a segment after the forward's last one.
-TURN = "turn entry"
-
-
-def entry_of(phase: Phase, call: int) -> str:
-    """The empty segment of a chain that stands before a call."""
-    return f"call {call}/entry" if phase == "forward" else f"call {call}/backward entry"
-
-
-def lies_between(segment: str) -> bool:
-    """Whether it is one of these, or the turn: no graph runs in it."""
-    return segment == TURN or segment.endswith(("/entry", "/backward entry"))
-
-
-def segment_of(call: int, segment: str) -> str:
-    """A segment of a call, as the chain names it."""
-    return f"call {call}/{segment}"
-
 
 class StepRecording:
     """One step that is measured. Used by one call at a time.

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import gib, layer_ranges, number_ranges
-from fxoffload.planner.plan import Decision, Plan
+from fxoffload.planner.plan import Decision
 
 ABSENT = "absent"
 

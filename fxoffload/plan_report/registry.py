@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from fxoffload.errors import NoPlanError
-from fxoffload.planner.plan import Plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.reset import on_reset
 
 
