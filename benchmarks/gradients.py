@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gradients_compare import NUM_PARTS, pack_parts
+from benchmarks.job import Job
 from benchmarks.schema import Digest
-from benchmarks.workloads import Job
 
 # Elements: all norms' weights, and little to draw directions for.
 SMALL = 1 << 14

@@ -26,6 +26,7 @@ from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.kinds import is_checkpointed, is_sharded
 from benchmarks.bisection import bisect
 from benchmarks.clock import new_clock, synchronize
+from benchmarks.job import Job
 from benchmarks.limits import empty_cache
 from benchmarks.measure_plan import resolve
 from benchmarks.offload import compile_module, read_stats, reset_stats, uses_fxoffload
@@ -33,7 +34,7 @@ from benchmarks.phases import Phases
 from benchmarks.plans import PlanWatch
 from benchmarks.schema import Probe, Request, Result, Variant
 from benchmarks.single import set_checkpointing
-from benchmarks.workloads import Job, with_length
+from benchmarks.workloads import with_length
 
 PHASES = ("forward", "backward", "optimizer")
 LEARNING_RATE = 1e-6

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.clock import StepTime, new_clock, synchronize
+from benchmarks.job import Job
 from benchmarks.quartiles import summarize
 from benchmarks.schema import Memory, Protocol, Result
-from benchmarks.workloads import Job
 
 
 class HostTime(NamedTuple):

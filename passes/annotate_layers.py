@@ -17,25 +17,21 @@ break) the longest repeated run of ops is the stack, and its repeats are the lay
 
 from __future__ import annotations
 
-import functools
 import operator
-import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch.fx as fx
 
+from fxoffload.analysis.labels import (
+    _DECORATED,
+    LAYER_KEY,
+    MODULE_KEY,
+    ModulePath,
+    path_of,
+)
 from fxoffload.analysis.values import tensor_of
-
-LAYER_KEY = "fxoffload_layer"
-_MODULE_KEY = "fxoffload_module"
-
-_COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
-# ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
-_DECORATED = ("args", "0")
-# Wrappers that add a path component without being part of the model.
-_WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
 # A layer that holds more than this share of all labelled nodes may be a stage that contains the real blocks.
 _STAGE_SHARE = 1 / 3
@@ -53,59 +49,6 @@ class LayerReport:
     num_nodes: int = 0
 
 
-@dataclass
-class _Path:
-    """A module path with the class of each module on it."""
-
-    parts: tuple[str, ...]
-    classes: dict[tuple[str, ...], str] = field(default_factory=dict)
-
-    def below(self, prefix: tuple[str, ...]) -> _Path:
-        """The same path seen from a module on it."""
-        start = len(prefix)
-        classes = {parts[start:]: name for parts, name in self.classes.items() if parts[:start] == prefix}
-        return _Path(self.parts[start:], classes)
-
-    def labels(self) -> list[tuple[str, ...]]:
-        """Prefixes that end in an index of a container, outermost first; never inside a list of experts."""
-        found = []
-        for i, part in enumerate(self.parts):
-            if "expert" in part.lower():
-                break
-            if part.isdigit() and i > 0:
-                found.append(self.parts[: i + 1])
-        return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _parse(path: str) -> tuple[str, ...]:
-    parts = [a or b for a, b in _COMPONENT.findall(path)]
-    return tuple(p for p in parts if p not in _WRAPPERS)
-
-
-def _path_of(node: fx.Node) -> _Path | None:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return None
-    classes = {}
-    deepest: tuple[str, ...] = ()
-    for name, cls in stack.values():
-        parts = _parse(str(name))
-        classes[parts] = cls if isinstance(cls, str) else getattr(cls, "__name__", str(cls))
-        if len(parts) >= len(deepest):
-            deepest = parts
-    return _Path(deepest, classes)
-
-
-def module_path(node: fx.Node) -> str:
-    """The module that a node was traced in, "model.layers.3.mlp.gate_proj"; "" where Dynamo says nothing."""
-    found = node.meta.get(_MODULE_KEY)
-    if found is None:
-        path = _path_of(node)
-        found = "" if path is None else ".".join(path.parts)
-    return found
-
-
 class AnnotateLayers:
     """Write ``meta["fxoffload_layer"]`` on the nodes of a joint graph. See the module docstring."""
 
@@ -113,11 +56,11 @@ class AnnotateLayers:
 
     def __call__(self, gm: fx.GraphModule) -> LayerReport:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-        paths = {n: p for n in nodes if (p := _path_of(n)) is not None}
+        paths = {n: p for n in nodes if (p := path_of(n)) is not None}
         if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
             paths = {n: path.below(_DECORATED) for n, path in paths.items()}
         for node, path in paths.items():
-            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every partitioning asks for it
+            node.meta[MODULE_KEY] = ".".join(path.parts)  # every partitioning asks for it
         labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
@@ -131,7 +74,7 @@ class AnnotateLayers:
         return LayerReport(ordered, source, len(labels), len(nodes))
 
 
-def _labels_from_modules(paths: dict[fx.Node, _Path]) -> dict[fx.Node, str]:
+def _labels_from_modules(paths: dict[fx.Node, ModulePath]) -> dict[fx.Node, str]:
     candidates = {n: labels for n, p in paths.items() if (labels := p.labels())}
     if not candidates:
         return {}

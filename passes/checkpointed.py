@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxoffload.passes.tag_recompute import OFFLOADED, RECOMPUTED
+from fxoffload.analysis.recompute_rules import OFFLOADED, RECOMPUTED
 
 
 def num_checkpointed(joint: fx.GraphModule) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.analysis.segmentation import Segmentation
 from fxoffload.passes.find_candidates import Candidate
 
 POLICIES = ("auto", "offload_all", "keep_all")

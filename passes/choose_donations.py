@@ -19,10 +19,8 @@ from collections.abc import Collection
 import torch.fx as fx
 
 from fxoffload._torch_compat import calls_graph
+from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages, output_values, tensor_of
-from fxoffload.passes.cut_segments import Segmentation
-
-Donations = dict[str, tuple[int, ...]]
 
 
 class ChooseDonations:

@@ -20,7 +20,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
 from fxoffload._torch_sizes import symbols_of
+from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.analysis.repeatable import MAX_OPS, Repeatable
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values
-from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.settle_nodes import GLUE_KEY
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
@@ -42,38 +43,6 @@ _MAX_PIECES = 4
 _SPLIT_MARGIN = 0.6
 # A label starts (ends) where at least half of this many labelled nodes after (before) it carry it too.
 _NEIGHBOURS = 8
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A contiguous run of ops, compiled as one piece.
-
-    Attributes:
-        name: unique in its graph, a valid Python identifier (``layers_3``).
-        layer: the layer label, or "" for ops before, between or after the layers.
-        nodes: the ops in graph order.
-        inputs: values from outside that the ops read, in order of first use.
-        outputs: values of this segment that a later segment or the graph's output reads.
-    """
-
-    name: str
-    layer: str
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-
-
-@dataclass(frozen=True)
-class Segmentation:
-    """The segments of one graph, in order."""
-
-    segments: tuple[Segment, ...]
-
-    @property
-    def largest_share(self) -> float:
-        """The largest layer segment's share of all nodes that stand in layer segments (0.0 where there is none)."""
-        sizes = [len(s.nodes) for s in self.segments if s.layer]
-        return max(sizes) / sum(sizes) if sizes else 0.0
 
 
 class CutSegments:

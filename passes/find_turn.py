@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from fxoffload.passes.cut_segments import Segment, Segmentation
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
 
 

@@ -35,8 +35,8 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload._torch_compat import graph_module
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import Storages, output_values
-from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
 
 # Outer node -> name of the class of values that share memory with it in the inner graph.

@@ -23,8 +23,9 @@ import torch.fx as fx
 
 from fxoffload._torch_sizes import new_fake_like, run_on_fakes
 from fxoffload.analysis.repeatable import Repeatable
+from fxoffload.analysis.segmentation import Segmentation
 from fxoffload.analysis.values import tensor_of
-from fxoffload.passes.cut_segments import Segmentation, segments_of
+from fxoffload.passes.cut_segments import segments_of
 from fxoffload.passes.settle_nodes import GLUE_KEY
 
 # Copy -> the name of the node that it repeats.

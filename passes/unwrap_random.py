@@ -23,8 +23,8 @@ import torch.fx as fx
 
 from fxoffload._torch_compat import saves_rng_state
 from fxoffload.analysis.op_costs import call_of, sets_random_state
+from fxoffload.analysis.recompute_rules import never_drops
 from fxoffload.analysis.values import output_values
-from fxoffload.passes.tag_recompute import never_drops
 
 
 class UnwrapRandom:

@@ -20,10 +20,10 @@ import operator
 import torch.fx as fx
 
 from fxoffload import ops
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
-from fxoffload.passes.cut_segments import Segment, Segmentation
 
 RULES = ("miswired",)
 

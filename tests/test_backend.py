@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 import fxoffload
 from fxoffload import backend
 from fxoffload._torch_compat import boxed_eager
-from fxoffload.compiler import chain_planning, segments, session
+from fxoffload.compiler import plan_chain, segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -350,13 +350,13 @@ class TestPieces:
         """Whether what variants are made from is kept."""
         pieces = option_of("tape_recompute", by, disabled, monkeypatch)
         found: list[Any] = []
-        describe = session.describe_part
+        describe = session.describe_graph
 
-        def describe_part(*args: Any) -> Any:
+        def describe_graph(*args: Any) -> Any:
             found.append(args[-1])
             return describe(*args)
 
-        monkeypatch.setattr(session, "describe_graph", describe_part)
+        monkeypatch.setattr(session, "describe_graph", describe_graph)
         model = make_model(2)
         for layer in model.layers:  # type: ignore[union-attr]
             layer.compile(backend="fxoffload", options=rehearsal_options(policy="auto", disable=pieces))
@@ -396,10 +396,10 @@ class TestPieces:
         engine.calls._step = None
         monkeypatch.setattr(engine.calls, "_history", lambda: begun.append("record"))
 
-        def replan_for_tape(planning: Any, *_: object) -> None:
+        def replan_for_chain(planning: Any, *_: object) -> None:
             told.append(planning.records)
 
-        monkeypatch.setattr(chain_planning, "replan_for_chain", replan_for_tape)
+        monkeypatch.setattr(plan_chain, "replan_for_chain", replan_for_chain)
         model = make_model(3)
         for layer in model.layers:  # type: ignore[union-attr]
             options = {"policy": "auto", "activation_budget": "1GiB", "disable": pieces}

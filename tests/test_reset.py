@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload._torch_private import num_graphs_compiled
 from fxoffload.compiler import session
-from fxoffload.compiler.chain_planning import plan_chain
+from fxoffload.compiler.plan_chain import plan_chain
 from fxoffload.reset import reset as forget
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.load import load_module
+from benchmarks.job import Job
 from benchmarks.schema import Variant
-from benchmarks.workloads import Job
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 

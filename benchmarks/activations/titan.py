@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from benchmarks.activations.available import NotAvailable
+from benchmarks.job import Job
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
-from benchmarks.workloads import Job, build_job, decoder_layers
+from benchmarks.workloads import build_job, decoder_layers
 from fxoffload._torch_positions import assume_consecutive
 
 OPS = "torch._functorch._activation_offloading.offload_ops"

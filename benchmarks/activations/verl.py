@@ -21,9 +21,10 @@ from benchmarks import ranks
 from benchmarks.activations.available import NotAvailable
 from benchmarks.activations.load import load_module
 from benchmarks.activations.verl_packages import bare_packages
+from benchmarks.job import Job
 from benchmarks.schema import Request
 from benchmarks.steps import Stepper
-from benchmarks.workloads import Job, build_job, decoder_layers
+from benchmarks.workloads import build_job, decoder_layers
 
 # Below that, verl's function logs a warning and offloads nothing.
 LEAST_LAYERS = 3

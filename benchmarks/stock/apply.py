@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.clock import StepTime
+from benchmarks.job import Job
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper, end_memory_window, start_memory_window
 from benchmarks.stock.models import CHECKPOINTING
 from benchmarks.stock.records import StepFact
 from benchmarks.stock.workload import StockJob, StockModule, build_stock_job
-from benchmarks.workloads import Job, decoder_layers
+from benchmarks.workloads import decoder_layers
 
 KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "torch_budget")
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.job import Job
 from benchmarks.schema import Case
 from benchmarks.stock.models import CAUSAL, LORA, PACKED, PADDED, RL, SEQ2SEQ, SHARDED, STOCK_MODELS
-from benchmarks.workloads import Job
 
 NUM_PACKED = 4
 IGNORED = -100  # a label that the loss leaves out

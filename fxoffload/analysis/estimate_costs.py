@@ -29,7 +29,7 @@ from fxoffload.analysis.op_costs import (
     node_kind,
     op_flops,
 )
-from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.analysis.segmentation import Segmentation
 
 
 class Rates(Protocol):

@@ -31,9 +31,8 @@ import torch.fx as fx
 from fxoffload.analysis.in_place import bytes_in_place
 from fxoffload.analysis.kernel_order import likely_orders
 from fxoffload.analysis.segment_kernels import Kernel, SegmentKernels
+from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages, output_values, tensor_of
-from fxoffload.passes.choose_donations import Donations
-from fxoffload.passes.cut_segments import Segmentation
 
 
 class EstimateMemory:

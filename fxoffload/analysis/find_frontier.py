@@ -36,7 +36,7 @@ from fxoffload.analysis.estimate_costs import Rates, estimate_segment, recompute
 from fxoffload.analysis.layer_classes import Joint, Layer, layout_bytes
 from fxoffload.analysis.min_cut import SINK, SOURCE, Network
 from fxoffload.analysis.op_costs import fused_form, node_kind, tensors_of
-from fxoffload.passes.tag_recompute import OFFLOADED, RECOMPUTED, SAVED, may_recompute, overwritten_inputs
+from fxoffload.analysis.recompute_rules import OFFLOADED, RECOMPUTED, SAVED, may_recompute, overwritten_inputs
 
 # Prices are whole numbers: femtoseconds, and thousandths of a byte (a value that three layers read costs each a third).
 _PER_MS, _PER_BYTE = 10**12, 1000

@@ -13,9 +13,9 @@ from collections import defaultdict
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.labels import module_path
 from fxoffload.analysis.op_costs import op_name
 from fxoffload.analysis.values import Storages, tensor_of
-from fxoffload.passes.annotate_layers import module_path
 
 _DTYPES = {
     torch.bfloat16: "bf16",

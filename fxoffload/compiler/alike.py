@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload._torch_sizes import hint
-from fxoffload.passes.cut_segments import Segment
+from fxoffload.analysis.segmentation import Segment
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from fxoffload.options import Options
 from fxoffload.passes.runner import PassEntry, run_passes, without
 from fxoffload.progress import working
 from fxoffload.runtime.engine import Budgets
-from fxoffload.runtime.outer_program import OffloadCandidate, OuterProgram, RuntimeOptions
+from fxoffload.runtime.outer_program import OuterProgram, RuntimeOptions
+from fxoffload.step.offload_candidate import OffloadCandidate
 
 GraphKwargs = Mapping[str, Any]
 

@@ -24,8 +24,8 @@ from fxoffload.planner.plan import Basis
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
-from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.step.edges import Edges
+from fxoffload.step.offload_candidate import OffloadCandidate
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
-from fxoffload.compiler.chain_replan import replan_for_chain
 from fxoffload.compiler.chain_search import CallDescription, CallVariants, ChainChoice, ChainObjective, ChainSearch
 from fxoffload.compiler.explain import (
     ExplainRow,
@@ -55,8 +54,8 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.progress import working
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, PlanObserver, Seen, volume_of
-from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+from fxoffload.runtime.tracker.chains import ChainPlan, PlanObserver, Seen, volume_of
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import EdgeMemory
@@ -91,44 +90,6 @@ def around_bytes(device: torch.device) -> int:
 def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
     """The part of a step's budget that its graphs may take."""
     return max(budget_bytes - around_bytes(device), 1)
-
-
-def plan_chain(
-    tracked_graphs: Sequence[TrackedGraph], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
-) -> ChainPlan | None:
-    """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
-    with other options.
-
-    Args:
-        tracked_graphs: of the calls, in the order of their forwards.
-        seen: observations of their memory.
-        sizes: of the calls, the largest that the plan is to serve; empty where none vary.
-        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
-            call would follow it.
-    """
-    descriptions = [s.description for s in tracked_graphs if isinstance(s.description, GraphDescription)]
-    if (
-        len(descriptions) != len(tracked_graphs)
-        or len(descriptions) < 2
-        or any(p.objective != descriptions[0].objective for p in descriptions)
-    ):
-        return None
-    began = time.perf_counter()
-    planning = ChainPlanning(
-        descriptions_at(descriptions, sizes), seen, [frozenset(s.written) for s in tracked_graphs], sizes
-    )
-    refs = tuple(weakref.ref(s) for s in tracked_graphs)
-    if meanwhile is not None and (quick := planning.quick()) is not None:
-        log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
-        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes))
-    schedule = planning.run()
-    background.check()
-    if planning.checkpointing is not None:
-        # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.
-        engine_for(planning.device).pin(schedule.simulation.bytes_offloaded, planning.budgets)
-    box = PlanBox(planning.describe(schedule))
-    log.info("planned %d calls in %.1f s: %s", len(descriptions), time.perf_counter() - began, box.plan.summary)
-    return planning.following(refs, schedule, box)
 
 
 class ChainPlanning:
@@ -429,17 +390,21 @@ class ChainPlanning:
 
     # -- to be followed ------------------------------------------------------------------------------------------------
 
-    def following(
-        self, tracked_graphs: tuple[weakref.ref[TrackedGraph], ...], schedule: Schedule, box: PlanBox
+    def to_follow(
+        self,
+        tracked_graphs: tuple[weakref.ref[TrackedGraph], ...],
+        schedule: Schedule,
+        box: PlanBox,
+        observe: Callable[
+            [ChainPlanning, Schedule, tuple[weakref.ref[TrackedGraph], ...], PlanBox], PlanObserver | None
+        ],
     ) -> ChainPlan:
-        """The plan as calls follow it. CallVariants are compiled when it is followed for the first time; where that
-        fails, graphs run as they were compiled."""
+        """The plan as calls follow it. Variants are compiled when it is followed for the first time; where that fails,
+        graphs run as they were compiled. ``observe``: makes what measures its first steps."""
         wanted = [(p.variant_maker, v) for p, v in zip(self.descriptions, self.choice.variants, strict=True)]
         self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
         first = self._first_choices()
-        found = self._following(
-            tracked_graphs, schedule, box, observer=replan_for_chain(self, schedule, tracked_graphs, box)
-        )
+        found = self._to_follow(tracked_graphs, schedule, box, observer=observe(self, schedule, tracked_graphs, box))
         if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
             return found
 
@@ -456,7 +421,7 @@ class ChainPlanning:
             self.choice, self.numbers = self.compiled, [0] * len(self.descriptions)
             instead = self.compiled.schedule or self.compiled.scheduler.smallest()
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
-            return self._following(tracked_graphs, instead, PlanBox(self.describe(instead)))
+            return self._to_follow(tracked_graphs, instead, PlanBox(self.describe(instead)))
 
         return replace(found, prepare=prepare, otherwise=otherwise, first=first)
 
@@ -467,7 +432,7 @@ class ChainPlanning:
         found = self.choice.scheduler.least_time(self.limit_bytes - TUNING_BYTES)
         return self.choices(found or self._smallest(self.choice))
 
-    def _following(
+    def _to_follow(
         self,
         tracked_graphs: tuple[weakref.ref[TrackedGraph], ...],
         schedule: Schedule,

@@ -10,9 +10,9 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fxoffload.compiler.calibration import Recalibration
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.chain_reselect import Reselected, reselect_variants
 from fxoffload.compiler.chain_search import CallVariants, ChainObjective
 from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled
@@ -28,12 +28,9 @@ from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for
-from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.readings import PHASES, Phase, Readings
 from fxoffload.step.segment_names import segment_of
-
-if TYPE_CHECKING:
-    from fxoffload.compiler.chain_planning import ChainPlanning
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.chain_search import (
     CallDescription,
     CallVariants,
@@ -31,9 +31,6 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.step.readings import Phase
 from fxoffload.step.segment_names import lies_between
-
-if TYPE_CHECKING:
-    from fxoffload.compiler.chain_planning import ChainPlanning
 
 # Most of the chains found that are laid out together with the segment at the turn.
 _FINISHED = 3

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxoffload.analysis.estimate_memory import dying_inputs
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler.made_up import MadeUp
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.segments import SegmentCall
-from fxoffload.passes.cut_segments import Segment
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.step.readings import Phase
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from fxoffload.analysis.attention_masks import AttentionMask
+from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler.partitioning import Partitioning
-from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.find_candidates import Candidate, Skipped
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.objective import Objective

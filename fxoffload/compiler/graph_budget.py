@@ -59,7 +59,7 @@ class PlannedGraph:
 
 
 class GraphBudget:
-    """See ``fxoffload.runtime.tracker.hold_to_budget.BudgetControl``.
+    """See ``fxoffload.runtime.tracker.budget_loop.BudgetControl``.
 
     Args:
         planned: the graph.

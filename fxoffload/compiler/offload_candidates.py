@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
-from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY
-from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.step.offload_candidate import OffloadCandidate
 
 
 def offload_candidates_of(state: ForwardState) -> tuple[list[Candidate], list[OffloadCandidate]]:

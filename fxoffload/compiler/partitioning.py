@@ -17,17 +17,16 @@ from fxoffload._torch_compat import copy_of, graph_module
 from fxoffload._torch_sizes import hints_at
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs
+from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
-from fxoffload.passes.choose_donations import Donations
-from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.passes.runner import run_passes, without
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
 from fxoffload.runtime import background
-from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.step.offload_candidate import OffloadCandidate
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 

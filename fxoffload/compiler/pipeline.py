@@ -9,12 +9,13 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.attention_masks import AttentionMask, FindAttentionMasks
+from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import output_values
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.tangents import is_loss, tangents_of, zeros_of
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
-from fxoffload.passes.choose_donations import ChooseDonations, Donations
-from fxoffload.passes.cut_segments import CutSegments, Segmentation
+from fxoffload.passes.choose_donations import ChooseDonations
+from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads

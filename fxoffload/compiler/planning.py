@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.analysis.values import Storages
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
@@ -19,7 +20,6 @@ from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, s
 from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
-from fxoffload.passes.tag_recompute import OFFLOADED
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.objective import Objective

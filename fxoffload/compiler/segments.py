@@ -24,11 +24,12 @@ from fxoffload._torch_compat import (
 )
 from fxoffload._torch_sizes import told_all_symbols
 from fxoffload.analysis.op_costs import op_name
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.counters import counters
 from fxoffload.errors import SegmentCompileError
-from fxoffload.passes.cut_segments import Segment, is_submodule
+from fxoffload.passes.cut_segments import is_submodule
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ from fxoffload._torch_compat import (
     take_donated_placeholders,
     take_partitioner_choices,
 )
+from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.chain_graphs import ChainSettings, Checkpointed, GraphDescription, describe_graph, is_dynamic
-from fxoffload.compiler.chain_planning import plan_chain
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.measure_ops import measure_ops
@@ -48,6 +48,7 @@ from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_esti
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.plan_chain import plan_chain
 from fxoffload.compiler.planning import (
     FEW_POINTS,
     TUNING_BYTES,
@@ -73,7 +74,7 @@ from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpo
 from fxoffload.passes.find_candidates import SMALL
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import PassEntry, run_passes
-from fxoffload.passes.tag_recompute import OFFLOADED, TagRecompute, TagReport
+from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.objective import Objective
@@ -81,20 +82,20 @@ from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
+from fxoffload.processes import processes_on_this_machine
 from fxoffload.progress import working
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.executor import backward_callable, clone_as_laid_out, forward_callable, no_clock
 from fxoffload.runtime.host_memory.arena import block_bytes
-from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from fxoffload.runtime.tracker.outputs import Outputs
 from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan, saved_of_its_own
-from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
+from fxoffload.step.offload_candidate import OffloadCandidate
 from fxoffload.step.readings import Phase
 
 log = logging.getLogger(__name__)

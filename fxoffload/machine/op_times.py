@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fxoffload.files import replace_file
 from fxoffload.machine import cache
 from fxoffload.machine.devices import Identity
-from fxoffload.runtime.host_memory.limits import processes_on_this_machine
+from fxoffload.processes import processes_on_this_machine
 
 log = logging.getLogger(__name__)
 

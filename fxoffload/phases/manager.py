@@ -134,6 +134,16 @@ class PhaseManager:
         return self._inventory.models
 
     @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The models, and the extra modules."""
+        return self._inventory.modules
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The devices whose memory is wanted back."""
+        return self._transit.device_types
+
+    @property
     def optimizers(self) -> list[Any]:
         """The optimizers that hold state."""
         return self._inventory.optimizers

@@ -13,8 +13,7 @@ from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.modules import near, values_of
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import basis, costs, decisions, describe, describe_mask, totals
-from fxoffload.planner.measured import why_not_measured
-from fxoffload.planner.plan import Decision
+from fxoffload.planner.plan import Decision, why_not_measured
 from fxoffload.sizes import format_bytes
 
 

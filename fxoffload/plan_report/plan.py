@@ -9,8 +9,7 @@ from fxoffload.files import replace_file
 from fxoffload.plan_report import json_form, plot, table
 from fxoffload.plan_report.blocks import as_html
 from fxoffload.plan_report.timeline import to_chrome_trace
-from fxoffload.planner.measured import why_not_measured
-from fxoffload.planner.plan import PlanData
+from fxoffload.planner.plan import PlanData, why_not_measured
 
 # Not in the JSON form, which keeps the boundaries of a simulation only.
 _NOT_IN_JSON = ("simulation",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxoffload.plan_report.table import describe, gib
-from fxoffload.planner.measured import why_not_measured
+from fxoffload.planner.plan import why_not_measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

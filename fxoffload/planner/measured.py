@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fxoffload.planner.simulate import place_of
 from fxoffload.step.readings import PHASES, Phase, Readings, Sample
-
-if TYPE_CHECKING:
-    pass
 
 
 class MeasuredSegment(NamedTuple):
@@ -82,22 +79,6 @@ class MeasuredStep:
                 now = max(now, segment.end_ms)
             if segments and end > now:
                 yield Stall(now, end, segments[-1])
-
-
-def why_not_measured(plan: Plan) -> str:
-    """Why a plan has no measured step, in words; "" where it has one."""
-    if plan.measured_step is not None:
-        return ""
-    if plan.measured_step_ms is not None:
-        return "of the steps that were measured this plan, of an earlier version, has the time and the peak alone"
-    if plan.graph < 0:
-        return "no step was measured: the plan was made ahead, and nothing ran"
-    if plan.calibrated is not None:
-        return "no step was measured yet: the plan was calibrated, and the next steps that follow it are measured"
-    return (
-        "no step was measured: steps are timed on a GPU, once the first ones that follow the plan have calibrated it, "
-        "and only where the plan moves something. On a CPU times predict nothing"
-    )
 
 
 def measured_step_of(readings: Readings, layers: Mapping[tuple[Phase, str], str]) -> MeasuredStep | None:

@@ -12,7 +12,7 @@ from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.planner.link import CopyRates
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
-from fxoffload.runtime.host_memory.limits import processes_on_this_machine
+from fxoffload.processes import processes_on_this_machine
 
 # Part of the link that copies to the host reach where forwards are paced: 0.97 to 0.99 during one GPU's collectives
 # (H200, 2026-11-23 and 24).

@@ -217,3 +217,19 @@ class PlanData:
     def baseline_step_ms(self) -> float:
         """Milliseconds of forward and backward with plain Inductor, before anything ran."""
         return self.baseline.step_ms
+
+
+def why_not_measured(plan: PlanData) -> str:
+    """Why a plan has no measured step, in words; "" where it has one."""
+    if plan.measured_step is not None:
+        return ""
+    if plan.measured_step_ms is not None:
+        return "of the steps that were measured this plan, of an earlier version, has the time and the peak alone"
+    if plan.graph < 0:
+        return "no step was measured: the plan was made ahead, and nothing ran"
+    if plan.calibrated is not None:
+        return "no step was measured yet: the plan was calibrated, and the next steps that follow it are measured"
+    return (
+        "no step was measured: steps are timed on a GPU, once the first ones that follow the plan have calibrated it, "
+        "and only where the plan moves something. On a CPU times predict nothing"
+    )

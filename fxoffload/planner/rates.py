@@ -16,7 +16,7 @@ from fxoffload.machine.lookup import profile_for
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
-from fxoffload.runtime.host_memory.limits import processes_on_this_machine
+from fxoffload.processes import processes_on_this_machine
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"

@@ -19,9 +19,8 @@ from fxoffload._torch_sizes import hint
 from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
-from fxoffload.runtime.engine import _RANGE_ALIGNMENT
-from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.step.edges import Edges
+from fxoffload.step.offload_candidate import RANGE_ALIGNMENT, OffloadCandidate
 
 
 @dataclass(frozen=True)
@@ -450,7 +449,7 @@ def _moved_bytes(values: Sequence[torch.Tensor], min_bytes: int) -> int:
         ends.append(offset * size + covered)
     if elements < max(min_bytes, 1):
         return 0
-    return max(ends) - min(starts) // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT
+    return max(ends) - min(starts) // RANGE_ALIGNMENT * RANGE_ALIGNMENT
 
 
 def _calls(graph: fx.Graph, name_of: Callable[[fx.Node], str | None]) -> list[SegmentStep]:

@@ -76,11 +76,10 @@ from fxoffload.runtime.tracker.first_arguments import others_watch
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
+from fxoffload.step.offload_candidate import RANGE_ALIGNMENT
 
 log = logging.getLogger(__name__)
 
-# A range starts at a multiple of this many bytes of its storage, so that reloaded tensors are as aligned as saved ones.
-_RANGE_ALIGNMENT = 64
 # 20 ms of copies: one layer's reloads are mostly less, and are copied while another layer computes.
 LONG_QUEUE_BYTES = 1 << 30
 
@@ -581,7 +580,7 @@ def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
         starts.append(t.storage_offset() * size)
         ends.append((t.storage_offset() + last + 1) * size)
-    start = min(starts) // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT
+    start = min(starts) // RANGE_ALIGNMENT * RANGE_ALIGNMENT
     return start, max(ends)
 
 
@@ -629,4 +628,4 @@ def _after_fork_in_child() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
-assert ALIGNMENT % _RANGE_ALIGNMENT == 0
+assert ALIGNMENT % RANGE_ALIGNMENT == 0

@@ -28,7 +28,7 @@ from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import OuterCall, OuterProgram
 from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from fxoffload.runtime.save_order import TurnWatch
-from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.step.choice import Choice

@@ -25,6 +25,7 @@ from fxoffload.runtime.layout import layout_of
 from fxoffload.runtime.profiler.call_recorder import Recorder
 from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
 from fxoffload.step.choice import Windows
+from fxoffload.step.offload_candidate import OffloadCandidate
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,6 @@ class RuntimeOptions:
     def keeps_turn(self) -> bool:
         """Whether values that a forward saves last may stay on the device. A window that the user sets binds them."""
         return self.budgets.in_flight is None and self.budgets.prefetch is None
-
-
-@dataclass
-class OffloadCandidate:
-    """One storage that a forward may offload.
-
-    Attributes:
-        name: of its first saved value.
-        sources: how many saved values share it.
-        is_input: it belongs to a graph input.
-        rank: place in the order in which the backward first reads saved values; set when the backward is compiled.
-        paces_forward: whether the segment that makes it is a layer, so that it counts for the in-flight window. Values
-            outside the layers (a language model's logits) are one large lump and would set it far too wide.
-        paces_backward: the same for the segment that first reads it, and the prefetch window.
-        unread: whether the backward does not read it: the partitioner saved it for nothing, and it is dropped.
-        of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
-            their backward it stays where it is.
-    """
-
-    name: str
-    sources: int
-    is_input: bool
-    rank: int = 0
-    paces_forward: bool = True
-    paces_backward: bool = True
-    unread: bool = False
-    of_turn: bool = False
 
 
 @dataclass

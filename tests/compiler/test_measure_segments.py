@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler.distinct_segments import DistinctSegment
 from fxoffload.compiler.measure_segments import _prepare
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.time_segments import time_segments
 from fxoffload.machine.meters import HostMeter, Work
-from fxoffload.passes.cut_segments import Segment
 from fxoffload.planner.steps import SegmentStep
 from tests.compiler.test_made_up import traced
 

@@ -14,10 +14,10 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 
 import fxoffload
 from fxoffload._torch_compat import boxed_eager, segment_tracing_context, take_donated_placeholders
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler import segments
 from fxoffload.compiler.segments import SegmentCall, SegmentCompiler, extract_segment
 from fxoffload.errors import SegmentCompileError
-from fxoffload.passes.cut_segments import Segment
 from tests.capture import Block, Sketch, Tower, capture, example_input, rehearsal_options, tiny_tower
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler.segments import extract_segment
 from fxoffload.compiler.structural_key import structural_key
-from fxoffload.passes.cut_segments import Segment
 from tests.capture import Captured, Sketch, Tower, capture, tiny_tower
 
 aten = torch.ops.aten

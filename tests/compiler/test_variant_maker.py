@@ -28,7 +28,8 @@ from fxoffload.compiler.partitioning import copy_graph
 from fxoffload.compiler.session import CompileSession
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
+from fxoffload.runtime.tracker.step_tracker import StepTracker
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from tests.runtime.forced import CPU, Forced, Layers, part_of, variant_maker_of
 from tests.support import assert_equal, rehearsal
 
@@ -639,7 +640,7 @@ def test_settings_are_the_users_own_objects() -> None:
 def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "fxoffload"),
-        mock.patch("fxoffload.compiler.session.recipe_for", side_effect=TypeError("on purpose")),
+        mock.patch("fxoffload.compiler.session.variant_maker_for", side_effect=TypeError("on purpose")),
     ):
         found = sites_of(Layers(2), torch.randn(2, 12, 16))
     assert len(found) == 2 and all(part_of(s).variant_maker is None for s in found)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.passes.annotate_layers import LAYER_KEY, AnnotateLayers
+from fxoffload.analysis.labels import LAYER_KEY
+from fxoffload.passes.annotate_layers import AnnotateLayers
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input, tiny_tower
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler import session
 from fxoffload.compiler.partitioning import copy_graph
-from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
 from tests.support import Block, Stack, batch, compiled
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.passes.choose_donations import ChooseDonations
-from fxoffload.passes.cut_segments import Segment, Segmentation
 from tests.capture import Sketch, tiny_tower
 
 aten = torch.ops.aten

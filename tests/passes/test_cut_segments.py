@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.fx as fx
 
-from fxoffload.passes.annotate_layers import LAYER_KEY, AnnotateLayers
-from fxoffload.passes.cut_segments import CutSegments, Segmentation
+from fxoffload.analysis.labels import LAYER_KEY
+from fxoffload.analysis.segmentation import Segmentation
+from fxoffload.passes.annotate_layers import AnnotateLayers
+from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.settle_nodes import GLUE_KEY, SettleNodes
 from tests.capture import Captured, Sketch, Tower, capture, tiny_tower
 

@@ -28,9 +28,10 @@ from fxoffload.analysis import segment_kernels
 from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
 from fxoffload.analysis.hidden_memory import hidden_bytes
 from fxoffload.analysis.kernel_fusion import Fusion
+from fxoffload.analysis.segmentation import Segment
 from fxoffload.compiler import build
 from fxoffload.compiler.segments import SegmentCompiler
-from fxoffload.passes.cut_segments import CutSegments, Segment
+from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.planner import ConstantRates, from_graphs, simulate
 from tests.capture import Captured, Sketch, capture, tiny_tower
 from tests.marks import slow
@@ -502,7 +503,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     states: dict[str, Any] = {}
     offload_candidates: list[Any] = []
-    run_steps, rank = build.run_steps, build.rank_movables
+    run_steps, rank = build.run_steps, build.rank_offload_candidates
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
@@ -516,7 +517,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
     with (
         mock.patch.object(workloads, "_fill_weights"),
         mock.patch.object(build, "run_steps", record_state),
-        mock.patch.object(build, "rank_movables", rank_and_leave),
+        mock.patch.object(build, "rank_offload_candidates", rank_and_leave),
         mock.patch.object(SegmentCompiler, "compile"),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

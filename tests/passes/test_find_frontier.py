@@ -21,11 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fxoffload._torch_compat import default_partition, is_rng_state
 from fxoffload.analysis import find_frontier
 from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.analysis.layer_classes import WHOLE_GRAPH, Joint, is_random, layout_bytes
 from fxoffload.analysis.min_cut import SINK, SOURCE, Network
 from fxoffload.analysis.values import output_values
 from fxoffload.compiler import session
-from fxoffload.passes.annotate_layers import LAYER_KEY, AnnotateLayers
+from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.tag_recompute import TagRecompute
 from tests import support
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input

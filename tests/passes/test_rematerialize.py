@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fxoffload.analysis.op_costs import base_of
 from fxoffload.analysis.repeatable import Repeatable
+from fxoffload.analysis.segmentation import Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.choose_donations import ChooseDonations
-from fxoffload.passes.cut_segments import CutSegments, Segmentation, segments_of
+from fxoffload.passes.cut_segments import CutSegments, segments_of
 from fxoffload.passes.rematerialize import REPEATS_KEY, Rematerialize
 from tests.capture import Sketch, rehearsal_options
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.options import Recompute
-from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.tag_recompute import LEVELS, TagRecompute
 from tests.capture import Block, Captured, Sketch, Tower, capture, example_input, rehearsal_options, tiny_tower
 from tests.support import assert_equal

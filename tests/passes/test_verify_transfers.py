@@ -15,13 +15,13 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from fxoffload import ops
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.compiler import build
 from fxoffload.compiler.pipeline import PROOFS
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
 from fxoffload.passes import verify_pairing, verify_transfers, verify_wiring
-from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY, InsertOffloads
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers

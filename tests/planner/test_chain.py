@@ -12,8 +12,8 @@ from fxoffload.planner import ConstantRates, SegmentStep, StorageInfo, TrainingS
 from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.steps import edges_of, from_graphs
 from fxoffload.planner.windows import no_windows, windows_for
-from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.step.edges import EdgeMemory, Moment
+from fxoffload.step.offload_candidate import OffloadCandidate
 from tests.capture import Block, capture, example_input
 from tests.planner.chains import training_steps
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fxoffload
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler import chain_planning, session
+from fxoffload.compiler import chain_planning, plan_chain, session
 from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
@@ -53,13 +53,13 @@ def alone() -> Iterator[None]:
     _PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     CHAINS.clear()
 
-    describe = chain_planning.TapePlanning.describe
+    describe = chain_planning.ChainPlanning.describe
 
     def described(planning: Any, schedule: Schedule) -> fxoffload.Plan:
         CHAINS.append(planning.chain)
         return describe(planning, schedule)
 
-    with mock.patch.object(chain_planning.TapePlanning, "describe", described):
+    with mock.patch.object(chain_planning.ChainPlanning, "describe", described):
         yield
     torch.set_num_threads(threads)
 
@@ -286,7 +286,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
             return Schedule(offload, windows, found[0])
 
         torch.compiler.reset()
-        with mock.patch.object(chain_planning.TapePlanning, "run", decide):
+        with mock.patch.object(chain_planning.ChainPlanning, "run", decide):
             run = recorded(MODELS[name], steps=2, activation_budget="1GiB")
             assert_equal(run.step(), plain)
             check_bytes(run, found[0])
@@ -343,7 +343,7 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
 
     torch.compiler.reset()
     alive = set(fxoffload.graphs())
-    with mock.patch.object(chain_planning.TapePlanning, "run", decide):
+    with mock.patch.object(chain_planning.ChainPlanning, "run", decide):
         run = recorded(MODELS[name], steps=3, activation_budget="1GiB")
         assert_equal(run.step(), plain)
         for graph in set(fxoffload.graphs()) - alive:
@@ -616,7 +616,7 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
 
     def planner(*args: Any) -> Any:
         assert release.wait(60)
-        return chain_planning.plan_tape(*args)
+        return plan_chain.plan_chain(*args)
 
     calls = engine_for(CPU).calls
     with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_chain", planner):
@@ -916,7 +916,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
         description.compile(backend="fxoffload", options=options(activation_budget=1, host_budget="1KiB"))
     for model.uses_other in (False, True):  # compiles everything
         model(batch(length=LENGTH))
-    run = chain_planning.TapePlanning.run
+    run = chain_planning.ChainPlanning.run
     both, at_once = threading.Barrier(2), []
 
     def slow(planning: Any) -> Schedule:
@@ -928,7 +928,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
 
     with (
         mock.patch.object(engine_for(CPU).calls, "_in_background", True),
-        mock.patch.object(chain_planning.TapePlanning, "run", slow),
+        mock.patch.object(chain_planning.ChainPlanning, "run", slow),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message="fxoffload could not plan")

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import chain_graphs, chain_planning, chain_replan, replan
+from fxoffload.compiler import chain_graphs, chain_planning, chain_replan, plan_chain, replan
 from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan, as_compiled, with_turn
 from fxoffload.planner import pacing
@@ -96,7 +96,7 @@ class Measured:
 @contextmanager
 def measured(tick_ms: float = 1.0, **changes: Any) -> Iterator[Measured]:
     found = Measured(tick_ms, **changes)
-    with mock.patch.object(chain_planning, "replan_for_chain", found.follow):
+    with mock.patch.object(plan_chain, "replan_for_chain", found.follow):
         yield found
 
 
@@ -318,7 +318,7 @@ def test_equal_measurements_change_nothing() -> None:
 
 
 def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, moves: bool = True) -> Any:
-    """Makes ``TapePlanning.run`` move everything, or nothing; ``pick``: what a call runs, of None and two variants."""
+    """Makes ``ChainPlanning.run`` move everything, or nothing; ``pick``: what a call runs, of None and two variants."""
 
     def decide(planning: Any) -> Schedule:
         ways = planning.ways
@@ -329,7 +329,7 @@ def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, 
         windows = windows_for(step, offload, budget) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
-    return mock.patch.object(chain_planning.TapePlanning, "run", decide)
+    return mock.patch.object(chain_planning.ChainPlanning, "run", decide)
 
 
 def test_every_call_goes_on_running_its_variant() -> None:
@@ -419,7 +419,7 @@ def test_calls_compute_more_again_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
     budget = test_tape_plan.in_between()
-    chosen = mock.Mock(wraps=chain_replan.choose_again)
+    chosen = mock.Mock(wraps=chain_replan.reselect_variants)
     with (
         measured(1e-3) as time,
         a_slower_link() as thought,
@@ -452,7 +452,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
     """Steps of the new choice take three times as long as those before."""
     plain = kept()
     budget = test_tape_plan.in_between()
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.choose_again)
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.reselect_variants)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (3 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -495,7 +495,7 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     torch.compiler.reset()
     budget = fits + room + (0 if exceeded else extra)
     before = {p.graph for p in fxoffload.plans()}
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.choose_again)
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.reselect_variants)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (1.5 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -586,10 +586,10 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
     plain = kept()
     budget = test_tape_plan.in_between()
-    choose_again = chain_replan.choose_again
+    reselect_variants = chain_replan.reselect_variants
 
     def better_by(*args: Any) -> Any:
-        found = choose_again(*args)
+        found = reselect_variants(*args)
         assert found is not None
         simulation = replace(found.schedule.simulation, forward_ms=1e-6 * (1 - gain), backward_ms=0.0)
         return replace(found, schedule=replace(found.schedule, simulation=simulation), now_ms=1e-6)
@@ -922,15 +922,15 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
 
     def follow(planning: Any, *args: Any) -> None:
         seen.append(planning.calibrates)
-        assert chain_replan.replan_for_tape(planning, *args) is None
+        assert chain_replan.replan_for_chain(planning, *args) is None
 
-    with mock.patch.object(chain_planning, "replan_for_chain", follow):
+    with mock.patch.object(plan_chain, "replan_for_chain", follow):
         for changes in ({}, {"disable": ("calibration",)}):
             torch.compiler.reset()
             recorded(MODELS["stack"], activation_budget="1GiB", steps=3, **changes)
     assert seen == [True, False]
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), calibrates=False)
-    assert chain_replan.replan_for_tape(gpu, None, (), None) is None  # type: ignore[arg-type]
+    assert chain_replan.replan_for_chain(gpu, None, (), None) is None  # type: ignore[arg-type]
 
 
 def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
@@ -1050,6 +1050,6 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     schedule: Any = None
     box: Any = None
     with mock.patch.object(chain_replan, "chain_clock_for", clock):
-        observer = chain_replan.replan_for_tape(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
+        observer = chain_replan.replan_for_chain(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
     assert observer is not None
     assert asked == [(cuda, 3, 77, records)]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from fxoffload.compiler import chain_planning, session
+from fxoffload.compiler import plan_chain, session
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.tracker import chains
@@ -226,7 +226,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
 
     def planner(*args: Any) -> Any:
         assert may_plan.acquire(timeout=60)
-        return chain_planning.plan_tape(*args)
+        return plan_chain.plan_chain(*args)
 
     def planned() -> None:
         may_plan.release()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxoffload
 from fxoffload._torch_compat import inductor_config
 from fxoffload._torch_sizes import NewGuardError, no_new_guards
-from fxoffload.compiler import chain_planning, session
+from fxoffload.compiler import plan_chain, session
 from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
@@ -253,11 +253,11 @@ def test_inductor_s_cache_is_not_asked_for_them() -> None:
 
 def test_a_choice_is_drafted_once_for_all_lengths() -> None:
     variants: list[object] = []
-    make_draft = variant_maker.make_draft
+    make_partitioning = variant_maker.make_partitioning
 
     def drafted(*args: Any) -> Any:
         variants.append(args[1])
-        return make_draft(*args)
+        return make_partitioning(*args)
 
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
     with mock.patch.object(variant_maker, "make_partitioning", drafted):
@@ -294,7 +294,7 @@ def test_plans_made_behind_running_steps() -> None:
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
     with (
         mock.patch.object(steps, "_in_background", True),
-        mock.patch.object(session, "plan_chain", chain_planning.plan_tape),
+        mock.patch.object(session, "plan_chain", plan_chain.plan_chain),
     ):
         for length in (LONG, LONG, LONG, MIDDLE, LONG, LONGER, SHORT, LONGER, LONG, MIDDLE, SHORT):
             check(run, plain, (length,))

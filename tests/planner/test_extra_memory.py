@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import chain_planning
+from fxoffload.compiler import chain_planning, plan_chain
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.extra_memory import (
     extra_memory_of_larger,
@@ -316,10 +316,10 @@ def test_a_plan_is_made_where_nobody_can_say_what_other_streams_have(allocator: 
 def test_what_was_gathered_before_the_first_call_is_in_the_budget_too(gathering: None) -> None:
     told: list[int] = []
 
-    def follow(planning: chain_planning.TapePlanning, *others: object) -> None:
+    def follow(planning: chain_planning.ChainPlanning, *others: object) -> None:
         told.append(planning.others_bytes)
 
-    with mock.patch.object(chain_planning, "replan_for_chain", follow):
+    with mock.patch.object(plan_chain, "replan_for_chain", follow):
         plan = plan_within(2 * EXTRA)
     assert told == [EXTRA], "what the steps that are measured are told"
     assert EXTRA < plan.predicted_peak_bytes == plan.baseline_peak_bytes < 2 * EXTRA

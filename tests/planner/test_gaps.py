@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import chain_planning
+from fxoffload.compiler import plan_chain
 from fxoffload.planner.chain import Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.link import ConstantRates
@@ -365,7 +365,7 @@ def test_a_budget_holds_what_is_allocated_between_calls() -> None:
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     budget = most  # all of it could be kept
     found = Rehearsed((most - least) * 2 // 3)
-    with mock.patch.object(chain_planning, "replan_for_chain", found.follow):
+    with mock.patch.object(plan_chain, "replan_for_chain", found.follow):
         run = recorded(found.model, activation_budget=budget, disable=("tape_recompute",))
         found.watch = run.watch
         assert found.peak_of(run) > 1.2 * budget
@@ -476,7 +476,7 @@ def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: 
     least, most = test_tape_plan.range_of_peaks("stack")
     test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
-    with recording(found), mock.patch.object(chain_planning, "replan_for_chain", found.follow):
+    with recording(found), mock.patch.object(plan_chain, "replan_for_chain", found.follow):
         run = recorded(found.model, steps=1, activation_budget=most, disable=("tape_recompute",))
         found.watch = run.watch
         run.step()

@@ -59,7 +59,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
         windows = windows_for(step, offload, 1 << 30) or no_windows(step)
         return Schedule(offload, windows, simulate(step, offload, copies=planning.rates, windows=windows))
 
-    with mock.patch.object(chain_planning.TapePlanning, "run", decide):
+    with mock.patch.object(chain_planning.ChainPlanning, "run", decide):
         yield
 
 

@@ -21,8 +21,8 @@ from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.table import gib, layer_ranges, number_ranges
 from fxoffload.plan_report.timeline import to_chrome_trace
 from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
-from fxoffload.planner.measured import MeasuredSegment, MeasuredStep, why_not_measured
-from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Prediction
+from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
+from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Prediction, why_not_measured
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -18,7 +18,8 @@ from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker
 from fxoffload.runtime.bundle import Bundle
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker.chains import ChainPlan, Chains
-from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
+from fxoffload.runtime.tracker.step_tracker import StepTracker
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.choice import Choice
 from tests.support import Observed, effects, rehearsal
 

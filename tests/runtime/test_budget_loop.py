@@ -19,7 +19,8 @@ from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, Sizes
-from fxoffload.runtime.tracker.step_tracker import StepTracker, TrackedGraph
+from fxoffload.runtime.tracker.step_tracker import StepTracker
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import Edges

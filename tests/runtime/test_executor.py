@@ -19,9 +19,10 @@ from fxoffload.runtime import executor
 from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.executor import backward_callable, forward_callable
-from fxoffload.runtime.outer_program import OffloadCandidate, OuterProgram, RuntimeOptions
+from fxoffload.runtime.outer_program import OuterProgram, RuntimeOptions
 from fxoffload.runtime.transfer import Transfer, slot_of
 from fxoffload.step.choice import Choice
+from fxoffload.step.offload_candidate import OffloadCandidate
 from tests.capture import Tower, example_input, rehearsal_options
 
 CPU = torch.device("cpu")

@@ -39,13 +39,13 @@ def test_version_2(machine: Path) -> None:
 
 
 def test_what_there_is_in_words(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_limits.host_memory_in_words() == "100.0 GiB"
+    assert host_limits.describe_host_memory() == "100.0 GiB"
     (machine / "memory.max").write_text(f"{20 * GIB}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert host_limits.host_memory_in_words() == "100.0 GiB, control group 20.0 GiB, shared by 2 processes"
+    assert host_limits.describe_host_memory() == "100.0 GiB, control group 20.0 GiB, shared by 2 processes"
     for soft, said in ((64 << 10, "64.0 KiB"), (host_limits.resource.RLIM_INFINITY, "unlimited")):
         monkeypatch.setattr(host_limits.resource, "getrlimit", lambda which, soft=soft: (soft, soft))
-        assert host_limits.locked_memory_in_words() == said
+        assert host_limits.describe_locked_memory() == said
 
 
 def test_version_2_without_a_limit(machine: Path) -> None:

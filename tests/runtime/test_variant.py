@@ -496,7 +496,7 @@ def test_what_was_interrupted_is_made_ready_later() -> None:
 
 def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None:
     forced = Forced(Layers())
-    with mock.patch.object(step_tracker.StepCalls, "_make_ready", autospec=True, return_value=True) as looks:
+    with mock.patch.object(step_tracker.StepTracker, "_make_ready", autospec=True, return_value=True) as looks:
         forced.step()
         assert not looks.called
         forced.force(1, 2, 0, prepare=lambda: None)

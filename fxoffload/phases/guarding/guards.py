@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,13 @@ from torch.utils._pytree import tree_leaves
 from fxoffload import _torch_private as private
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
+from fxoffload.phases.guarding.guarded import Guarded
 from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
 from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of, is_away, touch
 from fxoffload.phases.guarding.state_dicts import HostReader
 from fxoffload.phases.moving.storages import Holding, plain_tensors
 from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.phases.phase import OPTIMIZER
-
-if TYPE_CHECKING:
-    from fxoffload.phases.manager import PhaseManager
 
 
 class Guards:
@@ -38,7 +36,7 @@ class Guards:
         manager: whose models and optimizers are guarded.
     """
 
-    def __init__(self, manager: PhaseManager) -> None:
+    def __init__(self, manager: Guarded) -> None:
         self._manager = manager
         self._reader = HostReader(manager)
         self._overrides = Overrides()
@@ -62,7 +60,7 @@ class Guards:
         self._is_whole = False
         optimizers = self._manager.optimizers
         self.watch(optimizers)
-        modules = self._manager._inventory.modules
+        modules = self._manager.modules
         if not self._of_optimizers:
             for optimizer in optimizers:
                 if hasattr(optimizer, "step"):
@@ -268,7 +266,7 @@ class Guards:
     def _after_load(self, optimizer: Any) -> None:
         """Gives loaded state memory of its own. On the CPU an optimizer keeps the tensors that it is given, also those
         of ``torch.load`` or of a host image, whose memory torch cannot empty."""
-        types = self._manager._transit.device_types
+        types = self._manager.device_types
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in state_tensors(optimizer):
             if not is_away(tensor):
@@ -290,7 +288,7 @@ class Guards:
         own = {id(p) for p in parameters_of(optimizer)}
         return any(
             id(p) in own
-            for model in self._manager._inventory.modules.values()
+            for model in self._manager.modules.values()
             for module, parameters in sharded.fsdp_groups(model)
             if sharded.is_fsdp1(module)
             for p in parameters

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from fxoffload import _torch_private as private
+from fxoffload.phases.guarding.guarded import Guarded
 from fxoffload.phases.guarding.sentinel import (
     OffloadedError,
     answered,
@@ -39,9 +40,6 @@ from fxoffload.phases.guarding.sentinel import (
 )
 from fxoffload.phases.moving.host_reads import with_bits_of
 from fxoffload.phases.moving.storages import Holding, Where
-
-if TYPE_CHECKING:
-    from fxoffload.phases.manager import PhaseManager
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class HostReader:
         manager: whose image it is.
     """
 
-    def __init__(self, manager: PhaseManager) -> None:
+    def __init__(self, manager: Guarded) -> None:
         self._manager = manager
         self._process = os.getpid()
         self._given: list[_Given] = []

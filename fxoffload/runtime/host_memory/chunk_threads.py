@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from fxoffload.processes import processes_on_this_machine
 from fxoffload.runtime import background
-from fxoffload.runtime.host_memory.limits import processes_on_this_machine
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
 from fxoffload.runtime.transactions import Changes
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 
 import psutil
-import torch
-import torch.distributed as dist
 
+from fxoffload.processes import processes_on_this_machine
 from fxoffload.runtime.host_memory.cgroups import ControlGroup, limited_groups
 from fxoffload.runtime.host_memory.cgroups import cgroup_limit_bytes as cgroup_limit_bytes
 from fxoffload.sizes import format_bytes
@@ -17,17 +15,6 @@ from fxoffload.sizes import format_bytes
 DEFAULT_SHARE = 0.8
 # Pageable memory can be, where the machine has swap; but a control group that is full kills the process.
 PAGEABLE_SHARE = 0.95
-
-
-def processes_on_this_machine() -> int:
-    """Ranks on this machine, which share its memory: the number from torchrun (or a launcher with its conventions),
-    else as many of the process group as there are GPUs to see."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if count.isdigit() and int(count) > 0:
-        return int(count)
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return max(min(dist.get_world_size(), torch.cuda.device_count()), 1)
 
 
 def default_host_budget_bytes() -> int:

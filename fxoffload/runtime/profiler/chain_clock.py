@@ -44,6 +44,7 @@ from fxoffload.runtime.profiler.segment_clock import compilations
 from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, host_events
 from fxoffload.runtime.tracker.first_arguments import FirstArguments
 from fxoffload.step.readings import Phase, Readings, Sample
+from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4

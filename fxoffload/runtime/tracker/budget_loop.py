@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Protocol
 
 from fxoffload.runtime.profiler.step_peak import StepPeak
 from fxoffload.sizes import format_bytes
@@ -126,3 +127,20 @@ class BudgetLoop:
             "an unknown bound" if peak.most is None else format_bytes(peak.most),
             format_bytes(self.budget_bytes),
         )
+
+
+class BudgetControl(Protocol):
+    """Holds a graph with a plan of its own to its budget."""
+
+    @property
+    def loop(self) -> BudgetLoop | None:
+        """Judges its steps; None while they do not follow the plan."""
+        ...
+
+    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
+        """A step exceeded the budget by these bytes. ``num_corrections``: in a row, with this one."""
+        ...
+
+    def fallen(self, peak_bytes: int) -> None:
+        """Steps allocate far less than they did, and have at most this peak."""
+        ...

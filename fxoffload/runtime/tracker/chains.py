@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.gap_times import GapTimes
@@ -22,9 +22,6 @@ from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, EdgeMemory, later
-
-if TYPE_CHECKING:
-    from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 
 # Sizes of one call that vary from call to call; empty where none does.
 Sizes = tuple[int, ...]
@@ -57,7 +54,7 @@ class CallSizes(Protocol):
 
 
 class PlanObserver(Protocol):
-    """Measures the first steps that follow a plan, and may replace it (``StepCalls.follow_instead``)."""
+    """Measures the first steps that follow a plan, and may replace it (``StepTracker.follow_instead``)."""
 
     @property
     def is_settled(self) -> bool:
@@ -91,7 +88,7 @@ class ChainPlan:
             That step is neither measured nor judged.
     """
 
-    tracked_graphs: tuple[weakref.ref[TrackedGraph], ...]
+    tracked_graphs: tuple[weakref.ref[Any], ...]
     choices: tuple[Choice, ...]
     kept_alive: object = None
     prepare: Callable[[], None] | None = None
@@ -117,7 +114,7 @@ class ChainPlan:
         """Whether steps go on making these choices, as far as its observer goes."""
         return self.observer is None or self.observer.is_settled
 
-    def has(self, place: int, tracked: TrackedGraph) -> bool:
+    def has(self, place: int, tracked: object) -> bool:
         """Whether the call at ``place`` is one of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
@@ -182,7 +179,7 @@ class Planner(Protocol):
 
     def __call__(
         self,
-        tracked_graphs: Sequence[TrackedGraph],
+        tracked_graphs: Sequence[Any],
         seen: Seen,
         sizes: Sequence[Sizes],
         /,
@@ -206,7 +203,7 @@ Meanwhile = Callable[["ChainPlan"], None]
 class Record:
     """The recording of one step; see ``Seen``."""
 
-    tracked_graphs: tuple[weakref.ref[TrackedGraph], ...]
+    tracked_graphs: tuple[weakref.ref[Any], ...]
     edge_memory: tuple[EdgeMemory, ...]
     live: LiveBytes
     sizes: tuple[Sizes, ...] = ()
@@ -245,13 +242,13 @@ class Known:
         num_measured: how many steps were to be measured, by the sizes of the first call.
     """
 
-    tracked_graphs: tuple[weakref.ref[TrackedGraph], ...]
+    tracked_graphs: tuple[weakref.ref[Any], ...]
     seen: Seen
     steps: list[tuple[Sizes, ...]]
     seen_first: dict[Sizes, Seen] = field(default_factory=dict)
     num_measured: Counter[Sizes] = field(default_factory=Counter)
 
-    def has(self, place: int, tracked: TrackedGraph) -> bool:
+    def has(self, place: int, tracked: object) -> bool:
         """Whether the call at ``place`` is one of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
@@ -299,7 +296,7 @@ class Known:
         same = (i for i in places if all(step[call][index] == step[0][i] for step in self.steps))
         return next((first[i] for i in same), most)
 
-    def learns(self, tracked_graphs: tuple[weakref.ref[TrackedGraph], ...], sizes: tuple[Sizes, ...]) -> bool:
+    def learns(self, tracked_graphs: tuple[weakref.ref[Any], ...], sizes: tuple[Sizes, ...]) -> bool:
         """Add the sizes of a step that was larger than its plan. Returns whether they were new, and the step went
         through the same graphs."""
         is_new = tracked_graphs == self.tracked_graphs and sizes not in self.steps

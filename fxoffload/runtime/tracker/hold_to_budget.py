@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
@@ -21,10 +21,8 @@ from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import FALLEN_STEPS, ChainPlan, SizedChain
 from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.runtime.tracker.running_step import RunningStep
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +31,8 @@ _FALLEN_FACTOR = 8
 _NEVER = 1 << 62
 
 
-class BudgetControl(Protocol):
-    """Holds a graph with a plan of its own to its budget."""
-
-    @property
-    def loop(self) -> BudgetLoop | None:
-        """Judges its steps; None while they do not follow the plan."""
-        ...
-
-    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
-        """A step exceeded the budget by these bytes. ``num_corrections``: in a row, with this one."""
-        ...
-
-    def fallen(self, peak_bytes: int) -> None:
-        """Steps allocate far less than they did, and have at most this peak."""
-        ...
-
-
 class HoldToBudget:
-    """Watches the steps of one device. Not thread-safe: ``StepCalls`` has a lock.
+    """Watches the steps of one device. Not thread-safe: ``StepTracker`` has a lock.
 
     Args:
         memory: reads the allocator.

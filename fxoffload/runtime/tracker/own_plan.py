@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,8 +18,12 @@ from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.sizes import format_bytes
 
-if TYPE_CHECKING:
-    from fxoffload.runtime.tracker.step_tracker import TrackedGraph
+
+class HasOwnPlan(Protocol):
+    """A graph that may have a plan of its own."""
+
+    own_plan: OwnPlan | None
+
 
 IS_PLAIN = "it fits into the budget alone, and so it was compiled as plain Inductor does"
 
@@ -95,7 +99,7 @@ class PlainCalls:
         self._saved.append((graph, StorageRef(saved)))
 
 
-def plan_together(calls: Sequence[TrackedGraph], plain: Sequence[OwnPlan]) -> None:
+def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None:
     """Have graphs planned together whose forwards wait for their backwards at the same time, unless their own plans
     add up to no more than the budget.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,11 +13,9 @@ from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Known, Record, Sizes
 from fxoffload.runtime.tracker.step_memory import EdgeWatch, LiveBytes
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.readings import Phase
-
-if TYPE_CHECKING:
-    from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,15 +37,11 @@ from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.call_recorder import Recorder
 from fxoffload.runtime.profiler.gap_times import GapTimes
 from fxoffload.runtime.profiler.stream_events import EventSource
 from fxoffload.runtime.tracker.chains import (
-    CallSizes,
     ChainPlan,
-    Chains,
     Known,
-    Planner,
     PlanObserver,
     Record,
     Seen,
@@ -53,110 +49,20 @@ from fxoffload.runtime.tracker.chains import (
     Sizes,
 )
 from fxoffload.runtime.tracker.first_arguments import OnOtherStreams
-from fxoffload.runtime.tracker.hold_to_budget import BudgetControl, HoldToBudget
+from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
 from fxoffload.runtime.tracker.running_step import CallOfStep, RunningStep
 from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
-from fxoffload.step.edges import CallAt, Edges, Moment
+from fxoffload.step.edges import CallAt, Moment
 from fxoffload.step.readings import Phase
 
 log = logging.getLogger(__name__)
 
 # After this many forwards, check whether any waits for a backward: if not, forget them all.
 _MOST_FORWARDS = 64
-
-
-@dataclass(eq=False)
-class TrackedGraph:
-    """One compiled graph, as a place where steps pass by. Made by ``StepTracker.site``.
-
-    Attributes:
-        description: the planner's description of the graph; None: no chain that it is in is planned.
-        sizes: of its calls, where they vary; None: they do not.
-        edges: of the graph.
-        planner: plans a chain that begins here.
-        may_follow: whether the graph follows a plan, at the moment.
-        may_keep: whether it computes as the plan says, but keeps everything.
-        followed: the choice for the forward that begins now; None: it runs as it does without a plan.
-        written: inputs, by their names in ``edges``, that were modified between some call and its backward.
-        at_first: a forward's choice until its chain is planned; None: it runs as it does without a plan. With a budget
-            it applies in all steps, else in those in which memory outside the graphs is read.
-        measure: makes the recorder of the call that begins now; None: it is not measured.
-        chains: that begin here.
-        reserved_bytes: of host memory, pinned for one call of it when it was compiled.
-        may_record: whether the allocator may be asked to record its events in steps that begin here.
-        may_trim: whether host memory that its steps leave free may go: not where sizes vary from call to call.
-        own_plan: of a graph with a plan of its own.
-        control: of such a graph, where its plan can be corrected.
-        has_budget: whether its steps have one, as far as they are planned.
-        gives_up: called when no chain that begins here will be planned.
-    """
-
-    calls: StepTracker
-    description: Any = None
-    edges: Edges | None = None
-    planner: Planner | None = None
-    may_follow: Callable[[], bool] = lambda: False
-    may_keep: Callable[[], bool] = lambda: False
-    followed: Choice | None = None
-    at_first: Choice | None = None
-    written: set[str] = field(default_factory=set)
-    measure: Callable[[], Recorder | None] | None = None
-    sizes: CallSizes | None = None
-    chains: Chains = field(default_factory=Chains)
-    reserved_bytes: int = 0
-    may_record: bool = True
-    may_trim: bool = True
-    own_plan: OwnPlan | None = None
-    control: BudgetControl | None = None
-    has_budget: bool = False
-    gives_up: Callable[[], None] = lambda: None
-
-    def sizes_of(self, args: Sequence[Any]) -> Sizes:
-        """Of the call with these arguments; empty where they do not vary."""
-        return () if self.sizes is None else self.sizes.told_by(args)
-
-    def planned_sizes(self, args: Sequence[Any]) -> Sizes:
-        """The sizes that the call with these arguments is planned for."""
-        return () if self.sizes is None else self.sizes.rounded_up(self.sizes.told_by(args))
-
-    def forward_begins(self, args: Sequence[Any]) -> None:
-        """A forward call begins: sets ``followed``."""
-        try:
-            self.calls._forward_begins(self, args)
-        except Exception as error:
-            self.followed = None
-            self.calls.give_up(error)
-
-    def recorder(self) -> Recorder | None:
-        """Of the call that has just begun; None: it is not measured."""
-        measure, self.measure = self.measure, None
-        return None if measure is None else measure()
-
-    def forward_ends(self, group: Group, results: Sequence[Any], token: Tensor | None = None) -> None:
-        """It has saved ``group`` and returns ``results``. ``token``: of the bundle of a call of a variant."""
-        try:
-            self.calls._forward_ends(self, group, results, token)
-        except Exception as error:
-            self.calls.give_up(error)
-
-    def backward_begins(self, group: Group, args: Sequence[Any]) -> Group:
-        """A backward call begins. ``group``: of its tokens, empty where it was given none. Returns the group to go on
-        with: that of the forward call, where it follows a plan and moved nothing."""
-        try:
-            return self.calls._backward_begins(self, group, args)
-        except Exception as error:
-            self.calls.give_up(error)
-            return group
-
-    def backward_ends(self, results: Sequence[Any]) -> None:
-        """It returns ``results``."""
-        try:
-            self.calls._backward_ends(self, results)
-        except Exception as error:
-            self.calls.give_up(error)
 
 
 class StepTracker:
@@ -250,7 +156,7 @@ class StepTracker:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+    def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         tracked.followed = tracked.measure = None
         self.num_begun += 1
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
@@ -433,7 +339,7 @@ class StepTracker:
             self._hold.begin(tracked, chain, step, args)
         return step
 
-    def _forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
+    def forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
         with self._lock:
             step = self._step
             call = step.calls[-1] if step is not None and step.calls else None
@@ -463,7 +369,7 @@ class StepTracker:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
+    def backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
         tracked.measure = None
         with self._lock:
             step = self._step
@@ -499,7 +405,7 @@ class StepTracker:
             empty, call.empty = call.empty, None
             return empty if empty is not None and not len(group) else group
 
-    def _backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
+    def backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
         with self._lock:
             step = self._step
             call = step.running if step is not None else None

@@ -1,0 +1,50 @@
+"""A workload with its inputs, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from benchmarks.job import Job
+
+
+@dataclass
+class Job:
+    """A workload with its fixed inputs and every leaf that collects a gradient in place."""
+
+    module: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Trainable parameters, and inputs that want a gradient (as an embedding's output would)."""
+        parameters = ((clean_name(name), p) for name, p in self.module.named_parameters())
+        inputs = ((f"input{index}", tensor) for index, tensor in enumerate(self.inputs))
+        named: dict[str, torch.Tensor] = dict(parameters) | dict(inputs)
+        return {name: leaf for name, leaf in named.items() if leaf.requires_grad}
+
+    def allocate_gradients(self) -> None:
+        """Gradients accumulate in place from the first step on, as in gradient accumulation. What exists stays."""
+        for leaf in self.leaves().values():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+
+    def drop_gradients(self) -> None:
+        """As ``zero_grad(set_to_none=True)``: the backward's own tensors become the gradients."""
+        for leaf in self.leaves().values():
+            leaf.grad = None
+
+    def finish_step(self) -> None:
+        """After the backward; an optimizer where the case has one."""
+
+    def zero_gradients(self) -> None:
+        for name, leaf in self.leaves().items():
+            if leaf.grad is None:
+                raise AssertionError(f"expected a gradient buffer for {name}, found none")
+            leaf.grad.zero_()
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name without what wrappers add, so that variants can be compared."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

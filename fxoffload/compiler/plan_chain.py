@@ -1,0 +1,58 @@
+"""Plans a chain of calls that was seen twice, and has its first steps measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+
+from fxoffload.compiler.batch_sizes import Sizes
+from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
+from fxoffload.compiler.chain_planning import ChainPlanning
+from fxoffload.compiler.chain_replan import replan_for_chain
+from fxoffload.plan_report.registry import PlanBox
+from fxoffload.runtime import background
+from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+
+log = logging.getLogger(__name__)
+
+
+def plan_chain(
+    tracked_graphs: Sequence[TrackedGraph], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
+) -> ChainPlan | None:
+    """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
+    with other options.
+
+    Args:
+        tracked_graphs: of the calls, in the order of their forwards.
+        seen: observations of their memory.
+        sizes: of the calls, the largest that the plan is to serve; empty where none vary.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
+            call would follow it.
+    """
+    descriptions = [s.description for s in tracked_graphs if isinstance(s.description, GraphDescription)]
+    if (
+        len(descriptions) != len(tracked_graphs)
+        or len(descriptions) < 2
+        or any(p.objective != descriptions[0].objective for p in descriptions)
+    ):
+        return None
+    began = time.perf_counter()
+    planning = ChainPlanning(
+        descriptions_at(descriptions, sizes), seen, [frozenset(s.written) for s in tracked_graphs], sizes
+    )
+    refs = tuple(weakref.ref(s) for s in tracked_graphs)
+    if meanwhile is not None and (quick := planning.quick()) is not None:
+        log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
+        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes))
+    schedule = planning.run()
+    background.check()
+    if planning.checkpointing is not None:
+        # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.
+        engine_for(planning.device).pin(schedule.simulation.bytes_offloaded, planning.budgets)
+    box = PlanBox(planning.describe(schedule))
+    log.info("planned %d calls in %.1f s: %s", len(descriptions), time.perf_counter() - began, box.plan.summary)
+    return planning.to_follow(refs, schedule, box, replan_for_chain)
