@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.job import Job
 
 
 @dataclass
