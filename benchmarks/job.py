@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from benchmarks.job import Job
 
 
 @dataclass
 class Job:
     """A workload with its fixed inputs and every leaf that collects a gradient in place."""
 
-    module: nn.Module
+    module: Workload
     inputs: tuple[torch.Tensor, ...]
 
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -47,3 +47,6 @@ class Job:
 def clean_name(name: str) -> str:
     """The parameter's name without what wrappers add, so that variants can be compared."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+Workload = Stack | CausalLM

@@ -6,12 +6,12 @@ import torch
 
 from benchmarks.activations.around import around_step
 from benchmarks.activations.kinds import is_alone, is_checkpointed, is_sharded
-from benchmarks.job import Job
+from benchmarks.job import Job, Workload
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
 from benchmarks.stock.models import is_stock
-from benchmarks.workloads import Workload, build_job, decoder_layers
+from benchmarks.workloads import build_job, decoder_layers
 
 
 def build_stepper(request: Request, device: torch.device) -> Stepper:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from benchmarks.hf_models import HF_MODELS, HFModel, has_head
-from benchmarks.job import Job
+from benchmarks.job import Job, Workload
 from benchmarks.schema import Case
 from benchmarks.stock.models import decoder_sizes, is_stock
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
@@ -56,9 +56,6 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.decoder(input_ids=input_ids, labels=labels, use_cache=False).loss
-
-
-Workload = Stack | CausalLM
 
 
 def decoder_layers(module: Workload) -> nn.ModuleList:

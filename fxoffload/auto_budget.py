@@ -44,7 +44,7 @@ _DEVICE_TYPES = ("cuda",)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _FoundModel:
     """``refs``: to the optimizers, or else the parameters, that were counted."""
 
     room: BudgetRoom
@@ -56,7 +56,7 @@ class _Found:
         return all(ref() is None for ref in self.refs)
 
 
-_found: dict[torch.device, _Found] = {}
+_found: dict[torch.device, _FoundModel] = {}
 _times: Counter[str] = Counter()  # How often the ranks that train the same have agreed.
 on_reset(_found.clear)
 
@@ -114,7 +114,7 @@ def _with_share(options: Options, left_bytes: int) -> Options:
     return dataclasses.replace(options, activation_budget=max(int(share * left_bytes), 1))
 
 
-def _work_out(device: torch.device) -> _Found:
+def _work_out(device: torch.device) -> _FoundModel:
     gc.collect()  # an optimizer that is gone may be held by a cycle
     optimizers, parameters = _trained(device)
     if not parameters:
@@ -139,7 +139,7 @@ def _work_out(device: torch.device) -> _Found:
         )
         room = room_on(device, parameters, [None])
     left = _agreed(room, device, parameters)
-    return _Found(room, left, tuple(weakref.ref(one) for one in optimizers or parameters))
+    return _FoundModel(room, left, tuple(weakref.ref(one) for one in optimizers or parameters))
 
 
 def _trained(device: torch.device) -> tuple[list[Any], list[Tensor]]:

@@ -35,14 +35,11 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload._torch_compat import graph_module
+from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.find_candidates import Candidate
 
-# Outer node -> name of the class of values that share memory with it in the inner graph.
-STORAGE_KEY = "fxoffload_storage"
-# Offload node -> the candidates that it moves; their values are the op's sources, in order.
-CANDIDATES_KEY = "fxoffload_candidates"
 # Placeholder of a backward -> it may hold a copy instead of the value.
 COPY_KEY = "fxoffload_copy"
 # Placeholder of a backward -> a segment may overwrite it after its last use (saved for this backward alone).

@@ -23,10 +23,11 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
+from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.analysis.values import output_values, tensor_of
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
-from fxoffload.passes.insert_transfers import COPY_KEY, STORAGE_KEY
+from fxoffload.passes.insert_transfers import COPY_KEY
 
 RULES = ("pair-missing", "pair-order", "pair-donated")
 

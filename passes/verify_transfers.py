@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from fxoffload import ops
+from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY
+from fxoffload.passes.insert_transfers import COPY_KEY, DONATABLE_KEY
 
 RULES = (
     "unpaired",

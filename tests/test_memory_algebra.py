@@ -39,9 +39,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxoffload
 from fxoffload import ops
+from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.ops import is_op
-from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from tests.capture import Tower, example_input, rehearsal_options

@@ -68,3 +68,11 @@ def module_path(node: fx.Node) -> str:
         path = path_of(node)
         found = "" if path is None else ".".join(path.parts)
     return found
+
+
+# Outer node -> name of the class of values that share memory with it in the inner graph.
+STORAGE_KEY = "fxoffload_storage"
+
+
+# Offload node -> the candidates that it moves; their values are the op's sources, in order.
+CANDIDATES_KEY = "fxoffload_candidates"

@@ -146,7 +146,7 @@ class ChainPlanning:
         self.extra_memory = NO_EXTRA_MEMORY
         is_checkpointed = any(c.is_checkpointed for c in self.ways.calls)
         if seen.live_bytes:
-            self.extra_memory = self._beside(seen, written)
+            self.extra_memory = self._extra_memory(seen, written)
         self.ways.extra_memory = self.extra_memory = self.with_margin(self.extra_memory)
         self.ways.gap_ms = self._gap_ms(seen)
         self.choice = self.compiled = self.ways.as_compiled()
@@ -231,7 +231,7 @@ class ChainPlanning:
             prefetch_budget=self.budgets.prefetch,
         )
 
-    def _beside(self, seen: Seen, written: Sequence[frozenset[str]]) -> ExtraMemory:
+    def _extra_memory(self, seen: Seen, written: Sequence[frozenset[str]]) -> ExtraMemory:
         """Memory on the device outside the graphs.
 
         Where sizes vary, it comes from steps of this size, or nearly: they may have been shorter than the planned ones

@@ -15,7 +15,7 @@ from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, Recompute
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.passes.rematerialize import REPEATS_KEY
 from fxoffload.planner.formulate import problem_of, storages_of
-from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
 from fxoffload.planner.rates import ProfileRates
 
 # Values outside the layers are kept or offloaded; there is no other choice.
@@ -80,7 +80,7 @@ class Choices:
         self, kind: LayerClass, label: str, number: int, point: RecomputePoint, own: list[int]
     ) -> LayerVariant:
         computed = {kind.name_at(label, p) for p in point.recomputed}
-        storages: list[SavedStorage] = []
+        storages: list[ProblemStorage] = []
         at: list[int] = []
         for storage in point.saved:
             name = kind.name_at(label, storage.position)
@@ -93,7 +93,7 @@ class Choices:
                 continue
             made = self._down.of[name]
             storages.append(
-                SavedStorage(
+                ProblemStorage(
                     name,
                     held_bytes=storage.nbytes,
                     moved_bytes=storage.nbytes if storage.nbytes >= self._min_bytes else 0,

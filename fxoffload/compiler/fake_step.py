@@ -83,7 +83,7 @@ class FakeGraph:
 
         None: it saves nothing that may move, or such a plan may not have it.
         """
-        description = None if self.why_not_described else self._part_of(self._partitioning, self._variant_maker)
+        description = None if self.why_not_described else self._description_of(self._partitioning, self._variant_maker)
         obeyed, up = None if self.planned is None else self.planned.checkpointed, self._partitioning.backward_state
         if description is None or obeyed is None or up is None:
             return description
@@ -97,9 +97,11 @@ class FakeGraph:
     def plain(self) -> GraphDescription | None:
         """The same for the graph as plain Inductor compiles it."""
         base = None if self.planned is None else self.planned.base
-        return self.description if base is None or base is self._partitioning else self._part_of(base, None)
+        return self.description if base is None or base is self._partitioning else self._description_of(base, None)
 
-    def _part_of(self, partitioning: Partitioning, variant_maker: VariantMaker | None) -> GraphDescription | None:
+    def _description_of(
+        self, partitioning: Partitioning, variant_maker: VariantMaker | None
+    ) -> GraphDescription | None:
         state, up = partitioning.forward_state, partitioning.backward_state
         if up is None:
             return None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
+from fxoffload.analysis.labels import CANDIDATES_KEY
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.passes.find_candidates import Candidate
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY
 from fxoffload.step.offload_candidate import OffloadCandidate
 
 

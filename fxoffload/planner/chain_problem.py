@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.formulate import other_bytes, problem_of, storages_of
-from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
 from fxoffload.planner.rates import ProfileRates
 
 
@@ -56,7 +56,7 @@ class _Layout:
         self._chain, self._onto = chain, onto
         self._backwards = sorted((at, k) for k, at in enumerate(chain.backward))
         owner = {name: k for k, names in enumerate(chain.candidates) for name in names if name is not None}
-        self._items: dict[int, list[SavedStorage]] = {}
+        self._items: dict[int, list[ProblemStorage]] = {}
         for storage in storages_of(chain.step):
             k = owner[storage.name]
             self._items.setdefault(k, []).append(self._moved_over(storage, k))
@@ -93,7 +93,7 @@ class _Layout:
 
     # -- places --------------------------------------------------------------------------------------------------------
 
-    def _moved_over(self, storage: SavedStorage, call: int) -> SavedStorage:
+    def _moved_over(self, storage: ProblemStorage, call: int) -> ProblemStorage:
         return replace(
             storage,
             name=f"call {call}: {storage.name}",

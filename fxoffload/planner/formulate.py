@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
 from fxoffload.planner.program import program_of
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep
 
 
-def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[SavedStorage]:
+def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[ProblemStorage]:
     """One storage per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
     program = program_of(step)
     c = program.candidates
@@ -26,7 +26,7 @@ def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> 
             continue
         made_at = -1 if c.is_input[i] else made.get(name, -1)
         storages.append(
-            SavedStorage(
+            ProblemStorage(
                 name,
                 held_bytes=c.held_bytes[i],
                 moved_bytes=c.moved_bytes[i],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SavedStorage:
+class ProblemStorage:
     """A storage that a forward saves for the backward.
 
     Attributes:
@@ -68,7 +68,7 @@ class LayerVariant:
     """
 
     name: str
-    storages: tuple[SavedStorage, ...]
+    storages: tuple[ProblemStorage, ...]
     extra_ms: Mapping[int, float]
     extra_bytes: Mapping[int, int]
 
@@ -146,7 +146,7 @@ class Problem:
             if not 0 <= at < backward:
                 raise ValueError(f"expected backward segments in {where}, found {at} of {backward}")
 
-    def is_taken_back(self, storage: SavedStorage) -> bool:
+    def is_taken_back(self, storage: ProblemStorage) -> bool:
         """Whether a storage must be offloaded, but so late that it is still on the device when the backward begins. It
         counts as kept; but for the host."""
         return storage.fixed is True and storage.held_bytes > 0 and storage.copy_after == len(self.forward_ms) - 1

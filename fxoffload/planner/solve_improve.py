@@ -100,7 +100,7 @@ def _exchange(loads: Loads, objective: SolverObjective, value: float, until: flo
                 value = found
                 continue
             loads.choose(at, before)
-            for storage in loads.items(at):
+            for storage in loads.storages_of(at):
                 loads.set(storage, offload=storage.name in offloaded)
     return value
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from fxoffload.planner.problem import Problem, SavedStorage
+from fxoffload.planner.problem import Problem, ProblemStorage
 
 Terms = dict[int, float]  # variable -> factor
 MOVE_PRICE = 5e-5  # price of moving all that can move, in parts of the compute time
@@ -34,7 +34,7 @@ class ModelSlot:
 
     layer: int
     variants: tuple[int, ...]
-    storages: tuple[SavedStorage, ...]
+    storages: tuple[ProblemStorage, ...]
     count: int
 
 
@@ -45,12 +45,12 @@ def slots_of(problem: Problem, *, exact: bool) -> list[ModelSlot]:
     """
     found: list[ModelSlot] = []
     for at, layer in enumerate(problem.layers):
-        where: dict[SavedStorage, list[int]] = defaultdict(list)
+        where: dict[ProblemStorage, list[int]] = defaultdict(list)
         for number, variant in enumerate(layer.variants):
             for storage in variant.storages:
                 if storage.may_move and not problem.is_taken_back(storage):
                     where[storage].append(number)
-        groups: dict[object, list[SavedStorage]] = defaultdict(list)
+        groups: dict[object, list[ProblemStorage]] = defaultdict(list)
         for storage, numbers in where.items():
             life = (
                 storage.made_at,
@@ -161,7 +161,7 @@ class Model:
         self._rows.append(terms)
         self._limits.append((low, high))
 
-    def _moving(self, size: Callable[[SavedStorage], int]) -> Terms:
+    def _moving(self, size: Callable[[ProblemStorage], int]) -> Terms:
         """The bytes of all that moves, by slot."""
         found: Terms = {}
         for slot, move in zip(self.slots, self._move, strict=True):
@@ -171,7 +171,7 @@ class Model:
         return found
 
     def _by_segment(
-        self, count: int, where: Callable[[SavedStorage], int], size: Callable[[SavedStorage], int]
+        self, count: int, where: Callable[[ProblemStorage], int], size: Callable[[ProblemStorage], int]
     ) -> list[Terms]:
         """The same, of what ``where`` places at each segment."""
         found: list[Terms] = [{} for _ in range(count)]
@@ -181,7 +181,7 @@ class Model:
                 found[where(slot.storages[0])][move] = total[move]
         return found
 
-    def _saved(self, count: int, where: Callable[[SavedStorage], int]) -> list[Terms]:
+    def _saved(self, count: int, where: Callable[[ProblemStorage], int]) -> list[Terms]:
         """Per segment, the bytes of the storages that the chosen variants save."""
         found: list[Terms] = [{} for _ in range(count)]
         for choose, layer in zip(self._choose, self._problem.layers, strict=True):

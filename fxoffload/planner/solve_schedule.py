@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
-from fxoffload.planner.problem import Problem, SavedStorage
+from fxoffload.planner.problem import Problem, ProblemStorage
 
 
 class SolverSchedule(NamedTuple):
@@ -50,24 +50,24 @@ class Loads:
         for at in range(len(self.variants)):
             self._count_variant(at, 1)
 
-    def items(self, layer: int) -> tuple[SavedStorage, ...]:
+    def storages_of(self, layer: int) -> tuple[ProblemStorage, ...]:
         """The storages that the chosen variant of a layer saves."""
         return self.problem.layers[layer].variants[self.variants[layer]].storages
 
-    def saved(self) -> list[SavedStorage]:
+    def saved(self) -> list[ProblemStorage]:
         """The same of all layers."""
-        return [storage for layer in range(len(self.variants)) for storage in self.items(layer)]
+        return [storage for layer in range(len(self.variants)) for storage in self.storages_of(layer)]
 
     def choose(self, layer: int, variant: int) -> None:
         """Exchange the variant of a layer. Its offloaded storages stay offloaded where that is allowed."""
         self._count_variant(layer, -1)
-        moves = {i.name for i in self.items(layer)} & self.offloaded
+        moves = {i.name for i in self.storages_of(layer)} & self.offloaded
         self.offloaded -= moves
         self.variants[layer] = variant
-        self.offloaded |= {i.name for i in self.items(layer) if i.fixed or (i.name in moves and i.may_move)}
+        self.offloaded |= {i.name for i in self.storages_of(layer) if i.fixed or (i.name in moves and i.may_move)}
         self._count_variant(layer, 1)
 
-    def set(self, storage: SavedStorage, *, offload: bool) -> None:
+    def set(self, storage: ProblemStorage, *, offload: bool) -> None:
         """Keep or offload a storage of a chosen variant."""
         if (storage.name in self.offloaded) == offload:
             return
@@ -84,7 +84,7 @@ class Loads:
         for storage in variant.storages:
             self._count(storage, storage.name in self.offloaded, sign)
 
-    def _count(self, storage: SavedStorage, offload: bool, sign: int) -> None:
+    def _count(self, storage: ProblemStorage, offload: bool, sign: int) -> None:
         held, moved = sign * storage.held_bytes, sign * storage.moved_bytes
         self._made[max(storage.made_at, 0)] += held
         if offload:

@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from fxoffload import ops
+from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.compiler import build
 from fxoffload.compiler.pipeline import PROOFS
@@ -22,7 +23,7 @@ from fxoffload.compiler.segments import SegmentCall
 from fxoffload.errors import VerificationError
 from fxoffload.ops import is_op
 from fxoffload.passes import verify_pairing, verify_transfers, verify_wiring
-from fxoffload.passes.insert_transfers import CANDIDATES_KEY, COPY_KEY, DONATABLE_KEY, STORAGE_KEY, InsertOffloads
+from fxoffload.passes.insert_transfers import COPY_KEY, DONATABLE_KEY, InsertOffloads
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring

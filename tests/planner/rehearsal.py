@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxoffload
+from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiler import build
-from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for

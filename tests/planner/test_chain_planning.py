@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxoffload
+from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import chain_planning, plan_chain, session
-from fxoffload.passes.insert_transfers import STORAGE_KEY
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule

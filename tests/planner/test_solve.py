@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, SavedStorage, Solution
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage, Solution
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.solve_model import MOVE_PRICE, Model
 from fxoffload.planner.solve_schedule import Loads
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 @st.composite
-def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> SavedStorage:
+def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> ProblemStorage:
     made = draw(st.integers(-1, forward - 1))
     copied = draw(st.integers(made, forward - 1))
     needed = draw(st.integers(0, backward))
@@ -35,7 +35,7 @@ def items(draw: st.DrawFn, name: str, forward: int, backward: int) -> SavedStora
     # As a rule all of a storage moves; or a range of it, or a few bytes more.
     moved = held or draw(st.integers(0, 12))
     moved = draw(st.sampled_from([moved, moved, moved, 0, moved // 2, moved + 1]))
-    return SavedStorage(
+    return ProblemStorage(
         name,
         held,
         moved,
@@ -407,15 +407,15 @@ def test_alternatives_first_then_items(problem: Problem, budget: int) -> None:
 
 
 def chain(
-    *storages: SavedStorage, segments: int = 4, ms: float = 10.0, rate: float = 10.0, host: int | None = None
+    *storages: ProblemStorage, segments: int = 4, ms: float = 10.0, rate: float = 10.0, host: int | None = None
 ) -> Problem:
     """Layers of one alternative; all segments alike."""
     layers = tuple(ProblemLayer(i.name, 0, (LayerVariant("only", (i,), {}, {}),)) for i in storages)
     return Problem(layers, (ms,) * segments, (ms,) * segments, (0,) * segments, (0,) * segments, rate, rate, host)
 
 
-def saved(name: str, at: int, nbytes: int = 100, *, segments: int = 4, fixed: bool | None = None) -> SavedStorage:
-    return SavedStorage(name, nbytes, nbytes, at, at, at, segments - 1 - at, segments - 1 - at, fixed)
+def saved(name: str, at: int, nbytes: int = 100, *, segments: int = 4, fixed: bool | None = None) -> ProblemStorage:
+    return ProblemStorage(name, nbytes, nbytes, at, at, at, segments - 1 - at, segments - 1 - at, fixed)
 
 
 def test_roomy_budget_moves_nothing() -> None:
@@ -466,7 +466,7 @@ def test_a_late_reader_in_the_forward_keeps_the_source() -> None:
 
 def test_long_lives_are_counted() -> None:
     """Needed at once, dead at the end: an offload helps the forward only."""
-    storage = SavedStorage("long", 100, 100, 0, 0, 0, 0, 4)
+    storage = ProblemStorage("long", 100, 100, 0, 0, 0, 0, 4)
     problem = chain(storage, replace(saved("x", 2, 50), fixed=False))
     assert smallest_peak(problem).peak_bytes == 150
     dies = replace(storage, dies_at=0)
@@ -477,7 +477,7 @@ def test_long_lives_are_counted() -> None:
 
 def test_the_callers_memory_is_left_alone() -> None:
     """Its copy would free nothing, and the reload takes room."""
-    given_ = SavedStorage("input", 0, 100, -1, -1, 3, 1, 1)
+    given_ = ProblemStorage("input", 0, 100, -1, -1, 3, 1, 1)
     solution = smallest_peak(chain(given_, saved("x", 0, 30)))
     assert "input" not in solution.offloaded
     forced = smallest_peak(chain(replace(given_, fixed=True), saved("x", 0, 30)))
@@ -560,7 +560,7 @@ def decoder(layers: int, variants: int) -> Problem:
         for text in _RECOMPUTED[:variants]:
             again = text.split()
             items_ = tuple(
-                SavedStorage(f"{at}.{name}", size * MIB, size * MIB, at, at, at, layers - 1 - at, layers - 1 - at)
+                ProblemStorage(f"{at}.{name}", size * MIB, size * MIB, at, at, at, layers - 1 - at, layers - 1 - at)
                 for name, (size, _) in _STORAGES.items()
                 if name not in again
             )
