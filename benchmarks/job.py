@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.job import Job
+Workload = Stack | CausalLM
 
 
 @dataclass
@@ -47,6 +47,3 @@ class Job:
 def clean_name(name: str) -> str:
     """The parameter's name without what wrappers add, so that variants can be compared."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-Workload = Stack | CausalLM
