@@ -1,10 +1,48 @@
-"""A workload with its inputs, ready to run."""
+"""Stacks of decoder layers, and a workload with its inputs, ready to run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    Qwen3Model,
+    Qwen3MoeModel,
+)
+
+
+class Stack(nn.Module):
+    """The decoder layers alone, from embeddings, with a linear loss inside the compiled region.
+
+    The loss projects the final, normalised states on a fixed direction. The mean of their squares would be useless: an
+    RMSNorm makes it constant, so its gradient is rounding noise.
+    """
+
+    probe: torch.Tensor
+
+    def __init__(self, decoder: Qwen3Model | Qwen3MoeModel) -> None:
+        super().__init__()
+        self.decoder = decoder
+        weight = decoder.norm.weight
+        self.register_buffer("probe", torch.ones_like(weight, requires_grad=False))
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        states = self.decoder(inputs_embeds=inputs_embeds, use_cache=False).last_hidden_state
+        return torch.mv(states.reshape(-1, states.shape[-1]), self.probe).float().mean()
+
+
+class CausalLM(nn.Module):
+    """The whole language model with its built-in cross-entropy; the logits are not returned."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.decoder(input_ids=input_ids, labels=labels, use_cache=False).loss
+
 
 Workload = Stack | CausalLM
 

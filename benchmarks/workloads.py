@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from benchmarks.hf_models import HF_MODELS, HFModel, has_head
-from benchmarks.job import Job, Workload
+from benchmarks.job import CausalLM, Job, Stack, Workload
 from benchmarks.schema import Case
 from benchmarks.stock.models import decoder_sizes, is_stock
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
@@ -25,37 +25,6 @@ from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION
 # Of "grouped_mm", "batched_mm" and "eager": the last breaks the graph at every layer, the second gathers a weight
 # matrix per token and expert. Under torch.compile grouped_mm is a kernel in bfloat16; in float32 a loop inside an op.
 EXPERTS = "grouped_mm"
-
-
-class Stack(nn.Module):
-    """The decoder layers alone, from embeddings, with a linear loss inside the compiled region.
-
-    The loss projects the final, normalised states on a fixed direction. The mean of their squares would be useless: an
-    RMSNorm makes it constant, so its gradient is rounding noise.
-    """
-
-    probe: torch.Tensor
-
-    def __init__(self, decoder: Qwen3Model | Qwen3MoeModel) -> None:
-        super().__init__()
-        self.decoder = decoder
-        weight = decoder.norm.weight
-        self.register_buffer("probe", torch.ones_like(weight, requires_grad=False))
-
-    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        states = self.decoder(inputs_embeds=inputs_embeds, use_cache=False).last_hidden_state
-        return torch.mv(states.reshape(-1, states.shape[-1]), self.probe).float().mean()
-
-
-class CausalLM(nn.Module):
-    """The whole language model with its built-in cross-entropy; the logits are not returned."""
-
-    def __init__(self, decoder: PreTrainedModel) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.decoder(input_ids=input_ids, labels=labels, use_cache=False).loss
 
 
 def decoder_layers(module: Workload) -> nn.ModuleList:

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.clock import synchronize
+from benchmarks.job import CausalLM
 from benchmarks.ranks import gather_and_scatter
 from benchmarks.rl.mixed_adamw import MixedAdamW, plain
 from benchmarks.schema import Case
-from benchmarks.workloads import CausalLM, build_job
+from benchmarks.workloads import build_job
 
 LEARNING_RATE = 1e-6
 Allocating = Callable[[str], contextlib.AbstractContextManager[None]]
