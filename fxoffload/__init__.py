@@ -67,7 +67,7 @@ _LATE = {
     "Options": "fxoffload.options",
     "explain": "fxoffload.plan_report.explain",
     "profile_step": "fxoffload.plan_step",
-    "Plan": "fxoffload.planner.plan",
+    "Plan": "fxoffload.plan_report.plan",
     "last_plan": "fxoffload.plan_report.registry",
     "plans": "fxoffload.plan_report.registry",
     "check_ranks": "fxoffload.ranks",

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxoffload.errors import OptionsError
-from fxoffload.machine import CopyCurve, MachineProfile, Rates, load_profile, shipped_names
+from fxoffload.machine import CopyCurve, MachineProfile, MachineRates, load_profile, shipped_names
 from tests.machine.example import CURVE, MIB, example
 
 DIRECTIONS: tuple[Literal["d2h", "h2d"], ...] = ("d2h", "h2d")
@@ -242,10 +242,10 @@ def test_a_profile_cannot_be_changed() -> None:
 
 
 def test_rates_are_equal_whatever_their_order() -> None:
-    a, b = Rates({"x": 1.0, "y": 2.0}), Rates({"y": 2.0, "x": 1.0})
+    a, b = MachineRates({"x": 1.0, "y": 2.0}), MachineRates({"y": 2.0, "x": 1.0})
     assert a == b
     assert hash(a) == hash(b)
-    assert a != Rates({"x": 1.0})
+    assert a != MachineRates({"x": 1.0})
 
 
 class TestShipped:

@@ -38,7 +38,7 @@ from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.step.readings import Readings
 from fxoffload.step.segment_names import TURN, lies_between
-from tests.planner import test_tape_plan
+from tests.planner import test_chain_planning
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import MODELS, Run, alone, loss_of, moved_by, new_plans, recorded
@@ -218,14 +218,14 @@ def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
         before = the_plan()
         assert moved == [before.predicted.bytes_offloaded] * 2
         assert before.simulation is not None
-        test_tape_plan.check_bytes(run, before.simulation)
+        test_chain_planning.check_bytes(run, before.simulation)
         assert the_plan().calibrated is None
         assert_equal(run.step(), plain)  # planned again when it begins
     plan = the_plan()
     assert plan.calibrated is not None and plan.calibrated_baseline is not None and plan.simulation is not None
     assert plan.calibrated.bytes_offloaded < moved[0]
     assert (plan.calibrated.bytes_offloaded > 0) == moves
-    test_tape_plan.check_bytes(run, without_turn(plan.simulation))
+    test_chain_planning.check_bytes(run, without_turn(plan.simulation))
     assert plan.calibrated.step_ms <= plan.calibrated_baseline.step_ms * 1.1
     assert plan.predicted == before.predicted and plan.baseline == before.baseline
     assert plan.decisions != before.decisions
@@ -342,7 +342,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         alive = set(fxoffload.graphs())
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         for graph in set(fxoffload.graphs()) - alive:
-            test_tape_plan._tell_callers(run.watch, graph)
+            test_chain_planning._tell_callers(run.watch, graph)
         before = the_plan()
         moved = moved_by(run)
         assert moved == before.predicted.bytes_offloaded > 0
@@ -351,7 +351,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
         chain = tracked.chains.at(())
         first = chain.plan
         assert first is not None
-        counts = test_tape_plan.compile_counts()
+        counts = test_chain_planning.compile_counts()
         for _ in range(3):
             assert chain.plan is first
             assert_equal(run.step(), plain)  # planned again when the third one begins
@@ -361,10 +361,10 @@ def test_every_call_goes_on_running_its_variant() -> None:
         plan = the_plan()
         assert plan.calibrated is not None and plan.simulation is not None
         assert plan.calibrated.bytes_offloaded == 0
-        test_tape_plan.check_bytes(run, without_turn(plan.simulation))
+        test_chain_planning.check_bytes(run, without_turn(plan.simulation))
         assert_equal(run.step(), plain)
         run.steps(2)
-        assert {**test_tape_plan.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+        assert {**test_chain_planning.compile_counts(), "segments": 0} == {**counts, "segments": 0}
     assert the_plan().measured_step_ms is not None
     assert "recompute" in {d.action for d in plan.decisions}
     # Variants that recompute take longer than the graphs as compiled.
@@ -374,7 +374,7 @@ def test_every_call_goes_on_running_its_variant() -> None:
 
 def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> list[tuple[int, ...]]:
     """What calls run in each step until nothing is measured any more, and in two more. Nothing is compiled."""
-    counts, ran = test_tape_plan.compile_counts(), []
+    counts, ran = test_chain_planning.compile_counts(), []
     while time.followers[0].clock is not None or len(ran) < 2:
         assert len(ran) < 20
         assert_equal(run.step(), plain)
@@ -382,7 +382,7 @@ def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> 
     for _ in range(2):
         assert_equal(run.step(), plain)
         ran.append(variants_that_ran())
-    assert {**test_tape_plan.compile_counts(), "segments": 0} == {**counts, "segments": 0}
+    assert {**test_chain_planning.compile_counts(), "segments": 0} == {**counts, "segments": 0}
     return ran
 
 
@@ -418,7 +418,7 @@ def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
 def test_calls_compute_more_again_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
-    budget = test_tape_plan.in_between()
+    budget = test_chain_planning.in_between()
     chosen = mock.Mock(wraps=chain_replan.reselect_variants)
     with (
         measured(1e-3) as time,
@@ -451,7 +451,7 @@ def test_calls_compute_more_again_where_copies_are_slow() -> None:
 def test_what_took_longer_than_before_is_taken_back() -> None:
     """Steps of the new choice take three times as long as those before."""
     plain = kept()
-    budget = test_tape_plan.in_between()
+    budget = test_chain_planning.in_between()
     step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.reselect_variants)
 
     def slower(readings: Readings) -> Any:
@@ -564,7 +564,7 @@ def test_calls_that_need_not_compute_again_do_not() -> None:
 def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     """Measured steps would hide more copies than memory is pinned for."""
     plain = kept()
-    budget = test_tape_plan.in_between()
+    budget = test_chain_planning.in_between()
     asked: list[int] = []
 
     def pin(_: CopyEngine, nbytes: int, __: object) -> bool:
@@ -585,7 +585,7 @@ def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
 def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None:
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
     plain = kept()
-    budget = test_tape_plan.in_between()
+    budget = test_chain_planning.in_between()
     reselect_variants = chain_replan.reselect_variants
 
     def better_by(*args: Any) -> Any:
@@ -609,7 +609,7 @@ def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
     with (
         measured(1e-3) as time,
         a_slower_link(),
-        mock.patch.object(chain_replan, "reselect_variants", test_tape_plan._raise),
+        mock.patch.object(chain_replan, "reselect_variants", test_chain_planning._raise),
     ):
         with first_plan(every_other):
             run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
@@ -643,7 +643,7 @@ def test_working_sets_that_exceed_the_budget(extra: int) -> None:
     """More is moved, beyond the pinned memory; where that does not help there is a warning."""
     fits = extra < 1 << 20
     plain = kept()
-    budget = test_tape_plan.in_between()
+    budget = test_chain_planning.in_between()
 
     def larger(_: Any, alike: Any) -> Any:
         return {"backward": dict.fromkeys(alike["backward"], extra)}
@@ -722,7 +722,7 @@ def _hooked(on: Run) -> None:
 
 
 def _raises_in_forward(on: Run) -> None:
-    on.model.between = lambda i, x: x if i < 2 else test_tape_plan._raise(x)
+    on.model.between = lambda i, x: x if i < 2 else test_chain_planning._raise(x)
     with pytest.raises(RuntimeError, match="on purpose"):
         on.step()
     on.model.between = None  # type: ignore[assignment]
@@ -731,7 +731,7 @@ def _raises_in_forward(on: Run) -> None:
 def _raises_in_backward(on: Run) -> None:
     def hook(i: int, x: Tensor) -> Tensor:
         if i == 2:
-            x.register_hook(test_tape_plan._raise)
+            x.register_hook(test_chain_planning._raise)
         return x
 
     on.model.between = hook
@@ -817,13 +817,14 @@ def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None
 
 
 def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
-    plain = test_tape_plan.Run(
-        test_tape_plan.per_layer(test_tape_plan.Paths(), policy="keep_all"), batch(length=test_tape_plan.LENGTH)
+    plain = test_chain_planning.Run(
+        test_chain_planning.per_layer(test_chain_planning.Paths(), policy="keep_all"),
+        batch(length=test_chain_planning.LENGTH),
     )
     with measured() as time:
-        run = test_tape_plan.Run(
-            test_tape_plan.per_layer(test_tape_plan.Paths(), activation_budget="1GiB"),
-            batch(length=test_tape_plan.LENGTH),
+        run = test_chain_planning.Run(
+            test_chain_planning.per_layer(test_chain_planning.Paths(), activation_budget="1GiB"),
+            batch(length=test_chain_planning.LENGTH),
         )
         run.steps(4)
         observer = weakref.ref(time.followers.pop())
@@ -848,7 +849,7 @@ def test_it_goes_with_its_graphs() -> None:
         assert graphs
         assert time.planning[0]() is not None
         del run
-        test_tape_plan.WATCHES.clear()
+        test_chain_planning.WATCHES.clear()
         engine_for(CPU).calls._step = None
         torch.compiler.reset()
         gc.collect()
@@ -886,7 +887,10 @@ def test_a_failure_is_one_warning(where: str) -> None:
     }
     with measured(2e-4) as time, estimated(1e4):
         run = recorded(MODELS["stack"], max_slowdown=0.1, disable=("tape_recompute",), steps=3)
-        with mock.patch.object(*broken[where], test_tape_plan._raise), warnings.catch_warnings(record=True) as caught:
+        with (
+            mock.patch.object(*broken[where], test_chain_planning._raise),
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             moved = [moved_by(run) for _ in range(4)]
             assert_equal(run.step(), plain)

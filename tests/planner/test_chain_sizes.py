@@ -21,12 +21,12 @@ from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.tracker import chains
 from tests.marks import slow
-from tests.planner import test_tape_plan as save_order
+from tests.planner import test_chain_planning
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import MODELS, Run, in_between, moved_by, new_plans, options
 from tests.support import Stack, assert_equal, assert_nothing_held, batch, compile_counts
 
-alone, process_group = save_order.alone, save_order.process_group
+alone, process_group = test_chain_planning.alone, test_chain_planning.process_group
 
 # Sizes of the grid; none is the width of the layers, which Dynamo would take for the same size.
 SHORT, MIDDLE, LONG = 15, 32, 48
@@ -90,7 +90,7 @@ def gradients_of(run: Run) -> dict[str, Tensor]:
 
 def tell_callers(run: Run, alive: set[Any]) -> None:
     for graph in set(fxoffload.graphs()) - alive:
-        save_order._tell_callers(run.watch, graph)
+        test_chain_planning._tell_callers(run.watch, graph)
 
 
 def peak_of(run: Run) -> int:
@@ -112,7 +112,7 @@ def test_each_length_does_what_its_size_needs(name: str) -> None:
     run, plain = varying(MODELS[name], activation_budget=budget), Plain(varying(MODELS[name], policy="keep_all"))
     first = moved_at(run, plain, (LONG,))
     for graph in set(fxoffload.graphs()) - alive:
-        save_order._tell_callers(run.watch, graph)
+        test_chain_planning._tell_callers(run.watch, graph)
     counts = compile_counts()
     lengths = (SHORT, MIDDLE, LONG, 45, 41, SHORT, 13, LONG, MIDDLE)
     moved = moved_at(run, plain, lengths)
@@ -121,7 +121,7 @@ def test_each_length_does_what_its_size_needs(name: str) -> None:
     assert found[SHORT] == found[13] == 0 < found[41] < found[45] < found[LONG] < first[0]
     assert moved[0] > 0
     assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
-    planned = dict(zip(planned_lengths(), zip(new_plans(), save_order.CHAINS[-5:], strict=True), strict=True))
+    planned = dict(zip(planned_lengths(), zip(new_plans(), test_chain_planning.CHAINS[-5:], strict=True), strict=True))
     assert list(planned) == ["2, 15", "2, 32", "2, 48", "2, 44", "2, 13"]  # 45 fits 48
     for length in (SHORT, MIDDLE, LONG, 44, 13, 43, 37):
         fxoffload.reset_stats()
@@ -132,7 +132,7 @@ def test_each_length_does_what_its_size_needs(name: str) -> None:
             plan, chain = known
             simulation = plan.simulation
             assert simulation is not None
-            assert save_order.seen(run) == save_order.expected(chain, simulation)
+            assert test_chain_planning.seen(run) == test_chain_planning.expected(chain, simulation)
             assert simulation.peak_bytes <= budget
             stats = fxoffload.stats()
             assert (stats.bytes_offloaded, stats.bytes_reloaded, stats.bytes_reclaimed) == (
@@ -261,21 +261,24 @@ def test_microbatches_of_different_lengths() -> None:
 
     def two(on: Run, lengths: Sequence[int]) -> None:
         on.model.zero_grad(set_to_none=True)
-        losses = [save_order.loss_of(on.model(batch(n, length=n))) for n in lengths]
+        losses = [test_chain_planning.loss_of(on.model(batch(n, length=n))) for n in lengths]
         for loss in reversed(losses):
             loss.backward()
 
     moved = []
     for lengths in ((24, 24), (32, 32), (32, 32), (24, 24), (32, 40), (32, 40), (24, 36), (32, 16), (32, 48), (32, 48)):
         fxoffload.reset_stats()
-        save_order.compare(run, plain, do=functools.partial(two, lengths=lengths))
+        test_chain_planning.compare(run, plain, do=functools.partial(two, lengths=lengths))
         moved.append(fxoffload.stats().bytes_offloaded > 0)
     #                recorded    planned       longer       longer       longer       as planned then
     assert moved == [True, True, False, False, True, False, True, False, True, False]
 
 
 def test_another_path_is_recorded_and_planned_for_all_lengths() -> None:
-    run, plain = varying(save_order.Paths, activation_budget="1GiB"), varying(save_order.Paths, policy="keep_all")
+    run, plain = (
+        varying(test_chain_planning.Paths, activation_budget="1GiB"),
+        varying(test_chain_planning.Paths, policy="keep_all"),
+    )
 
     def step(on: Run, path: Sequence[int], length: int) -> dict[str, Tensor]:
         on.model.path = path  # type: ignore[assignment]
@@ -288,7 +291,7 @@ def test_another_path_is_recorded_and_planned_for_all_lengths() -> None:
         *((other, n) for n in (MIDDLE, MIDDLE, SHORT, LONG, MIDDLE, MIDDLE, 64)),
     ):
         fxoffload.reset_stats()
-        save_order.compare(run, plain, do=functools.partial(step, path=path, length=length))
+        test_chain_planning.compare(run, plain, do=functools.partial(step, path=path, length=length))
         moved.append(fxoffload.stats().bytes_offloaded > 0)
     assert moved[:4] == [True, True, False, False]
     assert moved[4:6] == [True, True]

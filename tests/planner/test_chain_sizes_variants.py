@@ -22,13 +22,13 @@ from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
 from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
-from tests.planner import test_tape_plan as save_order
+from tests.planner import test_chain_planning
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import Run, new_plans, options
 from tests.planner.test_chain_sizes import gradients_of, sharded
 from tests.support import Stack, assert_equal, assert_nothing_held, compile_counts
 
-alone, process_group = save_order.alone, save_order.process_group
+alone, process_group = test_chain_planning.alone, test_chain_planning.process_group
 
 WIDTH, DEPTH = 24, 5
 # Of the grid. None is a width, which Dynamo would take for the same size.
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(save_order.eager(x))
+            x = layer(test_chain_planning.eager(x))
         return x
 
 
@@ -156,15 +156,15 @@ def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
     run, plain = varying(activation_budget=limit), varying(policy="keep_all")
     check(run, plain, (LONG, LONG, LONG, LONG, 44, 44, LONGER, LONGER, LONGER))
     for graph in set(fxoffload.graphs()) - alive:
-        save_order._tell_callers(run.watch, graph)
-    plans = dict(zip((LONG, 44, LONGER), zip(new_plans(), save_order.CHAINS[-3:], strict=True), strict=True))
+        test_chain_planning._tell_callers(run.watch, graph)
+    plans = dict(zip((LONG, 44, LONGER), zip(new_plans(), test_chain_planning.CHAINS[-3:], strict=True), strict=True))
     assert again(plans[LONG][0]) > again(plans[44][0]) > 0
     for length, (plan, chain) in plans.items():
         fxoffload.reset_stats()
         at(run, length).step()
         simulation = plan.simulation
         assert simulation is not None
-        assert save_order.seen(run) == save_order.expected(chain, simulation)
+        assert test_chain_planning.seen(run) == test_chain_planning.expected(chain, simulation)
         assert fxoffload.stats().bytes_offloaded == simulation.bytes_offloaded
         assert (simulation.peak_bytes <= limit) is (length != LONGER)
 

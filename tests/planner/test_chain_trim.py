@@ -19,14 +19,14 @@ from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from tests.capture import rehearsal_options
 from tests.marks import slow
-from tests.planner import test_tape_plan as save_order
+from tests.planner import test_chain_planning
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import MODELS, Run, in_between, moved_by, recorded
 from tests.planner.test_chain_replan import measured
 from tests.planner.test_chain_sizes import LONG, at, varying
 from tests.support import Block, Stack, assert_equal, assert_nothing_held
 
-alone = save_order.alone  # the fixture
+alone = test_chain_planning.alone  # the fixture
 
 PAGE = 1 << 12
 # Two steps are recorded; the next ones follow the plan: one in front of the mark, and those that count. It is told when
@@ -261,7 +261,7 @@ def test_nor_beside_another_model_whose_sizes_vary() -> None:
     run.steps(3 * UNTIL_TRIM)
     assert trimmed() == 0
     del other
-    save_order.WATCHES.clear()
+    test_chain_planning.WATCHES.clear()
     engine_for(CPU).calls._step = None
     torch._dynamo.reset()
     gc.collect()

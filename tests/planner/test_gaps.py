@@ -26,7 +26,7 @@ from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.readings import Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of
 from tests.allocator import Allocator
-from tests.planner import test_tape_plan
+from tests.planner import test_chain_planning
 from tests.planner.rehearsal import Watch
 from tests.planner.test_chain_planning import Run, alone, recorded
 from tests.planner.test_chain_replan import Measured, the_plan
@@ -360,8 +360,8 @@ class Rehearsed(Measured):
 def test_a_budget_holds_what_is_allocated_between_calls() -> None:
     """The first plan does not know of it and exceeds its budget; the one made from measured steps keeps it, and says
     how much that takes. No bit of a gradient changes."""
-    least, most = test_tape_plan.range_of_peaks("stack")
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_chain_planning.range_of_peaks("stack")
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     budget = most  # all of it could be kept
     found = Rehearsed((most - least) * 2 // 3)
@@ -445,12 +445,12 @@ class Recorded(Rehearsed):
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 
 
-@pytest.mark.parametrize("beside", [0, 1], ids=["nothing else", "gathered parameters"])
+@pytest.mark.parametrize("extra_memory", [0, 1], ids=["nothing else", "gathered parameters"])
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, extra_memory: int) -> None:
     """From the record of the step before it."""
-    least, most = test_tape_plan.range_of_peaks("stack")
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_chain_planning.range_of_peaks("stack")
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     plain = recorded(lambda: Stack(LAYERS), policy="keep_all").steps(1)[0]
     # Permanent memory takes the same bytes from the budget as from the device.
     gathered = extra_memory * (most - least) // 3
@@ -473,8 +473,8 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: bool) -> None:
     """As where the record is taken meanwhile."""
-    least, most = test_tape_plan.range_of_peaks("stack")
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    least, most = test_chain_planning.range_of_peaks("stack")
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn)
     with recording(found), mock.patch.object(plan_chain, "replan_for_chain", found.follow):
         run = recorded(found.model, steps=1, activation_budget=most, disable=("tape_recompute",))
@@ -500,7 +500,7 @@ def recording(found: Recorded) -> Iterator[None]:
 @pytest.mark.parametrize(("how", "next_ones"), [("hooks", (1, 2, 2)), ("fails", (2, 2, 2))])
 def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequence[int]) -> None:
     """At once, or when the next one begins. After a step with a backward that was no chain, two are recorded anew."""
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     found = Recorded(1000, at_turn=True)
     with recording(found):
         run = recorded(found.model, steps=1, activation_budget="1GiB", disable=("tape_recompute",))

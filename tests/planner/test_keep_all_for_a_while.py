@@ -18,12 +18,12 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.variant import Variants
-from tests.planner import test_tape_plan as save_order
+from tests.planner import test_chain_planning
 from tests.planner.test_chain_planning import LENGTH, MODELS, Paths, Run, loss_of, moved_by, per_layer, recorded
 from tests.planner.test_chain_replan import measured, the_plan
 from tests.support import Stack, assert_equal, assert_nothing_held, batch
 
-alone = save_order.alone  # the fixture
+alone = test_chain_planning.alone  # the fixture
 
 
 def keep() -> Any:
@@ -142,14 +142,14 @@ def test_whatever_is_looked_at_the_plan_stays(odd: Callable[[Run], None]) -> Non
         run = Run(per_layer(Paths(), activation_budget="1GiB"), batch(length=LENGTH))
         run.steps(3)
         planned = moved_by(run)
-    shown = len(save_order.new_plans())
+    shown = len(test_chain_planning.new_plans())
     for _ in range(4):
         with keep():
             odd(run)
             odd(run)
         run.model.zero_grad(set_to_none=True)
         assert moved_by(run) == planned > 0
-    assert len(save_order.new_plans()) == shown
+    assert len(test_chain_planning.new_plans()) == shown
 
 
 def test_a_reference_may_be_held_while_a_step_follows_the_plan() -> None:

@@ -18,13 +18,13 @@ from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.tracker import chains
 from fxoffload.runtime.tracker.step_memory import LiveBytes
-from tests.planner import test_tape_plan as save_order
+from tests.planner import test_chain_planning
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import Run, new_plans
 from tests.planner.test_chain_sizes import LONG, MIDDLE, SHORT, Plain, at, moved_at, planned_lengths, varying
 from tests.support import Stack, batch
 
-alone = save_order.alone
+alone = test_chain_planning.alone
 
 DEPTH = 6
 # What eager code takes for each row of a batch.
@@ -160,7 +160,7 @@ def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -
         run = watched(allocator, activation_budget=1)
         assert allocator.measured(run, (LONG, SHORT, SHORT, LONG, LONG, SHORT, 64, 64)) == [LONG, SHORT, LONG, 64]
     assert planned_lengths() == ["2, 15", "2, 48", "2, 64"]
-    extra_memory = [chain.extra_memory for chain in save_order.CHAINS]
+    extra_memory = [chain.extra_memory for chain in test_chain_planning.CHAINS]
     # The last forward began with what those before it had saved offloaded: only its own input was there.
     assert [b.calls[0][-1] for b in extra_memory] == [EACH * n - 2 * n * 16 * 4 for n in (SHORT, LONG, 64)]
 
@@ -172,7 +172,7 @@ def test_a_plan_for_more_than_was_measured_leaves_room_for_what_grows(allocator:
         assert allocator.measured(run, (45, 45, 41, 41, 13, 13)) == [45, 45, 41, 13]
     assert planned_lengths() == ["2, 48", "2, 44", "2, 13"]
     own = EACH - 2 * 16 * 4  # for each row, but for what the graphs have of it
-    found = [chain.extra_memory.calls[0][-1] for chain in save_order.CHAINS]
+    found = [chain.extra_memory.calls[0][-1] for chain in test_chain_planning.CHAINS]
     # Nothing else was known of the first one. Of it all grows here, so the next ones are exact.
     assert found == [own * 48, own * 44, own * 13]
 
@@ -267,7 +267,9 @@ def test_a_size_whose_steps_are_irregular_is_measured_a_few_times(allocator: All
         reads.append(len(allocator.read) - before)
     assert reads == [3] * chains._MOST_MEASURED + [0, 0]
     assert planned_lengths() == ["2, 48", "2, 15"]
-    assert save_order.CHAINS[1].extra_memory == save_order.CHAINS[0].extra_memory  # as known of the long one
+    assert (
+        test_chain_planning.CHAINS[1].extra_memory == test_chain_planning.CHAINS[0].extra_memory
+    )  # as known of the long one
 
 
 def test_a_step_that_is_irregular_is_followed_by_one_that_is_measured(allocator: Allocator, budget: int) -> None:
@@ -317,7 +319,7 @@ def test_a_plan_that_was_forgotten_is_made_again_without_a_measured_step(allocat
     with mock.patch.object(chains, "_MOST_SIZES", 2):
         lengths = (LONG, LONG, MIDDLE, MIDDLE, SHORT, SHORT, MIDDLE)
         assert allocator.measured(run, lengths) == [LONG, LONG, MIDDLE, SHORT]
-    extra_memory = [chain.extra_memory for chain in save_order.CHAINS]
+    extra_memory = [chain.extra_memory for chain in test_chain_planning.CHAINS]
     assert len(extra_memory) == 4
     assert extra_memory[1] == extra_memory[3] != extra_memory[2]
 
@@ -351,7 +353,7 @@ def test_microbatches_that_outgrow_their_plan_are_measured_anew(allocator: Alloc
         run.model.zero_grad(set_to_none=True)
         before = len(allocator.read)
         fxoffload.reset_stats()
-        losses = [save_order.loss_of(run.model(batch(n, length=n))) for n in lengths]
+        losses = [test_chain_planning.loss_of(run.model(batch(n, length=n))) for n in lengths]
         for loss in reversed(losses):
             loss.backward()
         return fxoffload.stats().bytes_offloaded > 0, (len(allocator.read) - before) // (2 * DEPTH)

@@ -81,7 +81,7 @@ def test_nobody_is_paced_without_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paced_calls([14.0] * COUNT, planned(14.0, 600), RATES) == [False] * COUNT
 
 
-@pytest.mark.parametrize(("ranks", "uses", "beside"), [(1, False, False), (2, False, True), (1, True, True)])
+@pytest.mark.parametrize(("ranks", "uses", "extra_memory"), [(1, False, False), (2, False, True), (1, True, True)])
 def test_steps_with_collectives_are_planned_with_less_of_the_link(
     monkeypatch: pytest.MonkeyPatch, ranks: int, uses: bool, extra_memory: bool
 ) -> None:

@@ -580,7 +580,7 @@ def decoder(layers: int, variants: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize(("alternatives", "most_s"), [(10, 30.0), (1, 10.0)])
+@pytest.mark.parametrize(("variants", "most_s"), [(10, 30.0), (1, 10.0)])
 def test_eighty_layers(variants: int, most_s: float) -> None:
     problem = decoder(80, variants)
     for budget in (16 * GIB, 30 * GIB, 60 * GIB):

@@ -21,7 +21,7 @@ from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
-from tests.planner import test_gaps, test_tape_plan
+from tests.planner import test_chain_planning, test_gaps
 from tests.planner.rehearsal import CPU
 from tests.planner.test_chain_planning import Run, alone, new_plans, recorded
 from tests.planner.test_gaps import LAYERS, Recorded
@@ -62,8 +62,8 @@ def begin(head: Head, **changes: Any) -> Run:
 
 @pytest.fixture
 def peaks() -> tuple[int, int]:
-    found = test_tape_plan.range_of_peaks("stack")
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    found = test_chain_planning.range_of_peaks("stack")
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_head_that_nothing_makes_room_for(peaks: tuple[int, int]) -> None:
 @pytest.mark.parametrize("budget", ["1GiB", None])
 def test_the_first_plan_knows_the_head(budget: str | None, tmp_path: Any) -> None:
     """Its bytes and its time, with a budget or without; in the gain, in the table, in the plot."""
-    test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+    test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
     now = [0.0]
 
     def time() -> float:
@@ -143,7 +143,7 @@ def test_the_time_of_a_head_hides_copies(peaks: tuple[int, int]) -> None:
     moved = []
     for ms in (1e-9, 10.0):
         torch.compiler.reset()
-        test_tape_plan._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
+        test_chain_planning._PLANS_BEFORE.update(p.graph for p in fxoffload.plans())
         now = [0.0]
 
         def time(ms: float = ms, now: list[float] = now) -> float:
@@ -172,9 +172,9 @@ def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks:
     background = mock.patch.object(engine_for(CPU).calls, "_in_background", True)
     with background, mock.patch.object(ChainPlanning, "run", slow):
         run = recorded(lambda: Stack(LAYERS), activation_budget=budget)
-        everything = test_tape_plan.moved_by(run)
+        everything = test_chain_planning.moved_by(run)
         assert begun.wait(60)
-        moved = test_tape_plan.moved_by(run)
+        moved = test_chain_planning.moved_by(run)
         assert_equal(run.step(), plain)
         assert not new_plans()
         may_go.set()
