@@ -102,11 +102,11 @@ def capture(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] | N
     states: dict[str, Any] = {}
     calls: list[Call] = []
     alive = set(fxoffload.graphs())
-    run_steps = session.run_steps
+    run_passes = session.run_passes
 
     def record(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
-        return run_steps(steps, state, what)
+        return run_passes(steps, state, what)
 
     class Recording(build.OuterProgram):
         def run(self, args: list[Any], call: Any) -> list[Any]:
@@ -116,8 +116,8 @@ def capture(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] | N
             return results
 
     with (
-        mock.patch.object(session, "run_steps", record),
-        mock.patch.object(build, "run_steps", record),
+        mock.patch.object(session, "run_passes", record),
+        mock.patch.object(build, "run_passes", record),
         mock.patch.object(build, "OuterProgram", Recording),
     ):
         compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**options))

@@ -543,8 +543,8 @@ def test_a_full_disk_is_what_is_reported_by_several_workers(
         def __exit__(self, *args: object) -> None:
             self.lock.release()
 
-    job = stream_module._Job
-    monkeypatch.setattr(stream_module, "_Job", lambda *args: job(*args, lock=SlowLock()))
+    job = stream_module._StreamJob
+    monkeypatch.setattr(stream_module, "_StreamJob", lambda *args: job(*args, lock=SlowLock()))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DiskFullError, match="was full before all were written"):
         checkpoints.merge(source, target, workers=4)

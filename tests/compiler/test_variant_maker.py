@@ -185,7 +185,7 @@ def test_without_the_piece_there_is_no_recipe() -> None:
 
 @pytest.mark.parametrize("changes", [{"policy": "offload_all"}, {"disable": ("tape_plan",)}])
 def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None:
-    with mock.patch.object(variant_maker, "Recipe") as made:
+    with mock.patch.object(variant_maker, "VariantMaker") as made:
         assert [s.description for s in sites_of(Layers(2), torch.randn(2, 12, 16), **changes)] == [None, None]
     made.assert_not_called()
 

@@ -784,17 +784,17 @@ def test_estimates_are_near_what_an_h200_took(name: str) -> None:
     (record,) = (r for r in records if r["case"]["name"] == name and r["variant"]["label"] == "inductor")
     case = schema.Case(**record["case"] | {"device": "cpu"})
     states: dict[str, Any] = {}
-    run_steps = build.run_steps
+    run_passes = build.run_passes
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
-        result = run_steps(steps, state, what)
+        result = run_passes(steps, state, what)
         if what == "backward":
             raise _Traced
         return result
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with mock.patch.object(workloads, "_fill_weights"), mock.patch.object(build, "run_steps", record_state), fake:
+    with mock.patch.object(workloads, "_fill_weights"), mock.patch.object(build, "run_passes", record_state), fake:
         job = workloads.build_job(case, torch.device("cpu"))
         options = {"device_types": ("cpu",), "inner": "aot_eager", "policy": "keep_all"}
         with pytest.raises(Exception, match="_Traced"):

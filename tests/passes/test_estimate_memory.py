@@ -503,11 +503,11 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     states: dict[str, Any] = {}
     offload_candidates: list[Any] = []
-    run_steps, rank = build.run_steps, build.rank_offload_candidates
+    run_passes, rank = build.run_passes, build.rank_offload_candidates
 
     def record_state(steps: Any, state: Any, what: str) -> Any:
         states[what] = state
-        return run_steps(steps, state, what)
+        return run_passes(steps, state, what)
 
     def rank_and_leave(found: list[Any], *args: Any) -> None:
         rank(found, *args)
@@ -516,7 +516,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
 
     with (
         mock.patch.object(workloads, "_fill_weights"),
-        mock.patch.object(build, "run_steps", record_state),
+        mock.patch.object(build, "run_passes", record_state),
         mock.patch.object(build, "rank_offload_candidates", rank_and_leave),
         mock.patch.object(SegmentCompiler, "compile"),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -233,7 +233,7 @@ def test_host_memory_is_not_released_while_weights_are_copied_from_it() -> None:
 
 
 def test_the_ledger_holds_a_stream_to_its_promise() -> None:
-    ledger = bucket_stream.Ledger(100)
+    ledger = bucket_stream.BucketLedger(100)
     cpu = torch.device("cpu")
     first = ledger.take((15, 2), torch.int16, cpu)
     with pytest.raises(AssertionError, match="bug in fxoffload"):

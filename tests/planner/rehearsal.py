@@ -21,6 +21,7 @@ from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import outer_program
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.step.choice import Choice, Windows
+from fxoffload.step.offload_candidate import OffloadCandidate
 from tests.capture import rehearsal_options
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ class Rehearsal:
         self.call, self.loss = call, loss
         self.model = model
         self.default_windows = default_windows
-        self.offload_candidates: list[outer_program.Movable] = []
+        self.offload_candidates: list[OffloadCandidate] = []
         self.programs: list[outer_program.OuterProgram] = []
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
@@ -187,14 +188,14 @@ class Rehearsal:
                 if kwargs.get("offload_candidates"):
                     rehearsal.offload_candidates = kwargs["offload_candidates"]
 
-        original = build.run_steps
+        original = build.run_passes
 
-        def run_steps(steps: Any, state: Any, what: str) -> Any:
+        def run_passes(steps: Any, state: Any, what: str) -> Any:
             if what == "forward":
                 rehearsal.num_user_outputs = state.num_user_outputs
             return original(steps, state, what)
 
-        with mock.patch.object(build, "OuterProgram", Recording), mock.patch.object(build, "run_steps", run_steps):
+        with mock.patch.object(build, "OuterProgram", Recording), mock.patch.object(build, "run_passes", run_passes):
             yield
 
     def run(

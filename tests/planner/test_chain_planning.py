@@ -389,7 +389,7 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
     run = recorded(MODELS["stack"], activation_budget=1, steps=3)
     with (
-        mock.patch("fxoffload.compiler.variant_maker.Recipe._compile", _raise),
+        mock.patch("fxoffload.compiler.variant_maker.VariantMaker._compile", _raise),
         pytest.warns(UserWarning, match="on purpose"),
     ):
         assert_equal(run.step(), plain)

@@ -30,6 +30,7 @@ from fxoffload.runtime.executor import (
 )
 from fxoffload.runtime.outer_program import OuterProgram
 from fxoffload.runtime.tracker import step_tracker
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
 from fxoffload.step.choice import Choice
@@ -509,13 +510,13 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
     forced = Forced()
     forced.force(1, 1, 1)
     seen: list[Any] = []
-    begins = step_tracker.Site.backward_begins
+    begins = TrackedGraph.backward_begins
 
     def backward_begins(tracked: Any, group: Group, args: Sequence[Any]) -> Group:
         seen.append((len(group), group.takes_below, len(tracked.calls._step.pending)))
         return begins(tracked, group, args)
 
-    with mock.patch.object(step_tracker.Site, "backward_begins", backward_begins):
+    with mock.patch.object(TrackedGraph, "backward_begins", backward_begins):
         forced.step()
     assert seen == [(0, True, 3), (0, True, 2), (0, True, 1)]
     assert engine_for(CPU).calls._step is not None
