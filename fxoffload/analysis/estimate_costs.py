@@ -29,7 +29,6 @@ from fxoffload.analysis.op_costs import (
     node_kind,
     op_flops,
 )
-from fxoffload.passes.cut_segments import Segmentation
 
 
 class Rates(Protocol):
@@ -115,19 +114,6 @@ class SegmentCost:
     num_kernels: int = 0
     by_kind: Mapping[str, KindCost] = field(default_factory=dict)
     assumptions: Mapping[str, int] = field(default_factory=dict)
-
-
-class EstimateCosts:
-    """One ``SegmentCost`` for each segment, by name."""
-
-    name = "estimate_costs"
-
-    def __init__(self, segmentation: Segmentation, rates: Rates) -> None:
-        self.segmentation = segmentation
-        self.rates = rates
-
-    def __call__(self, gm: fx.GraphModule) -> dict[str, SegmentCost]:
-        return {s.name: estimate_segment(s.nodes, self.rates) for s in self.segmentation.segments}
 
 
 def estimate_segment(nodes: Sequence[fx.Node], rates: Rates) -> SegmentCost:
