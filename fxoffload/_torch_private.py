@@ -249,15 +249,6 @@ def fsdp1_parameters_of(handle: Any) -> list[torch.Tensor]:
     return [p for p in (*flat._params, *(flat._shared_params or ())) if p is not None]
 
 
-def fsdp1_prefetches(module: Any) -> list[Any]:
-    """The ``FlatParamHandle`` that a ``FullyShardedDataParallel`` gathers with its own; known after the first step."""
-    handle = fsdp1_handle(module)
-    if handle is None or not module.forward_prefetch or module._is_root is None:
-        return []
-    following = module._exec_order_data.get_handle_to_forward_prefetch(handle)
-    return [] if following is None else [following]
-
-
 def fsdp1_activity(module: Any) -> str | None:
     """What a ``FullyShardedDataParallel`` is in the middle of; None if nothing."""
     handle = fsdp1_handle(module)

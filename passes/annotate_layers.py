@@ -45,8 +45,6 @@ class LayerReport:
 
     layers: tuple[str, ...] = ()
     source: str = "none"  # "modules" | "repeats" | "none"
-    num_labelled: int = 0
-    num_nodes: int = 0
 
 
 class AnnotateLayers:
@@ -66,12 +64,12 @@ class AnnotateLayers:
         if len(set(labels.values())) < 2:
             labels, source = _labels_from_repeats(nodes), "repeats"
         if len(set(labels.values())) < 2:
-            return LayerReport(num_nodes=len(nodes))
+            return LayerReport()
         _spread_to_backward(nodes, labels)
         for node, label in labels.items():
             node.meta[LAYER_KEY] = label
         ordered = tuple(dict.fromkeys(labels[n] for n in nodes if n in labels))
-        return LayerReport(ordered, source, len(labels), len(nodes))
+        return LayerReport(ordered, source)
 
 
 def _labels_from_modules(paths: dict[fx.Node, ModulePath]) -> dict[fx.Node, str]:

@@ -42,7 +42,6 @@ class Candidate:
         nbytes: bytes of the storage range that the saved values cover; None where a size has no hint.
         is_input: whether the storage belongs to a graph input, so that the caller may write to it later.
         producer: the op that computes the last of the saved values ("placeholder" for a graph input).
-        num_readers: ops of the forward that read one of the saved values.
         label: what a person calls it: module path, shape and dtype (see ``fxoffload.analysis.value_names``).
     """
 
@@ -51,7 +50,6 @@ class Candidate:
     nbytes: int | None
     is_input: bool
     producer: str
-    num_readers: int
     label: str = ""
 
 
@@ -147,7 +145,6 @@ class FindCandidates:
                     nbytes=size,
                     is_input=root in inputs,
                     producer="placeholder" if last.op == "placeholder" else str(last.target),
-                    num_readers=len({u for n in nodes for u in n.users if u.op != "output"}),
                     label=names.of(nodes[0]),
                 )
             )

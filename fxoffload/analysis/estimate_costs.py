@@ -117,19 +117,6 @@ class SegmentCost:
     assumptions: Mapping[str, int] = field(default_factory=dict)
 
 
-class EstimateCosts:
-    """One ``SegmentCost`` for each segment, by name."""
-
-    name = "estimate_costs"
-
-    def __init__(self, segmentation: Segmentation, rates: Rates) -> None:
-        self.segmentation = segmentation
-        self.rates = rates
-
-    def __call__(self, gm: fx.GraphModule) -> dict[str, SegmentCost]:
-        return {s.name: estimate_segment(s.nodes, self.rates) for s in self.segmentation.segments}
-
-
 def estimate_segment(nodes: Sequence[fx.Node], rates: Rates) -> SegmentCost:
     """The cost of ``nodes`` (in graph order) compiled as one piece. See ``kernel_fusion``."""
     return _cost_of(Fusion(nodes), rates)

@@ -109,10 +109,6 @@ class LayerClass:
         """Name of the joint graph's node at a position of the layer ``label``."""
         return self.names[label][position] if position >= 0 else self.outside_names[label][-1 - position]
 
-    def saved_names(self, label: str, point: RecomputePoint) -> dict[str, int]:
-        """Name of each value that the layer ``label`` saves under ``point`` -> bytes."""
-        return {self.name_at(label, s.position): s.nbytes for s in point.saved}
-
 
 class FindFrontier:
     """One ``LayerClass`` for each structure, in order of the first layer. See the module docstring.

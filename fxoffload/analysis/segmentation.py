@@ -32,11 +32,5 @@ class Segmentation:
 
     segments: tuple[Segment, ...]
 
-    @property
-    def largest_share(self) -> float:
-        """The largest layer segment's share of all nodes that stand in layer segments (0.0 where there is none)."""
-        sizes = [len(s.nodes) for s in self.segments if s.layer]
-        return max(sizes) / sum(sizes) if sizes else 0.0
-
 
 Donations = dict[str, tuple[int, ...]]

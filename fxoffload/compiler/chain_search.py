@@ -42,7 +42,6 @@ _MOST_DRAFTS = 6
 _MAX_ROUNDS = 4
 _ENOUGH = 0.005
 _CLOSE = 0.01
-_SOLVER_S = 3.0
 # Of 800 exchanges that are tried, the first 200 gain most of the 1 % or less that all of them do.
 _FEW_TRIES = 200
 
@@ -436,7 +435,7 @@ def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
 
 def _solve(problem: Problem, limit: int | None, max_ms: float | None) -> Solution | None:
     if limit is not None:
-        found = solve.least_time(problem, limit, deadline_s=_SOLVER_S)
-        return found if found is not None else solve.smallest_peak(problem, deadline_s=_SOLVER_S)
+        found = solve.least_time(problem, limit)
+        return found if found is not None else solve.smallest_peak(problem)
     assert max_ms is not None
-    return solve.least_peak(problem, max_ms, deadline_s=_SOLVER_S)
+    return solve.least_peak(problem, max_ms)

@@ -30,9 +30,7 @@ _SAME = 0.001
 # How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
-_SOLVER_S = 3.0
-# How often a smallest budget is raised to what its partitionings need, and what the solver may promise to more than the
-# limit.
+# How often a smallest budget is raised to what its drafts need, and what the solver may promise to more than the limit.
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 
@@ -140,9 +138,9 @@ class RecomputeSearch:
     ) -> Iterator[Try]:
         budget, seen = limit_bytes, set[Hashable]()
         for _ in range(_MAX_ROUNDS):
-            solution = solve.least_time(choices.problem, budget, deadline_s=_SOLVER_S)
+            solution = solve.least_time(choices.problem, budget)
             if solution is None:
-                solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
+                solution = solve.smallest_peak(choices.problem)
             found = self._try_new(choices, solution, aim, seen)
             if found is None:
                 return
@@ -168,7 +166,7 @@ class RecomputeSearch:
                 return
             budget = best.promise_for(limit_bytes) + int(_ENOUGH * limit_bytes)
             budget = min(budget, (best.promised.peak_bytes + failed) // 2)
-            solution = solve.least_time(choices.problem, budget, deadline_s=_SOLVER_S)
+            solution = solve.least_time(choices.problem, budget)
             if solution is None or solution.ms >= best.ms * (1 - _SAME):
                 return
             found = self._try_new(choices, solution, aim, seen)
@@ -203,7 +201,7 @@ class RecomputeSearch:
         return least
 
     def _least(self, choices: Choices, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
-        solution = solve.smallest_peak(choices.problem, deadline_s=_SOLVER_S)
+        solution = solve.smallest_peak(choices.problem)
         return self._try(solution.variants, choices.recompute(solution.variants), aim)
 
     # -- for a slowdown ------------------------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ class RecomputeSearch:
         # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
         limit, seen = most_ms - _CLOSE / 2 * baseline_ms, set[Hashable]()
         for _ in range(_MAX_ROUNDS):
-            solution = solve.least_peak(choices.problem, limit, deadline_s=_SOLVER_S)
+            solution = solve.least_peak(choices.problem, limit)
             found = None if solution is None else self._try_new(choices, solution, aim, seen)
             if solution is None or found is None:
                 return

@@ -169,7 +169,6 @@ class Solution:
         peak_bytes: the least memory in which it takes that long.
         bytes_offloaded: bytes that the host has to hold.
         gap: no other choice is better by more than this part of the objective (of ``ms``, or of ``peak_bytes``).
-        is_optimal: whether ``gap`` is within the gap that the solver was asked for.
     """
 
     variants: tuple[int, ...]
@@ -179,4 +178,3 @@ class Solution:
     peak_bytes: int
     bytes_offloaded: int
     gap: float
-    is_optimal: bool

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxoffload.planner.formulate import problem_of
-from fxoffload.planner.lower_peak import lower_peak
+from fxoffload.planner.local_search import MAX_TRIES, lower_peak, refine
 from fxoffload.planner.problem import Problem
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.planner.refine import MAX_TRIES, refine
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.steps import TrainingStep
@@ -27,8 +26,6 @@ _MAX_REPAIRS = 4
 # The search for the least peak ends where it is known within this part, or after this many schedules.
 _PEAK_STEP = 0.01
 _MAX_PEAK_STEPS = 12
-# For one question to the solver.
-_SOLVER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Scheduler:
     def least_peak(self, max_ms: float) -> Schedule | None:
         """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
         whole = self.keep_all().peak_bytes
-        solution = least_peak(self.problem, max_ms, deadline_s=_SOLVER_S)
+        solution = least_peak(self.problem, max_ms)
         best: Schedule | None = None
         # The solver's copies are a flow: its promise may be far from the peak that segments of this size reach.
         too_low, limit, step = 0, whole if solution is None else min(solution.peak_bytes, whole), _PEAK_STEP
@@ -155,7 +152,7 @@ class Scheduler:
             yield self._extreme(True)
         budget = limit_bytes
         for _ in range(_MAX_REPAIRS):
-            solution = least_time(self.problem, budget, deadline_s=_SOLVER_S)
+            solution = least_time(self.problem, budget)
             if solution is None:
                 return
             offload = self._named(solution.offloaded)
@@ -169,7 +166,7 @@ class Scheduler:
     def _least(self) -> tuple[int, tuple[bool, ...]]:
         """The least peak that was found, with nothing under way, and its decisions."""
         proposals = [
-            self._named(smallest_peak(self.problem, deadline_s=_SOLVER_S).offloaded),
+            self._named(smallest_peak(self.problem).offloaded),
             self._extreme(True),
             self._extreme(False),
         ]

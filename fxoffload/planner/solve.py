@@ -1,15 +1,15 @@
 """Keeps, offloads and recomputes: the fastest step within given bytes, the smallest within a given time.
 
-The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many variants,
-these are chosen first, with storages that may move in part, and the storages after them. HiGHS's answer is never
-believed: each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves
-it.
+The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
+these are chosen first, with items that may move in part, and the items after them. HiGHS's answer is never believed:
+each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves it.
+
+Every limit is a count, never a time: all ranks find the same, however busy their machines are.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 
 from fxoffload.planner.problem import Problem, Solution
@@ -21,98 +21,91 @@ _GAP = 1e-3
 _PEAK_GAP = 1e-9
 # Above this many decisions variants and storages are chosen one after the other.
 _MOST_AT_ONCE = 300
+# Above this many integers there is no branch and bound: the relaxation is rounded. A root node takes 3 s with 800.
+_MOST_INTEGERS = 1000
 _INFEASIBLE = 2
-_GRACE_S = 1.0
 
 
-def least_time(problem: Problem, budget_bytes: int, *, deadline_s: float = 10.0) -> Solution | None:
+def least_time(problem: Problem, budget_bytes: int) -> Solution | None:
     """The fastest choice that fits into ``budget_bytes``; None: no choice does."""
-    clock = _Clock(deadline_s)
     objective = SolverObjective(problem, budget_bytes=budget_bytes)
-    bound, found = _search(problem, objective, clock)
+    bound, found = _search(problem, objective)
     if found is None:
-        smallest = _smallest(problem, clock)
+        smallest = _smallest(problem)
         if smallest.least_bytes() > budget_bytes:
             return None
         found = smallest
-    improve(found, objective, clock.until)
+    improve(found, objective)
     ms = objective.value(found)
     assert ms is not None
-    return _solution(found, ms, bound - MOVE_PRICE * problem.compute_ms, ms, _GAP)
+    return _solution(found, ms, bound - MOVE_PRICE * problem.compute_ms, ms)
 
 
-def least_peak(problem: Problem, max_ms: float, *, deadline_s: float = 10.0) -> Solution | None:
+def least_peak(problem: Problem, max_ms: float) -> Solution | None:
     """The choice of the least bytes among those that take at most ``max_ms``; None: all take longer."""
-    clock = _Clock(deadline_s)
     objective = SolverObjective(problem, max_ms=max_ms)
-    bound, found = _search(problem, objective, clock)
+    bound, found = _search(problem, objective)
     if found is None:
-        fastest = least_time(problem, _all_bytes(problem), deadline_s=clock.left())
+        fastest = least_time(problem, _all_bytes(problem))
         if fastest is None or fastest.ms > max_ms:
             return None
         found = Loads(problem, fastest.variants, fastest.offloaded)
-    improve(found, objective, clock.until)
+    improve(found, objective)
     peak = objective.value(found)
     assert peak is not None
     schedule = found.schedule(int(peak))
     assert schedule is not None
-    return _solution(found, schedule.ms, bound, peak, _GAP)
+    return _solution(found, schedule.ms, bound, peak)
 
 
-def smallest_peak(problem: Problem, *, deadline_s: float = 10.0) -> Solution:
+def smallest_peak(problem: Problem) -> Solution:
     """The choice of the least bytes, however long it takes; the fastest of those.
 
     Raises:
         ValueError: storages that must be offloaded exceed the host.
     """
-    clock = _Clock(deadline_s)
-    smallest = _smallest(problem, clock)
+    smallest = _smallest(problem)
     peak = smallest.least_bytes()
-    found = least_time(problem, peak, deadline_s=clock.left()) if clock.left() > 0.1 else None
+    found = least_time(problem, peak)
     if found is not None:
         return found
     schedule = smallest.schedule(peak)
     assert schedule is not None
-    return _solution(smallest, schedule.ms, -math.inf, schedule.ms, _GAP)
+    return _solution(smallest, schedule.ms, -math.inf, schedule.ms)
 
 
-class _Clock:
-    def __init__(self, deadline_s: float) -> None:
-        self.until = time.monotonic() + deadline_s
-
-    def left(self) -> float:
-        """Seconds."""
-        return max(self.until - time.monotonic(), 0.0)
-
-
-def _search(problem: Problem, objective: SolverObjective, clock: _Clock) -> tuple[float, Loads | None]:
-    """A bound of the objective, and a choice that meets the objective if one was found."""
-    decisions = sum(len(la.variants) for la in problem.layers if len(la.variants) > 1)
-    decisions += len(slots_of(problem, exact=True))
-    single = all(len(la.variants) == 1 for la in problem.layers)
-    if single or decisions <= _MOST_AT_ONCE:
+def _search(problem: Problem, objective: SolverObjective) -> tuple[float, Loads | None]:
+    """A bound of the objective, and a choice that meets the goal if one was found."""
+    choices = _num_choices(problem)
+    decisions = choices + len(slots_of(problem, exact=True))
+    if decisions <= (_MOST_AT_ONCE if choices else _MOST_INTEGERS):
         model = Model(problem, exact=True, is_timed=True)
-        answer = objective.solve(model, _GAP, clock.left() * 0.8)
+        answer = objective.solve(model, _GAP)
         loads = _best([rounded(problem, model.slots, answer)], objective) if answer.choose else None
         if loads is not None or answer.status == _INFEASIBLE:
             return answer.bound, loads
     model = Model(problem, exact=False, is_timed=True)
-    answer = objective.solve(model, _GAP, clock.left() * 0.6)
+    answer = objective.solve(model, _GAP, relaxed=choices > _MOST_INTEGERS)
     bound = answer.bound
     if answer.status == _INFEASIBLE:
         return bound, None
     if not answer.choose:
-        answer = objective.solve(model, _GAP, max(clock.left() * 0.5, _GRACE_S), relaxed=True)
+        answer = objective.solve(model, _GAP, relaxed=True)
         bound = max(bound, answer.bound)
     if not answer.choose:
         return bound, None
     first = rounded(problem, model.slots, answer)
-    model = Model(problem, exact=True, is_timed=True, variants=first.variants)
-    second = objective.solve(model, _GAP, max(clock.left() * 0.8, _GRACE_S))
     found = [first, Loads(problem, first.variants, [i.name for i in first.saved() if i.may_move])]
-    if second.choose:
-        found.append(rounded(problem, model.slots, second))
+    model = Model(problem, exact=True, is_timed=True, variants=first.variants)
+    if len(model.slots) <= _MOST_INTEGERS:
+        second = objective.solve(model, _GAP)
+        if second.choose:
+            found.append(rounded(problem, model.slots, second))
     return bound, _best(found, objective)
+
+
+def _num_choices(problem: Problem) -> int:
+    return sum(len(layer.variants) for layer in problem.layers if len(layer.variants) > 1)
 
 
 def _best(found: Iterable[Loads], objective: SolverObjective) -> Loads | None:
@@ -122,12 +115,13 @@ def _best(found: Iterable[Loads], objective: SolverObjective) -> Loads | None:
     return min(values)[2] if values else None
 
 
-def _smallest(problem: Problem, clock: _Clock) -> Loads:
-    """The choice of the least bytes, the link aside. Takes a moment longer than the clock allows if it must."""
+def _smallest(problem: Problem) -> Loads:
+    """The choice of the least bytes, the link aside."""
     found: list[Loads] = []
     for exact in (False, True):
         model = Model(problem, exact=exact, is_timed=False)
-        answer = model.least_peak(None, gap=_PEAK_GAP, deadline_s=max(clock.left() * 0.4, _GRACE_S))
+        integers = _num_choices(problem) + (len(model.slots) if exact else 0)
+        answer = model.least_peak(None, gap=_PEAK_GAP, relaxed=integers > _MOST_INTEGERS)
         if answer.status == _INFEASIBLE:
             break
         if answer.choose:
@@ -155,7 +149,7 @@ def _all_bytes(problem: Problem) -> int:
     return held + extra + max((*problem.forward_bytes, *problem.backward_bytes), default=0)
 
 
-def _solution(loads: Loads, ms: float, bound: float, objective: float, asked: float) -> Solution:
+def _solution(loads: Loads, ms: float, bound: float, objective: float) -> Solution:
     peak = loads.peak_bytes(ms)
     schedule = loads.schedule(peak) if peak is not None else None
     assert peak is not None and schedule is not None
@@ -168,5 +162,4 @@ def _solution(loads: Loads, ms: float, bound: float, objective: float, asked: fl
         peak,
         loads.moved,
         gap,
-        gap <= asked * 1.1,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from fxoffload.planner.problem import Problem
@@ -11,6 +9,8 @@ from fxoffload.planner.solve_model import Answer, Model, ModelSlot
 from fxoffload.planner.solve_schedule import Loads
 
 _TIE = 1e-9
+# Most segments in which choices are valued once more.
+_MOST_SEGMENTS = 1_000_000
 
 
 class SolverObjective:
@@ -21,11 +21,11 @@ class SolverObjective:
         self._budget = budget_bytes
         self._max_ms = max_ms
 
-    def solve(self, model: Model, gap: float, deadline_s: float, *, relaxed: bool = False) -> Answer:
+    def solve(self, model: Model, gap: float, *, relaxed: bool = False) -> Answer:
         """Ask HiGHS."""
         if self._budget is not None:
-            return model.least_time(self._budget, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
-        return model.least_peak(self._max_ms, gap=gap, deadline_s=deadline_s, relaxed=relaxed)
+            return model.least_time(self._budget, gap=gap, relaxed=relaxed)
+        return model.least_peak(self._max_ms, gap=gap, relaxed=relaxed)
 
     def value(self, loads: Loads) -> float | None:
         """The number to minimise; None: it does not fit, or takes too long."""
@@ -74,26 +74,26 @@ def rounded(problem: Problem, slots: Sequence[ModelSlot], answer: Answer) -> Loa
     return Loads(problem, chosen, offloaded)
 
 
-def improve(loads: Loads, objective: SolverObjective, until: float) -> None:
-    """Exchange variants while that is better, then keep storages that need no move. Stops at ``until`` (monotonic)."""
+def improve(loads: Loads, objective: SolverObjective) -> None:
+    """Exchange alternatives while that is better, then keep items that need no move."""
     value = objective.value(loads)
     if value is None:
         return
-    value = _exchange(loads, objective, value, until)
-    _keep(loads, objective, value, until)
+    left = _MOST_SEGMENTS // max(1, len(loads.problem.forward_ms) + len(loads.problem.backward_ms))
+    value, left = _exchange(loads, objective, value, left)
+    _keep(loads, objective, value, left)
 
 
-def _exchange(loads: Loads, objective: SolverObjective, value: float, until: float) -> float:
-    by_structure: dict[Hashable, list[int]] = defaultdict(list)
-    for at, layer in enumerate(loads.problem.layers):
-        by_structure[layer.structure].append(at)
+def _exchange(loads: Loads, objective: SolverObjective, value: float, left: int) -> tuple[float, int]:
+    """The value after at most ``left`` exchanges, and how many more there may be."""
     for at, layer in enumerate(loads.problem.layers):
         for variant in range(len(layer.variants)):
-            if time.monotonic() > until:
-                return value
             before, offloaded = loads.variants[at], set(loads.offloaded)
             if variant == before:
                 continue
+            if left <= 0:
+                return value, left
+            left -= 1
             loads.choose(at, variant)
             found = objective.reaches(loads, value)
             if found is not None and found < value * (1 - _TIE):
@@ -102,14 +102,12 @@ def _exchange(loads: Loads, objective: SolverObjective, value: float, until: flo
             loads.choose(at, before)
             for storage in loads.storages_of(at):
                 loads.set(storage, offload=storage.name in offloaded)
-    return value
+    return value, left
 
 
-def _keep(loads: Loads, objective: SolverObjective, value: float, until: float) -> None:
+def _keep(loads: Loads, objective: SolverObjective, value: float, left: int) -> None:
     offload_candidate = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
-    for storage in sorted(offload_candidate, key=lambda i: -i.moved_bytes):
-        if time.monotonic() > until:
-            return
+    for storage in sorted(offload_candidate, key=lambda i: -i.moved_bytes)[:left]:
         loads.set(storage, offload=False)
         found = objective.reaches(loads, value)
         if found is None:

@@ -18,6 +18,8 @@ from scipy.sparse import coo_array
 from fxoffload.planner.problem import Problem, ProblemStorage
 
 Terms = dict[int, float]  # variable -> factor
+# Nodes of HiGHS's branch and bound, at most: a count, which stops all ranks at the same answer.
+MOST_NODES = 100
 MOVE_PRICE = 5e-5  # price of moving all that can move, in parts of the compute time
 
 
@@ -73,7 +75,7 @@ class Answer:
     """The solver's answer to a program.
 
     Attributes:
-        status: of ``scipy.optimize.milp``: 0 solved, 1 out of time, 2 infeasible.
+        status: of ``scipy.optimize.milp``: 0 solved, 2 infeasible, others stopped.
         bound: no choice is better than that (ms or bytes); -inf where nothing is known.
         choose: per layer, the weight of each variant; empty where nothing was found.
         moved: per slot, how many of its storages move.
@@ -102,7 +104,6 @@ class Model:
         self._low: list[float] = []
         self._high: list[float] = []
         self._integer: list[bool] = []
-        self._cost: list[float] = []
         self._rows: list[Terms] = []
         self._limits: list[tuple[float, float]] = []
         storages = {i for layer in problem.layers for a in layer.variants for i in a.storages}
@@ -303,20 +304,20 @@ class Model:
 
     # -- solving -------------------------------------------------------------------------------------------------------
 
-    def least_time(self, budget: float, *, gap: float, deadline_s: float, relaxed: bool = False) -> Answer:
+    def least_time(self, budget: float, *, gap: float, relaxed: bool = False) -> Answer:
         """The shortest step within ``budget`` bytes."""
         self._high[self._peak] = budget * self._byte
         cost = dict(self._time)
         self._add_price(cost)
-        return self._solve(cost, 1 / self._tick, gap, deadline_s, relaxed)
+        return self._solve(cost, 1 / self._tick, gap, relaxed)
 
-    def least_peak(self, max_ms: float | None, *, gap: float, deadline_s: float, relaxed: bool = False) -> Answer:
+    def least_peak(self, max_ms: float | None, *, gap: float, relaxed: bool = False) -> Answer:
         """The least bytes for a step of ``max_ms``; None: however long it takes."""
         rows, limits = self._rows, self._limits
         if max_ms is not None:
             self._rows, self._limits = [*rows, self._time], [*limits, (-np.inf, max_ms * self._tick)]
         try:
-            return self._solve({self._peak: 1.0}, 1 / self._byte, gap, deadline_s, relaxed)
+            return self._solve({self._peak: 1.0}, 1 / self._byte, gap, relaxed)
         finally:
             self._rows, self._limits = rows, limits
 
@@ -327,7 +328,7 @@ class Model:
         for v, f in moving.items():
             cost[v] = cost.get(v, 0.0) + price * f / total
 
-    def _solve(self, cost: Terms, unit: float, gap: float, deadline_s: float, relaxed: bool) -> Answer:
+    def _solve(self, cost: Terms, unit: float, gap: float, relaxed: bool) -> Answer:
         size = len(self._low)
         objective = np.zeros(size)
         objective[list(cost)] = list(cost.values())
@@ -344,7 +345,7 @@ class Model:
             integrality=np.zeros(size) if relaxed else np.array(self._integer, dtype=float),
             bounds=bounds(np.array(self._low), np.array(self._high)),
             constraints=rows_between(matrix, limits[:, 0], limits[:, 1]),
-            options={"time_limit": max(deadline_s, 0.01), "mip_rel_gap": gap, "presolve": True},
+            options={"node_limit": MOST_NODES, "mip_rel_gap": gap, "presolve": True},
         )
         if result.x is None:
             bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * unit

@@ -56,7 +56,7 @@ from fxoffload.errors import ModifiedInputError
 from fxoffload.reset import on_reset
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
-from fxoffload.runtime.forked import keep_if_forked
+from fxoffload.runtime.forked import keep_for_good
 from fxoffload.runtime.host_memory.arena import (
     ALIGNMENT,
     CudaPinner,
@@ -185,7 +185,7 @@ class CopyEngine:
 
     def _abandon(self) -> None:
         """In a forked child: events of the parent are kept, and nothing is under way."""
-        keep_if_forked(-1, (self._in_flight, self._ahead, self._landing))
+        keep_for_good((self._in_flight, self._ahead, self._landing))
         self._begin()
 
     # -- device to host ------------------------------------------------------------------------------------------------

@@ -24,12 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fxoffload.analysis import estimate_costs
-from fxoffload.analysis.estimate_costs import EstimateCosts, SegmentCost, estimate_segment, recompute_ms
+from fxoffload.analysis.estimate_costs import Rates, SegmentCost, estimate_segment, recompute_ms
 from fxoffload.analysis.kernel_fusion import Fusion
 from fxoffload.analysis.op_costs import assumption_of, base_of, compute_dtype, is_grouped, node_kind, op_flops
 from fxoffload.compiler import build
 from fxoffload.machine.profile import grouped_name
 from fxoffload.machine.shelf import load_profile
+from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.planner.rates import ProfileRates
 from tests.capture import Sketch, tiny_tower
 
@@ -733,24 +734,27 @@ def test_more_of_the_same_costs_as_much_more(times: int, rows: int) -> None:
     assert taller.bytes_moved - one.bytes_moved == 6 * 4 * SIZE
 
 
-# -- the pass ----------------------------------------------------------------------------------------------------------
+# -- captured models ---------------------------------------------------------------------------------------------------
+
+
+def costs_of(segmentation: Segmentation, rates: Rates) -> list[SegmentCost]:
+    return [estimate_segment(s.nodes, rates) for s in segmentation.segments]
 
 
 def test_every_segment_of_a_captured_model_has_a_cost() -> None:
     captured = tiny_tower()
     rates = Machine(launch_us=3.0)
     for state in (captured.forward, captured.backward):
-        costs = EstimateCosts(state.segmentation, rates)(state.gm)
-        assert list(costs) == [s.name for s in state.segmentation.segments]
-        assert all(c.assumptions == {} and c.ms > 0 for c in costs.values())
-        assert {k for c in costs.values() for k in c.by_kind} == {"matmul", "fused"}
+        costs = costs_of(state.segmentation, rates)
+        assert all(c.assumptions == {} and c.ms > 0 for c in costs)
+        assert {k for c in costs for k in c.by_kind} == {"matmul", "fused"}
     # 4 x 8 rows of width 16: two projections (16 to 16, 16 to 8) and, twice, 16 to 64 and back.
-    forward = EstimateCosts(captured.forward.segmentation, rates)(captured.forward.gm)
+    forward = costs_of(captured.forward.segmentation, rates)
     flops = 2 * 32 * (16 * 16 + 16 * 8 + 2 * 2 * 16 * 64)
-    assert sum(c.flops for c in forward.values()) == flops
+    assert sum(c.flops for c in forward) == flops
     # Two products backward for each forward; the model's input wants no gradient.
-    backward = EstimateCosts(captured.backward.segmentation, rates)(captured.backward.gm)
-    assert sum(c.flops for c in backward.values()) == 2 * flops - 2 * 32 * 16 * 16
+    backward = costs_of(captured.backward.segmentation, rates)
+    assert sum(c.flops for c in backward) == 2 * flops - 2 * 32 * 16 * 16
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200-activations.json"
@@ -800,7 +804,7 @@ def test_estimates_are_near_what_an_h200_took(name: str) -> None:
         with pytest.raises(Exception, match="_Traced"):
             torch.compile(job.module, backend="fxoffload", options=options)(*job.inputs)
     for what in ("forward", "backward"):
-        costs = EstimateCosts(states[what].segmentation, H200())(states[what].gm)
-        estimated = math.fsum(c.ms for c in costs.values())
+        costs = costs_of(states[what].segmentation, H200())
+        estimated = math.fsum(c.ms for c in costs)
         measured = record["result"][f"{what}_ms"]["median"]
         assert estimated == pytest.approx(measured, rel=0.15), what

@@ -42,7 +42,7 @@ def test_what_a_candidate_says() -> None:
     out = sketch.op(aten.add.Tensor, exp, neg)
     (found,) = find(sketch.module([out, sin])).candidates
     assert (found.name, found.nbytes, found.is_input) == ("sin", 4 * 8 * 4, False)
-    assert (found.producer, found.num_readers) == ("aten.sin.default", 2)
+    assert found.producer == "aten.sin.default"
 
 
 def test_parameters_are_known_by_their_index_and_not_by_their_shape() -> None:

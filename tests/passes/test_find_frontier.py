@@ -201,12 +201,16 @@ def at(index: int) -> Choice:
     return lambda c, label: c.points[min(index, len(c.points) - 1)]
 
 
+def saved_names(c: LayerClass, label: str, point: RecomputePoint) -> dict[str, int]:
+    return {c.name_at(label, s.position): s.nbytes for s in point.saved}
+
+
 def check(found: Step, choose: Choice) -> None:
     """The saved storages are those of the points, one by one, and nothing else of the layers is."""
     expected: dict[str, int] = {}
     for c in found.classes:
         for label in c.layers:
-            expected |= c.saved_names(label, choose(c, label))
+            expected |= saved_names(c, label, choose(c, label))
     saved = found.saved()
     layers = {label for c in found.classes for label in c.layers}
     # Between the layers the partitioner decides for itself: it may compute a rotary embedding again.
@@ -279,7 +283,7 @@ def test_layers_of_one_structure_are_solved_once() -> None:
     assert [c.layers for c in found.classes] == [tuple(f"layers.{i}" for i in range(6))]
     (c,) = found.classes
     assert c.name_at("layers.0", 0) != c.name_at("layers.3", 0)
-    names = [c.saved_names(label, c.points[0]) for label in c.layers]
+    names = [saved_names(c, label, c.points[0]) for label in c.layers]
     assert len({name for n in names for name in n}) == 6 * len(c.points[0].saved)
 
 
@@ -497,7 +501,7 @@ def test_equal_ops_of_several_layers_count_as_one() -> None:
     AnnotateLayers()(gm)
     classes = FindFrontier(Rates(), num_forward_outputs=1)(gm)
     assert [c.layers for c in classes] == [("layers.0",), ("layers.1", "layers.2")]
-    names = [c.saved_names(label, c.points[0]) for c in classes for label in c.layers]
+    names = [saved_names(c, label, c.points[0]) for c in classes for label in c.layers]
     assert names == [{"exp": 256}] * 3
     assert classes[1].points[0].nbytes == 128
 

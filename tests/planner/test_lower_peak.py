@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep, lower_peak
-from fxoffload.planner.lower_peak import lower_peak as lower
+from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep, local_search
+from fxoffload.planner.local_search import lower_peak as lower
 from fxoffload.planner.windows import least_peak_bytes
 from tests.planner.chains import MB, decided_steps
 from tests.planner.test_schedule import many, scheduler
@@ -94,6 +94,6 @@ def test_the_search_is_counted_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(decisions)
         return 1000 - len(asked)  # every one is better, and the search would go on
 
-    monkeypatch.setattr(lower_peak, "least_peak_bytes", simulated)
+    monkeypatch.setattr(local_search, "least_peak_bytes", simulated)
     lower(step, (False,) * 60, within(step, 100 * MB), {})
-    assert len(asked) == 1 + lower_peak._MAX_SEGMENTS // 120
+    assert len(asked) == 1 + local_search._MAX_PEAK_SEGMENTS // 120

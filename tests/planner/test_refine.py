@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
-from fxoffload.planner.refine import refine
+from fxoffload.planner.local_search import refine
 from fxoffload.planner.schedule import Schedule, Scheduler
 from tests.planner.chains import MB, decided_steps
 from tests.planner.test_schedule import check, rates

@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
+from scipy.optimize import linprog, milp
 
+from fxoffload.planner import solve, solve_improve, solve_model
 from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage, Solution
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.solve_model import MOVE_PRICE, Model
@@ -274,15 +277,15 @@ def test_the_program_says_what_the_closed_form_says(problem: Problem, data: st.D
         layers.append(replace(layer, variants=(replace(only, storages=decided),)))
     problem = replace(problem, layers=tuple(layers), host_bytes=None)
     loads = Loads(problem, [0] * len(layers), [i.name for la in layers for i in la.variants[0].storages if i.fixed])
-    answer = Model(problem, exact=True, is_timed=True).least_time(budget, gap=0.0, deadline_s=10)
+    answer = Model(problem, exact=True, is_timed=True).least_time(budget, gap=0.0)
     schedule = loads.schedule(budget)
     assert (answer.status == 2) == (schedule is None)
     if schedule is not None:
         assert answer.bound == pytest.approx(schedule.ms, rel=2 * MOVE_PRICE, abs=1e-5)
         # With no more room than HiGHS's own tolerance, 1e-6, it may end without an answer (status 4).
-        least = Model(problem, exact=True, is_timed=True).least_peak(schedule.ms + 1e-5, gap=0.0, deadline_s=10)
+        least = Model(problem, exact=True, is_timed=True).least_peak(schedule.ms + 1e-5, gap=0.0)
         assert least.bound == pytest.approx(loads.peak_bytes(schedule.ms), abs=1)
-    free = Model(problem, exact=True, is_timed=False).least_peak(None, gap=0.0, deadline_s=10)
+    free = Model(problem, exact=True, is_timed=False).least_peak(None, gap=0.0)
     assert free.bound == pytest.approx(loads.least_bytes(), abs=1e-3)
 
 
@@ -298,7 +301,7 @@ def test_no_choice_is_faster(problem: Problem, budget: int) -> None:
     check(problem, solution)
     assert solution.peak_bytes <= budget
     assert best - 1e-6 <= solution.ms <= best * (1 + _GAP) + 1e-6
-    assert solution.is_optimal
+    assert solution.gap <= _GAP
     assert best >= solution.ms * (1 - solution.gap) - 1e-6
 
 
@@ -422,7 +425,7 @@ def test_roomy_budget_moves_nothing() -> None:
     solution = least_time(chain(*(saved(str(k), k) for k in range(4))), 400)
     assert solution is not None
     assert (solution.offloaded, solution.ms, solution.exposed_ms, solution.peak_bytes) == (frozenset(), 80.0, 0.0, 400)
-    assert solution.is_optimal
+    assert solution.gap <= _GAP
 
 
 def test_what_is_made_first_moves() -> None:
@@ -580,23 +583,66 @@ def decoder(layers: int, variants: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize(("variants", "most_s"), [(10, 30.0), (1, 10.0)])
-def test_eighty_layers(variants: int, most_s: float) -> None:
+@pytest.mark.parametrize("variants", [10, 1])
+def test_eighty_layers(variants: int) -> None:
     problem = decoder(80, variants)
     for budget in (16 * GIB, 30 * GIB, 60 * GIB):
-        begin = time.monotonic()
-        solution = least_time(problem, budget, deadline_s=most_s / 2)
-        assert time.monotonic() - begin < most_s
+        solution = least_time(problem, budget)
         assert solution is not None
         check(problem, solution)
         assert solution.peak_bytes <= budget
         assert solution.gap < 0.01
 
 
-def test_eighty_layers_in_no_time() -> None:
-    """Past its deadline it still answers, and the answer fits."""
-    problem = decoder(80, 10)
-    solution = least_time(problem, 16 * GIB, deadline_s=0.0)
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def answers(problem: Problem) -> list[Solution | None]:
+    """One of each question, with little room and little time."""
+    least = smallest_peak(problem)
+    return [least, least_time(problem, least.peak_bytes + 2 * GIB), least_peak(problem, problem.compute_ms * 1.05)]
+
+
+def test_a_slow_clock_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on busy machines find what the others find."""
+    problem = decoder(12, 4)
+    expected = answers(problem)
+    readings = itertools.count(0.0, 100.0)
+    for clock in ("monotonic", "perf_counter", "process_time", "time"):
+        monkeypatch.setattr(time, clock, lambda: next(readings))
+    asked: list[dict[str, object]] = []
+
+    def watched(*args: object, **rest: Any) -> object:
+        asked.append(dict(rest["options"]))  # milp takes some out
+        return milp(*args, **rest)
+
+    monkeypatch.setattr(solve_model, "milp", watched)
+    assert answers(problem) == expected
+    assert next(readings) == 0.0, "somebody looked at a clock"
+    assert asked and all("node_limit" in options and "time_limit" not in options for options in asked)
+
+
+@pytest.mark.parametrize(
+    ("module", "limit"), [(solve, "_MOST_INTEGERS"), (solve_model, "MOST_NODES"), (solve_improve, "_MOST_SEGMENTS")]
+)
+def test_past_each_limit_the_answer_fits(module: ModuleType, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = decoder(40, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, limit, 0)
+        solution = least_time(problem, 9 * GIB)
     assert solution is not None
     check(problem, solution)
-    assert solution.peak_bytes <= 16 * GIB
+    assert solution.peak_bytes <= 9 * GIB
+    unlimited = least_time(problem, 9 * GIB)
+    assert unlimited is not None and unlimited.ms <= solution.ms * (1 + _GAP)
+
+
+def test_no_more_exchanges_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes three: the first one helps, the others do not."""
+    problem = decoder(4, 3)
+    objective = solve_improve.Goal(problem, budget_bytes=60 * GIB)
+    for exchanges, changed in ((0, 0), (1, 1), (3, 1), (4, 2)):
+        loads = Loads(problem, [2] * 4, ())
+        monkeypatch.setattr(solve_improve, "_MOST_SEGMENTS", 8 * exchanges)
+        solve_improve.improve(loads, objective)
+        assert sum(a != 2 for a in loads.variants) == changed

@@ -16,7 +16,6 @@ from torch import Tensor
 from fxoffload import gc_pause
 from fxoffload.gc_pause import gc_paused
 from fxoffload.runtime import engine as engines
-from fxoffload.runtime import forked
 from fxoffload.runtime.copies.streams import HostCopies
 from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.host_memory.arena import Fence, HeapMemory, HostArena
@@ -171,15 +170,3 @@ def test_nothing_is_collected_around_a_fork(monkeypatch: pytest.MonkeyPatch) -> 
         assert seen == [("begin", False), ("end", True)]
     finally:
         (gc.enable if was_enabled else gc.disable)()
-
-
-def test_what_the_child_makes_is_its_own() -> None:
-    before = forked.generation()
-
-    def use() -> None:
-        assert forked.generation() == before + 1
-        assert not forked.keep_if_forked(forked.generation(), object())
-        assert forked.keep_if_forked(before, object())
-
-    assert in_child(use) == 0
-    assert forked.generation() == before

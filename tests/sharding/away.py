@@ -238,7 +238,7 @@ def noop(rank: Rank, build: Build) -> Found:
     before = snapshot(training)
     plain = [p for _, t in [*training.named(), *sharded.held_tensors(training.model)] for p in plain_tensors(t)]
     held = bytes_left(plain)
-    hidden = [name for name, _ in sharded.hidden_tensors(training.model)]
+    hidden = [name for name, _ in hidden_tensors(training.model)]
     manager.offload()
     left = bytes_left(plain)
     manager.onload()
@@ -370,8 +370,8 @@ def _pinned(rank: Rank, build: Build) -> Found:
     """FSDP keeps these on the CPU itself."""
     model = build(rank)
     return {
-        "cpu_offloaded": sharded.cpu_offloaded(model),
-        "all": len(sharded.cpu_offloaded_parameters(model)) == len(list(model.parameters())),
+        "kept": sum(len(sharded.kept_on_cpu(module)) for _, module in sharded.fsdp_modules(model)),
+        "parameters": len(list(model.parameters())),
     }
 
 
@@ -384,6 +384,22 @@ def cpu_offloaded(rank: Rank) -> Found:
     }
 
 
+def hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What FSDP holds on storages that no parameter, gradient or buffer of the model has.
+
+    A settled model has none, but for gradients that were not reduced yet (``set_requires_gradient_sync(False)``), and
+    for a rank whose share of a flat parameter is padding only.
+    """
+
+    def storages(tensor: Tensor) -> set[int]:
+        return {plain.untyped_storage()._cdata for plain in plain_tensors(tensor)}
+
+    own = [*model.parameters(), *model.buffers()]
+    own += [p.grad for p in own if p.grad is not None]
+    known = set().union(*map(storages, own))
+    return [(name, tensor) for name, tensor in sharded.held_tensors(model) if storages(tensor) - known]
+
+
 def settled(rank: Rank) -> Found:
     """``settle``: in the middle of a forward and of a backward it refuses; started copies are waited for."""
     found: Found = {}
@@ -393,7 +409,7 @@ def settled(rank: Rank) -> Found:
         training.look()
         model: Any = training.model
         said: list[str] = []
-        found[f"{name} unsharded"] = len(sharded.hidden_tensors(model))
+        found[f"{name} unsharded"] = len(hidden_tensors(model))
 
         def settle(*_: Any, model: Any = model, said: list[str] = said) -> None:
             try:
@@ -413,7 +429,7 @@ def settled(rank: Rank) -> Found:
         training.look()
         settle()
         found[f"{name} ended"] = len(said)
-        found[f"{name} hidden"] = [n for n, _ in sharded.hidden_tensors(model)]
+        found[f"{name} hidden"] = [n for n, _ in hidden_tensors(model)]
     return found
 
 
@@ -482,7 +498,7 @@ def extra_module(rank: Rank) -> Found:
             average(x)
         manager.offload()
         with untouched():
-            hidden = [n for n, _ in sharded.hidden_tensors(average)]
+            hidden = [n for n, _ in hidden_tensors(average)]
         found[name] = {
             "bytes": sharded_bytes,
             "hidden": hidden,

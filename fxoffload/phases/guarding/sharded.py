@@ -55,13 +55,6 @@ def prefetched_by(module: nn.Module) -> list[nn.Module]:
     return list(private.fsdp2_prefetches(module)) if is_fsdp2(module) else []
 
 
-def gathered_next(module: nn.Module) -> list[Tensor]:
-    """The parameters that an FSDP module gathers for others when its forward begins."""
-    if is_fsdp1(module):
-        return [p for handle in private.fsdp1_prefetches(module) for p in private.fsdp1_parameters_of(handle)]
-    return [p for one in prefetched_by(module) for p in parameters_of(one)]
-
-
 class GatherStreams:
     """The streams on which FSDP reads the shards of some models; see [Note: FSDP and streams]. None on a CPU.
 
@@ -95,18 +88,8 @@ class GatherStreams:
             self._left = [module for module in self._left if not found.get(id(module))]
 
 
-def cpu_offloaded(module: nn.Module) -> bool:
-    """Whether FSDP keeps parameters of a model on the CPU itself (``CPUOffloadPolicy``, ``CPUOffload``)."""
-    return any(_keeps_on_cpu(one) for _, one in fsdp_modules(module))
-
-
-def cpu_offloaded_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that FSDP keeps on the CPU. They are pinned: their storages must not be resized."""
-    return [p for _, module in fsdp_modules(model) for p in kept_on_cpu(module)]
-
-
 def kept_on_cpu(module: nn.Module) -> list[Tensor]:
-    """Of one FSDP module."""
+    """The parameters that one FSDP module keeps on the CPU. They are pinned: their storages must not be resized."""
     return parameters_of(module) if _keeps_on_cpu(module) else []
 
 
@@ -151,22 +134,6 @@ def held_tensors(model: nn.Module, *, emptied: bool = False) -> list[tuple[str, 
             if emptied or any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
                 found.append((f"{name}.{attribute}", tensor))
     return found
-
-
-def hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Of ``held_tensors`` those on storages that no parameter, gradient or buffer of the model has.
-
-    A settled model has none, but for gradients that were not reduced yet (``set_requires_gradient_sync(False)``), and
-    for a rank whose part of a flat parameter is padding only.
-    """
-    own = [*model.parameters(), *model.buffers()]
-    own += [p.grad for p in own if p.grad is not None]
-    known = {private.storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
-    return [
-        (name, tensor)
-        for name, tensor in held_tensors(model)
-        if any(private.storage_key(plain) not in known for plain in plain_tensors(tensor))
-    ]
 
 
 def _initialize(model: nn.Module) -> None:

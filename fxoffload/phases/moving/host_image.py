@@ -194,11 +194,6 @@ class HostImage:
         """Those that are not."""
         return self.reserved_bytes - self.pinned_bytes
 
-    @property
-    def waited_ms(self) -> float:
-        """How long callers of ``take`` have waited for memory."""
-        return self._first.wait_ms + self._rest.wait_ms
-
     def _warn(self, nbytes: int, reason: str) -> None:
         self._driver_refused = self._driver_refused or self._first.has_failed
         if self._has_warned:

@@ -62,7 +62,7 @@ import torch
 from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.progress import working
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
-from fxoffload.runtime.forked import keep_if_forked
+from fxoffload.runtime.forked import keep_for_good
 from fxoffload.runtime.host_memory import numa
 from fxoffload.runtime.host_memory.address_range import HUGE_PAGE, HostRange
 from fxoffload.runtime.host_memory.chunk_threads import ChunkThreads
@@ -731,7 +731,7 @@ class HostArena:
 
     def _abandon(self) -> None:
         """See [Note: Arena and fork]."""
-        keep_if_forked(-1, (self._free, self._cut, self._leases, self._dead, self._in_tensors))
+        keep_for_good((self._free, self._cut, self._leases, self._dead, self._in_tensors))
         self._registered.clear()
         self._begin()
 

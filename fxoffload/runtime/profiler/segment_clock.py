@@ -231,14 +231,8 @@ class SegmentClock:
             self._read_completed()
             return not self.measuring and not self._unread and bool(self._samples)
 
-    def signatures(self) -> list[Hashable]:
-        """Of the calls that were read: those with both phases, the most frequent first, then the others."""
-        with self._lock:
-            self._read_completed()
-            return self._by_frequency()
-
     def readings(self, signature: Hashable = None) -> Readings:
-        """The measurements of the calls of ``signature``, or of the first one of ``signatures``."""
+        """The measurements of the calls of ``signature``; None: of the most frequent one that has both phases."""
         with self._lock:
             self._read_completed()
             wanted = [signature] if signature is not None else self._by_frequency()
