@@ -29,7 +29,6 @@ from fxoffload.analysis.op_costs import (
     node_kind,
     op_flops,
 )
-from fxoffload.analysis.segmentation import Segmentation
 
 
 class Rates(Protocol):

@@ -30,7 +30,8 @@ _SAME = 0.001
 # How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
-# How often a smallest budget is raised to what its drafts need, and what the solver may promise to more than the limit.
+# How often a smallest budget is raised to what its partitionings need, and what the solver may promise to more than the
+# limit.
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 

@@ -1,8 +1,9 @@
 """Keeps, offloads and recomputes: the fastest step within given bytes, the smallest within a given time.
 
-The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many alternatives,
-these are chosen first, with items that may move in part, and the items after them. HiGHS's answer is never believed:
-each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves it.
+The model is that of ``solve_schedule``; ``solve_model`` writes it down for HiGHS. Where a layer has many variants,
+these are chosen first, with storages that may move in part, and the storages after them. HiGHS's answer is never
+believed: each choice is computed once more in closed form, with whole bytes, and improved where one exchange improves
+it.
 
 Every limit is a count, never a time: all ranks find the same, however busy their machines are.
 """
@@ -75,7 +76,7 @@ def smallest_peak(problem: Problem) -> Solution:
 
 
 def _search(problem: Problem, objective: SolverObjective) -> tuple[float, Loads | None]:
-    """A bound of the objective, and a choice that meets the goal if one was found."""
+    """A bound of the objective, and a choice that meets the objective if one was found."""
     choices = _num_choices(problem)
     decisions = choices + len(slots_of(problem, exact=True))
     if decisions <= (_MOST_AT_ONCE if choices else _MOST_INTEGERS):

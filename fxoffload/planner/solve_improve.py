@@ -75,7 +75,7 @@ def rounded(problem: Problem, slots: Sequence[ModelSlot], answer: Answer) -> Loa
 
 
 def improve(loads: Loads, objective: SolverObjective) -> None:
-    """Exchange alternatives while that is better, then keep items that need no move."""
+    """Exchange variants while that is better, then keep storages that need no move."""
     value = objective.value(loads)
     if value is None:
         return

@@ -223,7 +223,9 @@ def test_budgets() -> None:
     assert plain.plan.predicted == baseline
 
 
-@pytest.mark.parametrize("objective", [{}, {"products": 0.004}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}])
+@pytest.mark.parametrize(
+    "objective", [{}, {"products": 0.004}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}]
+)
 def test_what_a_plan_offers_can_be_asked_for(objective: dict[str, Any]) -> None:
     """Every point of the frontier, the smallest budget among them, is met at the time that it says; this plan's too."""
     found, objective = recorded("tower"), dict(objective)
