@@ -34,6 +34,9 @@ _MODULE_KEY = "fxoffload_module"
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
 # ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
 _DECORATED = ("args", "0")
+# A compiled module without a ``forward`` of its own (``nn.Sequential``) has this name in Dynamo's wrapper. Labels are
+# chosen with it, since an index is one of a container; names leave it out.
+_WRAPPED = "L['fn']"
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
@@ -55,10 +58,15 @@ class LayerReport:
 
 @dataclass
 class _Path:
-    """A module path with the class of each module on it."""
+    """A module path with the class of each module on it. ``is_wrapped``: its first part is Dynamo's."""
 
     parts: tuple[str, ...]
     classes: dict[tuple[str, ...], str] = field(default_factory=dict)
+    is_wrapped: bool = False
+
+    def name(self, parts: tuple[str, ...] | None = None) -> str:
+        """The model's own name of the module, or of one above it with these ``parts``."""
+        return ".".join((self.parts if parts is None else parts)[int(self.is_wrapped) :])
 
     def below(self, prefix: tuple[str, ...]) -> _Path:
         """The same path seen from a module on it."""
@@ -94,7 +102,7 @@ def _path_of(node: fx.Node) -> _Path | None:
         classes[parts] = cls if isinstance(cls, str) else getattr(cls, "__name__", str(cls))
         if len(parts) >= len(deepest):
             deepest = parts
-    return _Path(deepest, classes)
+    return _Path(deepest, classes, str(next(iter(stack.values()))[0]).startswith(_WRAPPED))
 
 
 def module_path(node: fx.Node) -> str:
@@ -102,7 +110,7 @@ def module_path(node: fx.Node) -> str:
     found = node.meta.get(_MODULE_KEY)
     if found is None:
         path = _path_of(node)
-        found = "" if path is None else ".".join(path.parts)
+        found = "" if path is None else path.name()
     return found
 
 
@@ -117,7 +125,7 @@ class AnnotateLayers:
         if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
             paths = {n: path.below(_DECORATED) for n, path in paths.items()}
         for node, path in paths.items():
-            node.meta[_MODULE_KEY] = ".".join(path.parts)  # every draft asks for it
+            node.meta[_MODULE_KEY] = path.name()  # every draft asks for it
         labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
@@ -153,7 +161,7 @@ def _labels_from_modules(paths: dict[fx.Node, _Path]) -> dict[fx.Node, str]:
     # The label that holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label
     # of theirs would span all others.
     model = set.intersection(*(set(labels) for labels in candidates.values()))
-    return {n: ".".join(label) for n, label in chosen.items() if label not in model}
+    return {n: paths[n].name(label) for n, label in chosen.items() if label not in model}
 
 
 def _labels_from_repeats(nodes: list[fx.Node]) -> dict[fx.Node, str]:

@@ -9,7 +9,6 @@ one step are planned together from then on.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +21,7 @@ from fxoffload.runtime.tracker.chains import FALLEN_STEPS, ChainPlan, SizedChain
 from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.sizes import format_bytes
+from fxoffload.tell import warn
 
 if TYPE_CHECKING:
     from fxoffload.runtime.tracker.step_tracker import TrackedGraph
@@ -190,10 +190,9 @@ def _loop_of(first: TrackedGraph, chain: SizedChain, step: RunningStep) -> Budge
 def _give_up(chain: SizedChain, plan: ChainPlan, loop: BudgetLoop) -> None:
     """Warn, once: from here on it is not held to its budget."""
     chain.plan = replace(plan, is_least=True)
-    warnings.warn(
+    warn(
         f"expected steps of {len(plan.tracked_graphs)} calls of compiled graphs within the activation_budget of "
         f"{format_bytes(loop.budget_bytes)}, found one that took {format_bytes(loop.peak_bytes)}, after "
         f"{chain.num_corrections} corrections of its plan. activation_budget={loop.peak_bytes} would be met as it is; "
         "or make the batch smaller",
-        stacklevel=2,
     )
