@@ -194,7 +194,8 @@ def _break_at(stack: Any, reason: str) -> GraphBreak:
 def user_line(error: BaseException) -> str:
     """Where the user's code stood when ``error`` was raised: the last line outside torch and this package."""
     inside = tuple(str(Path(found).parent) for found in (torch.__file__, __file__))
-    frames = traceback.extract_tb(error.__traceback__)
+    # Dynamo's own errors have the traced code's frames there, not in their traceback.
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     found = [f for f in frames if not f.filename.startswith((*inside, "<"))] or frames
     frame = found[-1]
     return f"{_short(frame.filename)}:{frame.lineno}, in {frame.name}" + (f" (`{frame.line}`)" if frame.line else "")

@@ -18,7 +18,6 @@ import gc
 import hashlib
 import logging
 import re
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from fxoffload.memory_budget import GRADIENTS, BudgetRoom, room_elsewhere, room_
 from fxoffload.options import Options
 from fxoffload.reset import on_reset
 from fxoffload.sizes import format_bytes, share_of
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,7 @@ def told_of_gradients(error: BudgetError, asked: object, device: torch.device) -
         f"{error}. activation_budget={asked!r} leaves {format_bytes(gradients)} for gradients that stay between "
         "backwards, as with gradient accumulation. If every step begins without gradients, they are in the plan's own "
         "peak: give fxoffload.activation_budget(model, optimizer, gradients_persist=False)",
-        error.smallest_bytes,
-        error.segment,
+        *error.given[1:],
     )
 
 
@@ -124,18 +123,16 @@ def _work_out(device: torch.device) -> _FoundModel:
             "many"
         )
     if not optimizers:
-        warnings.warn(
+        warn(
             f"expected an optimizer of the parameters on {device}, to work out an activation_budget, found none: "
             "AdamW's two values are counted for each parameter that requires grad. Make the optimizer before the first "
             "step, or give bytes: fxoffload.activation_budget(model, optimizer, state_bytes=...)",
-            stacklevel=4,
         )
     try:
         room = room_on(device, parameters, optimizers or [None])
     except UnsupportedError as error:
-        warnings.warn(
+        warn(
             f"AdamW's two values are counted for each trained parameter, to work out an activation_budget: {error}",
-            stacklevel=4,
         )
         room = room_on(device, parameters, [None])
     left = _agreed(room, device, parameters)
@@ -183,18 +180,16 @@ def _agreed(room: BudgetRoom, device: torch.device, parameters: Sequence[Tensor]
     _times[key] += 1  # After a reset, or for a second model of the same shapes, ranks agree anew.
     text = first_of_ranks(f"fxoffload/auto_budget/{key}/{_times[key]}", str(mine))
     if text is None or not re.fullmatch(r"\d+", text):
-        warnings.warn(
+        warn(
             "the ranks could not agree on one activation_budget, and each works out its own; fxoffload.check_ranks() "
             "says whether their plans fit together. Give every rank the same bytes instead",
-            stacklevel=5,
         )
         return mine
     agreed = int(text)
     if agreed > mine + room.total - room.limit:
-        warnings.warn(
+        warn(
             f"expected {device} to leave what another rank's device does, {format_bytes(agreed)}, found "
             f"{format_bytes(mine)}: steps may run out of memory here. Give every rank the smaller one as bytes",
-            stacklevel=5,
         )
     return agreed
 

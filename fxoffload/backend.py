@@ -15,7 +15,7 @@ from fxoffload._torch_breaks import log_after_graph
 from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.compiled_graph import note_plain
 from fxoffload.environment import disabled_pieces, everything_disabled
-from fxoffload.errors import BudgetError, FxOffloadError
+from fxoffload.errors import BudgetError, FxOffloadError, without_frames
 from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.devices import memory_bytes
 from fxoffload.machine.shelf import load_profile
@@ -53,7 +53,7 @@ def fxoffload(
         return _compile(gm, example_inputs, mode, options)
     except FxOffloadError as error:
         error.first_useful_frame = sys._getframe()  # Dynamo leaves its own frames before it out of the traceback
-        raise
+        raise without_frames(error) from error.__cause__
 
 
 def _compile(
@@ -74,7 +74,7 @@ def _compile(
         log.info("FXOFFLOAD_DISABLE is set: plain Inductor, nothing is offloaded")
         device = None
     else:
-        device = _device_to_offload(example_inputs, chosen.device_types)
+        device = _device_to_offload(example_inputs, chosen)
     inner: Any = None  # whole graphs, by Inductor
     session, asked = None, chosen.activation_budget
     if device is not None and torch.is_grad_enabled():
@@ -122,8 +122,9 @@ def _leaving_gradients_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, ...]) -> torch.device | None:
+def _device_to_offload(example_inputs: Sequence[Any], chosen: Options) -> torch.device | None:
     """The device of the first tensor input that may be offloaded; None where there is none."""
+    device_types, asked = chosen.device_types, chosen.activation_budget
     devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
     for device in devices:
         if device.type in device_types:
@@ -136,6 +137,14 @@ def _device_to_offload(example_inputs: Sequence[Any], device_types: tuple[str, .
             "the model is on the CPU, where there is no device memory to save: plain Inductor, nothing is offloaded. "
             'options={"device_types": ("cpu",)} turns on a rehearsal that really copies'
         )
+        if isinstance(asked, str):
+            log.warning(
+                "activation_budget=%r is of what parameters, gradients and optimizer state leave of a GPU's memory: "
+                "it bounds nothing on the CPU. For a GPU that is not here: fxoffload.plan(model, inputs, "
+                "device='h200', activation_budget=%r)",
+                asked,
+                asked,
+            )
     elif found and found != ["cpu"] and is_new(("devices", *found)):
         log.warning(
             "expected tensors on %s, as device_types says, found them on %s: plain Inductor, nothing is offloaded",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from fxoffload.analysis.attention_masks import AttentionMask
+from fxoffload.counters import counters
 from fxoffload.passes.annotate_layers import LayerReport
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
@@ -164,6 +165,7 @@ def register(graph: CompiledGraph) -> None:
 def note_plain(reason: str) -> None:
     """A training graph is left to plain Inductor, and no plan says so."""
     _PLAIN[reason] += 1
+    counters.add("num_plain_graphs")
 
 
 def plain_graphs() -> dict[str, int]:

@@ -39,7 +39,8 @@ class Stats:
             recompile limit is used up, or, where autograd records something, the reason why no compiled graph ran.
         bytes_skipped: saved bytes of compiled graphs that are no candidates, by reason (size hints at compile time).
         num_fallbacks: graphs that compiled as plain Inductor because of ``on_error="fallback"``.
-        num_plain_graphs: training graphs left to plain Inductor because nothing in them could be offloaded.
+        num_plain_graphs: training graphs left to plain Inductor: nothing in them could be offloaded or was worth it,
+            their tensors are on another device (the CPU), or on_error="fallback".
         num_ops_measured: heavy operators that were timed on the device for a plan, without those found in the cache.
         num_segments_measured: compiled segments that were run on made-up inputs before a first step.
         measuring_ms: time that this took, while graphs were compiled.

@@ -50,11 +50,13 @@ class Finding:
         subject: what.
         found: the state of it on this machine.
         problem: what does not work because of it, and what to do; "" where all is well.
+        advice: what would be better, where all works; "" where nothing is.
     """
 
     subject: str
     found: str
     problem: str = ""
+    advice: str = ""
 
 
 def examine() -> list[Finding]:
@@ -96,8 +98,7 @@ def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(
             "GPU",
-            "none",
-            "compiled models run as plain Inductor's, and nothing is offloaded. Planning works: "
+            "none: compiled models run as plain Inductor's, and nothing is offloaded. Planning works: "
             "fxoffload.plan(model, inputs, device='h200')",
         )
         return
@@ -128,12 +129,12 @@ def _profile() -> Iterator[Finding]:
     same = (found.device_name, found.driver, found.torch_version) == (here.device_name, here.driver, here.torch_version)
     is_measured = found.source == MEASURED
     other = "" if same or not is_measured else f", of driver {found.driver} and torch {found.torch_version}"
-    problem = ""
+    problem = advice = ""
     if found.device_name != here.device_name:
         problem = f"plans are made for another device than {here.device_name}: unset {PROFILE_VARIABLE}"
     elif not is_measured:
-        problem = f"unset {PROFILE_VARIABLE}: then this GPU is measured, in seconds"
-    yield Finding("profile", f"{found.title}{other}", problem)
+        advice = f"unset {PROFILE_VARIABLE}: then this GPU is measured, in seconds"
+    yield Finding("profile", f"{found.title}{other}", problem, advice)
     yield Finding("link", _rates(found))
 
 
@@ -153,15 +154,15 @@ def _rates(profile: MachineProfile) -> str:
 def _pinned_memory() -> Iterator[Finding]:
     budget, available = default_host_budget_bytes(), psutil.virtual_memory().available
     device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    problem = ""
+    advice = ""
     if budget < _SMALL_SHARE * device:
-        problem = (
+        advice = (
             f"that is little beside the GPU's {format_bytes(device)}: what does not fit stays on the device, with a "
             "warning. Give the container more memory, or run fewer processes"
         )
     elif available < budget:
-        problem = f"only {format_bytes(available)} are free now"
-    yield Finding("memory to pin", f"{format_bytes(budget)} of {describe_host_memory()}", problem)
+        advice = f"only {format_bytes(available)} are free now"
+    yield Finding("memory to pin", f"{format_bytes(budget)} of {describe_host_memory()}", advice=advice)
     # CUDA's driver pins for a process whatever this says; containers that enforce it fail to start it at all.
     yield Finding("locked memory (ulimit -l)", describe_locked_memory())
 
@@ -173,19 +174,19 @@ def _nodes() -> Iterator[Finding]:
         node = node_of(torch.device("cuda", index))
         near = set() if node is None else cpus_of(node)
         far = bool(near) and not near & os.sched_getaffinity(0)
-        problem = f"this process may use no CPU of it: copies cross the machine. numactl --cpunodebind={node}"
-        yield Finding(f"node of GPU {index}", "unknown" if node is None else str(node), problem if far else "")
+        advice = f"this process may use no CPU of it: copies cross the machine. numactl --cpunodebind={node}"
+        yield Finding(f"node of GPU {index}", "unknown" if node is None else str(node), advice=advice if far else "")
 
 
 def _allocator() -> Iterator[Finding]:
     name = next((n for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(n)), None)
     settings = f"{name}={os.environ[name]}" if name else "torch's defaults"
-    problem = ""
+    problem = advice = ""
     if torch.cuda.is_available() and torch.cuda.get_allocator_backend() != "native":
         problem = "peaks of steps can be read from torch's own allocator only: remove backend:..."
     elif torch.cuda.is_available() and "expandable_segments:True" not in settings:
-        problem = "PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps: a tight budget then fits the device"
-    yield Finding("allocator", settings, problem)
+        advice = "PYTORCH_ALLOC_CONF=expandable_segments:True leaves fewer gaps: a tight budget then fits the device"
+    yield Finding("allocator", settings, problem, advice)
 
 
 def _variables() -> Iterator[Finding]:
@@ -202,5 +203,7 @@ def _variables() -> Iterator[Finding]:
     yield Finding(
         "cache",
         str(folder),
-        "" if writable else f"nobody may write there: measurements are made anew each time. Set {cache.CACHE_VARIABLE}",
+        advice=""
+        if writable
+        else f"nobody may write there: measurements are made anew each time. Set {cache.CACHE_VARIABLE}",
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch._dynamo import config
 from torch._dynamo.exc import ShortenTraceback
 
 
@@ -24,15 +25,23 @@ def in_brief(error: BaseException) -> str:
 
 
 class FxOffloadError(ShortenTraceback):
-    """Base of the errors that a backend call raises; see Note [errors through Dynamo]."""
+    """Base of the errors that a backend call raises; see Note [errors through Dynamo].
+
+    Attributes:
+        given: the arguments. Dynamo appends to ``args`` that the error be reported to PyTorch.
+    """
 
     def __init__(self, *args: object) -> None:
         # Dynamo keeps the traceback whole, until the backend says where its frames begin.
         super().__init__(*args, first_useful_frame=None)
+        self.given = args
+
+    def __str__(self) -> str:
+        return str(self.given[0]) if self.given else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not __dict__: Dynamo hangs its tracer there, which cannot be pickled (torch 2.11).
-        return type(self), self.args
+        return type(self), self.given
 
 
 class OptionsError(FxOffloadError, ValueError):
@@ -59,7 +68,7 @@ class PassError(FxOffloadError, RuntimeError):
         self.pass_name = pass_name
 
     def __str__(self) -> str:
-        return f"pass {self.pass_name}: {self.args[0]}"
+        return f"pass {self.pass_name}: {self.given[0]}"
 
 
 class VerificationError(PassError, AssertionError):
@@ -72,7 +81,7 @@ class VerificationError(PassError, AssertionError):
         super().__init__(message, pass_name)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return str(self.given[0])
 
 
 class SegmentCompileError(FxOffloadError, RuntimeError):
@@ -86,7 +95,7 @@ class SegmentCompileError(FxOffloadError, RuntimeError):
         self.layer_name = layer_name
 
     def __str__(self) -> str:
-        return f"segment of {self.layer_name}: {self.args[0]}"
+        return f"segment of {self.layer_name}: {self.given[0]}"
 
 
 class ProfileError(FxOffloadError, RuntimeError):
@@ -113,12 +122,30 @@ class BudgetError(FxOffloadError, ValueError):
     Attributes:
         smallest_bytes: the smallest budget that can be met.
         segment: where that much is needed.
+        inductor_bytes: the peak of plain Inductor's step; None: unknown.
+        checkpointing_bytes: the peak under the model's own activation checkpointing; None: unknown, or there is none.
     """
 
-    def __init__(self, message: str, smallest_bytes: int, segment: str) -> None:
-        super().__init__(message, smallest_bytes, segment)
+    def __init__(
+        self,
+        message: str,
+        smallest_bytes: int,
+        segment: str,
+        inductor_bytes: int | None = None,
+        checkpointing_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message, smallest_bytes, segment, inductor_bytes, checkpointing_bytes)
         self.smallest_bytes = smallest_bytes
         self.segment = segment
+        self.inductor_bytes = inductor_bytes
+        self.checkpointing_bytes = checkpointing_bytes
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+
+def without_frames(error: FxOffloadError) -> FxOffloadError:
+    """``error`` without the frames of torch and of this package, where its message says all: the options, the model or
+    the budget are to be changed. Failures inside of fxoffload keep their frames, as all do under
+    ``TORCHDYNAMO_VERBOSE=1``."""
+    if config.verbose or isinstance(error, (PassError, SegmentCompileError)):
+        return error
+    error.__cause__ = None
+    return error.with_traceback(None)

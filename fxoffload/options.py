@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ from fxoffload.environment import check_device_types, check_pieces, distinct_nam
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.sizes import parse_budget, parse_bytes
+from fxoffload.tell import warn
 
 Policy = Literal["auto", "offload_all", "keep_all"]
 Recompute = Literal["auto", "default", "cheap"]
@@ -138,10 +138,9 @@ class Options:
                     f"{name} is set and policy is {policy!r}, which plans nothing; use policy 'auto', or remove {name}"
                 )
         if self.inner == "aot_eager" and self.inductor:
-            warnings.warn(
+            warn(
                 "inner='aot_eager' runs segments uncompiled: of the Inductor options only those that act on the joint "
                 "graph (its passes and its partitioner) have an effect. For all of them use inner='inductor'",
-                stacklevel=2,
             )
 
     def __hash__(self) -> int:
@@ -206,10 +205,9 @@ def _check_slowdown(value: object) -> float | None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         if value > _MOST_SLOWDOWN:
-            warnings.warn(
+            warn(
                 f"max_slowdown is {value:g}: a step may take {1 + value:g} times as long. It is a fraction; for "
                 f"{value:g} % write {value / 100:g}",
-                stacklevel=4,
             )
         return float(value)
     raise OptionsError(f"max_slowdown is {value!r}; expected a fraction of the step time such as 0.02, or None")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +13,7 @@ from fxoffload.plan_report.registry import plans
 from fxoffload.runtime.engine import Budgets, engine_for, engines
 from fxoffload.runtime.host_memory.limits import describe_host_memory, describe_locked_memory
 from fxoffload.sizes import format_bytes, parse_bytes
+from fxoffload.tell import warn
 
 
 def stats() -> Stats:
@@ -90,10 +90,9 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
         device = "cuda" if torch.cuda.is_available() else "cpu"
     nbytes, engine, budgets = parse_bytes(size, "size"), engine_for(torch.device(device)), Budgets(None, None, None)
     if nbytes > (most := engine.host_budget_bytes(budgets)):
-        warnings.warn(
+        warn(
             f"expected at most {format_bytes(most)}, which is what this process may pin (host memory: "
             f"{describe_host_memory()}; ulimit -l: {describe_locked_memory()}), found {format_bytes(nbytes)}: "
             f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory",
-            stacklevel=2,
         )
     engine.reserve(nbytes, budgets, stays=True)

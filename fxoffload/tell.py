@@ -13,6 +13,27 @@ _TOLD: set[Hashable] = set()
 on_reset(_TOLD.clear)
 
 
+# Modules whose lines tell a user nothing: this package, torch, and what runs their functions for them.
+_INSIDE = frozenset({"fxoffload", "torch", "contextlib", "functools", "threading", "typer", "click"})
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the caller's own code: the innermost one outside of this package and torch."""
+    caller = frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame = frame.f_back
+    frame = frame or caller  # a thread of this package's, or of autograd's
+    known = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        known.get("__name__", "<string>"),
+        known.setdefault("__warningregistry__", {}),
+    )
+
+
 def is_new(key: Hashable) -> bool:
     """Whether this is the first time that it is asked about ``key``."""
     if key in _TOLD:
@@ -24,7 +45,7 @@ def is_new(key: Hashable) -> bool:
 def warn_once(key: Hashable, message: str) -> None:
     """Warn, the first time for ``key``."""
     if is_new(key):
-        warnings.warn(message, stacklevel=3)
+        warn(message)
 
 
 def budget_above_memory(budget_bytes: int, memory_bytes: int, device: str) -> None:

@@ -58,7 +58,7 @@ class AnnotateLayers:
         if all(path.parts[: len(_DECORATED)] == _DECORATED for path in paths.values()):
             paths = {n: path.below(_DECORATED) for n, path in paths.items()}
         for node, path in paths.items():
-            node.meta[MODULE_KEY] = ".".join(path.parts)  # every partitioning asks for it
+            node.meta[MODULE_KEY] = path.name()  # every partitioning asks for it
         labels = _labels_from_modules(paths)
         source = "modules"
         if len(set(labels.values())) < 2:
@@ -94,7 +94,7 @@ def _labels_from_modules(paths: dict[fx.Node, ModulePath]) -> dict[fx.Node, str]
     # The label that holds every layer is the model (``nn.Sequential(model)``). Its own ops stand around them: a label
     # of theirs would span all others.
     model = set.intersection(*(set(labels) for labels in candidates.values()))
-    return {n: ".".join(label) for n, label in chosen.items() if label not in model}
+    return {n: paths[n].name(label) for n, label in chosen.items() if label not in model}
 
 
 def _labels_from_repeats(nodes: list[fx.Node]) -> dict[fx.Node, str]:

@@ -288,6 +288,8 @@ def _main_label(nodes: list[fx.Node]) -> str:
 
 def _unique_name(layer: str, taken: set[str]) -> str:
     base = "".join(c if c.isalnum() else "_" for c in layer) or "segment"
+    if base[0].isdigit():  # a layer of nn.Sequential
+        base = f"layer_{base}"
     name, i = base, 0
     while name in taken:
         i += 1

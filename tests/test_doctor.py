@@ -48,12 +48,19 @@ def findings() -> dict[str, doctor.Finding]:
 def test_a_machine_without_a_gpu() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
     found = {f["subject"]: f for f in json.loads(done.output)}
-    assert done.exit_code == 1
-    assert "nothing is offloaded. Planning works" in found["GPU"]["problem"]
+    assert done.exit_code == 0
+    assert "nothing is offloaded. Planning works" in found["GPU"]["found"]
     assert "a100 (data sheet), " in found["profiles to plan with"]["found"]
     assert found["profiles to plan with"]["found"].endswith("h200 (measured)")
     shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
-    assert "of 12 need a look" in shown.output and "nothing is offloaded" in shown.output
+    assert shown.exit_code == 0 and "all works" in shown.output and "nothing is offloaded" in shown.output
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_something_broken_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOFFLOAD_DISABLED", "1")
+    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert done.exit_code == 1 and "1 of 12 need a look" in done.output
 
 
 @pytest.mark.usefixtures("h200")
@@ -73,7 +80,7 @@ def test_a_profile_from_a_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "profile_for", lambda device, allow_measure: sheet)
     found = findings()["profile"]
     assert found.found == "NVIDIA H200 (profile from a data sheet, not measured)"
-    assert found.problem.startswith("unset FXOFFLOAD_PROFILE: then this GPU is measured")
+    assert found.advice.startswith("unset FXOFFLOAD_PROFILE: then this GPU is measured")
 
 
 @pytest.mark.usefixtures("h200")
@@ -91,8 +98,8 @@ def test_what_would_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = findings()
     assert "install g++" in found["C++ compiler"].problem
     assert "pip install triton" in found["Triton"].problem
-    assert "little beside the GPU's 140.0 GiB" in found["memory to pin"].problem
-    assert "numactl --cpunodebind=1" in found["node of GPU 0"].problem
-    assert "expandable_segments:True leaves fewer gaps" in found["allocator"].problem
+    assert "little beside the GPU's 140.0 GiB" in found["memory to pin"].advice
+    assert "numactl --cpunodebind=1" in found["node of GPU 0"].advice
+    assert "expandable_segments:True leaves fewer gaps" in found["allocator"].advice
     assert "nothing reads FXOFFLOAD_DISABLED" in found["variables"].problem
     assert found["profile"].problem == "could not be looked at: ZeroDivisionError: division by zero"

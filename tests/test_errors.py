@@ -13,6 +13,7 @@ import torch
 
 from fxoffload._check_torch import check_torch
 from fxoffload.errors import (
+    FxOffloadError,
     OptionsError,
     PassError,
     SegmentCompileError,
@@ -20,11 +21,12 @@ from fxoffload.errors import (
     UnsupportedError,
     VerificationError,
     in_brief,
+    without_frames,
 )
 
 ROOT = Path(__file__).parents[1]
 
-ERRORS: list[tuple[Exception, type[Exception], str]] = [
+ERRORS: list[tuple[FxOffloadError, type[Exception], str]] = [
     (OptionsError("policy is 'x'"), ValueError, "policy is 'x'"),
     (UnsupportedError("CUDA graphs"), NotImplementedError, "CUDA graphs"),
     (PassError("no layers", "annotate_layers"), RuntimeError, "pass annotate_layers: no layers"),
@@ -66,6 +68,28 @@ def test_errors_pass_through_dynamo(
         compiled(torch.ones(2))
     assert caught.value is error
     assert_survives_pickling(caught.value)  # with what Dynamo has hung onto it
+
+
+@pytest.mark.parametrize("error", [error for error, *_ in ERRORS], ids=lambda error: type(error).__name__)
+def test_frames_are_left_out_where_the_message_says_all(error: FxOffloadError) -> None:
+    def raised() -> FxOffloadError:
+        try:
+            raise error from KeyError()
+        except FxOffloadError as found:
+            return found
+
+    is_internal = isinstance(error, (PassError, SegmentCompileError))
+    assert (without_frames(raised()).__traceback__ is not None) == is_internal
+    assert (error.__cause__ is not None) == is_internal
+    with torch._dynamo.config.patch(verbose=True):
+        assert without_frames(raised()).__traceback__ is not None and error.__cause__ is not None
+
+
+def test_dynamo_appends_no_advice(failing_backend: Callable[[Exception], str]) -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=failing_backend(OptionsError("policy is 'x'")))
+    with pytest.raises(OptionsError) as caught:
+        compiled(torch.ones(2))
+    assert str(caught.value) == "policy is 'x'"
 
 
 def test_other_errors_do_not_pass(failing_backend: Callable[[Exception], str]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from torch import nn
 
 import fxoffload
+import fxoffload.errors
+from fxoffload import tell
 from fxoffload.runtime import engine
 from fxoffload.runtime.host_memory.limits import describe_host_memory, describe_locked_memory
 
@@ -82,6 +87,19 @@ def test_compile_is_torch_compile() -> None:
     double(torch.ones(2, 4, requires_grad=True)).backward()
 
 
+@pytest.mark.parametrize("compile", [fxoffload.compile, partial(torch.compile, backend="fxoffload")])
+def test_a_budget_that_is_too_small_is_told_without_torchs_frames(compile: Any) -> None:
+    options: dict[str, Any] = {**REHEARSED, "activation_budget": 1000, "profile": "h200"}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    compiled = compile(model, options=options) if isinstance(compile, partial) else compile(model, **options)
+    with pytest.raises(fxoffload.errors.BudgetError) as caught:
+        compiled(torch.ones(64, 8))
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[0] == Path(__file__).name and files[-1] == "backend.py"
+    assert set(files[1:-1]) == {"eval_frame.py", "module.py"} and len(files) <= 6
+    assert str(caught.value).endswith("Raise the budget, or make the batch smaller")
+
+
 def test_where_there_is_no_plan() -> None:
     with pytest.raises(LookupError, match=r"expected a plan, found none: .* the CPU is none by default"):
         fxoffload.last_plan()
@@ -97,6 +115,41 @@ def test_a_slowdown_in_percent_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fxoffload.Options(max_slowdown=1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: fxoffload.Options(max_slowdown=5),
+        lambda: fxoffload.compile(nn.Linear(2, 2), max_slowdown=5),
+        lambda: torch.compile(nn.Linear(2, 2), backend="fxoffload", options={"max_slowdown": 5, "inner": "aot_eager"})(
+            torch.ones(1, 2)
+        ),
+    ],
+)
+def test_warnings_show_the_users_line(ask: Any) -> None:
+    with pytest.warns(UserWarning, match="max_slowdown is 5") as found:
+        ask()
+    places = {(w.filename, w.lineno) for w in found if "max_slowdown" in str(w.message)}
+    assert places == {(__file__, ask.__code__.co_firstlineno)}
+
+
+def test_a_warning_of_a_thread_has_a_line_too() -> None:
+    with pytest.warns(UserWarning, match="in the background") as found:
+        threading.Thread(target=tell.warn, args=("in the background",)).run()
+        thread = threading.Thread(target=tell.warn, args=("in the background",))
+        thread.start()
+        thread.join()
+    assert [Path(w.filename).name for w in found] == [Path(__file__).name, "threading.py"]
+
+
+def test_auto_on_the_cpu_says_what_it_means(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = fxoffload.compile(nn.Linear(4, 4), activation_budget="auto", inner="aot_eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    said = [
+        r.getMessage() for r in caplog.records if "activation_budget='auto' is of what parameters" in r.getMessage()
+    ]
+    assert len(said) == 1 and "fxoffload.plan(model, inputs, device='h200', activation_budget='auto')" in said[0]
 
 
 def test_a_budget_above_the_memory_is_told_once() -> None:

@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
     "pyproject.toml",
-    "setup.py",
-    "MANIFEST.in",
     "README.md",
     "Makefile",
     "CHANGELOG.md",

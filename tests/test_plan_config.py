@@ -12,8 +12,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from fxoffload import plan_config as plan_config_module
-from fxoffload.cli.app import app
-from fxoffload.errors import OptionsError
+from fxoffload.cli.app import app, main
+from fxoffload.errors import BudgetError, OptionsError
 from fxoffload.machine import shipped_names
 from fxoffload.plan_config import plan_config
 
@@ -72,6 +72,28 @@ def test_what_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch
     shown = CliRunner().invoke(app, ["plan", str(folder), "--ranks", "2", "--lora", "4"])
     assert shown.exit_code == 1
     assert shown.stdout.count("does not fit") == 2 and "on each of 2" in shown.stdout
+
+
+def test_a_budget_that_no_plan_meets(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    error = BudgetError("expected at least 3.0 KiB", 3072, "layers_0", 9216, 6144)
+
+    def plan(model: Any, inputs: Any, **_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(plan_config_module, "plan", plan)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("sys.argv", ["fxoffload", "plan", str(folder), "--tokens", "64", "--budget", "1KiB", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "error": "expected at least 3.0 KiB",
+        "smallest_budget_bytes": 3072,
+        "inductor_peak_bytes": 9216,
+        "checkpointing_peak_bytes": 6144,
+    }
+    assert err.splitlines()[-1] == "fxoffload: expected at least 3.0 KiB" and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("asked", "share"), [("auto", 1.0), ("50%", 0.5)])

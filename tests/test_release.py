@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "dist", copy], copy)
     (sdist,), (wheel,) = (list((copy / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl"))
     assert sdist.name == f"fxoffload-{fxoffload.__version__}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", ".release/fxoffload_release.py"} <= packed
+    assert not [name for name in packed if name.startswith("tests/")]
     return wheel
 
 
@@ -125,17 +130,17 @@ def test_the_installed_package_trains(environment: Path, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def setup_py() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_of_fxoffload", ROOT / "setup.py")
+def backend() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fxoffload_release", ROOT / ".release" / "fxoffload_release.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_relative_links_become_addresses(setup_py: ModuleType) -> None:
+def test_relative_links_become_addresses(backend: ModuleType) -> None:
     text = "![a picture](docs/a.png) [page](docs/a.md#part), [far](https://b.example/c) and [here](#use)"
-    assert setup_py.index_readme(text, "https://r.example/x") == (
+    assert backend.index_readme(text, "https://r.example/x") == (
         "![a picture](https://r.example/x/raw/main/docs/a.png) [page](https://r.example/x/blob/main/docs/a.md#part), "
         "[far](https://b.example/c) and [here](#use)"
     )
@@ -150,7 +155,7 @@ def test_the_readme_links_to_what_is_there() -> None:
 def test_the_version_is_said_in_one_place() -> None:
     found = [
         name
-        for name in ("pyproject.toml", "setup.py", "CITATION.cff", "mkdocs.yml", "README.md")
+        for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "README.md")
         if fxoffload.__version__ in (ROOT / name).read_text()
     ]
     assert not found, f"the version is in fxoffload/__init__.py; found it in {found}"

@@ -13,16 +13,24 @@ MODULE_KEY = "fxoffload_module"
 _COMPONENT = re.compile(r"\['?([^'\]]+)'?\]|([A-Za-z0-9_]+)")
 # ``L['args'][0]``: the model's ``forward`` is decorated (``forward(*args, **kwargs)``; transformers 5.24).
 _DECORATED = ("args", "0")
+# A compiled module without a ``forward`` of its own (``nn.Sequential``) has this name in Dynamo's wrapper. Labels are
+# chosen with it, since an index is one of a container; names leave it out.
+_WRAPPED = "L['fn']"
 # Wrappers that add a path component without being part of the model.
 _WRAPPERS = {"_modules", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "L", "self"}
 
 
 @dataclass
 class ModulePath:
-    """A module path with the class of each module on it."""
+    """A module path with the class of each module on it. ``is_wrapped``: its first part is Dynamo's."""
 
     parts: tuple[str, ...]
     classes: dict[tuple[str, ...], str] = field(default_factory=dict)
+    is_wrapped: bool = False
+
+    def name(self, parts: tuple[str, ...] | None = None) -> str:
+        """The model's own name of the module, or of one above it with these ``parts``."""
+        return ".".join((self.parts if parts is None else parts)[int(self.is_wrapped) :])
 
     def below(self, prefix: tuple[str, ...]) -> ModulePath:
         """The same path seen from a module on it."""
@@ -58,7 +66,7 @@ def path_of(node: fx.Node) -> ModulePath | None:
         classes[parts] = cls if isinstance(cls, str) else getattr(cls, "__name__", str(cls))
         if len(parts) >= len(deepest):
             deepest = parts
-    return ModulePath(deepest, classes)
+    return ModulePath(deepest, classes, str(next(iter(stack.values()))[0]).startswith(_WRAPPED))
 
 
 def module_path(node: fx.Node) -> str:
@@ -66,7 +74,7 @@ def module_path(node: fx.Node) -> str:
     found = node.meta.get(MODULE_KEY)
     if found is None:
         path = path_of(node)
-        found = "" if path is None else ".".join(path.parts)
+        found = "" if path is None else path.name()
     return found
 
 

@@ -16,7 +16,6 @@ import contextlib
 import os
 import shutil
 import stat
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from fxoffload.checkpoints.errors import DestinationError, DiskFullError
 from fxoffload.checkpoints.interrupts import held_back
 from fxoffload.checkpoints.side_files import sync
 from fxoffload.sizes import format_bytes
+from fxoffload.tell import warn
 
 # Directories, the index, side files' last blocks.
 SLACK_BYTES = 16 << 20
@@ -122,7 +122,7 @@ def _foreign(path: Path) -> DestinationError:
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        warnings.warn(f"{folder} could not be removed in full; remove it yourself", stacklevel=2)
+        warn(f"{folder} could not be removed in full; remove it yourself")
 
 
 def _publish(destination: Destination, claim: Claim) -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
     """Look at torch, GPUs, the compiler, the machine's profile and the memory to pin; say what would not work and why.
 
-    Exit status 1 where something would not.
+    Exit status 1 where something is broken (!); 0 otherwise, also without a GPU, where planning works, and with advice
+    on what would be better (*).
     """
     from dataclasses import asdict
 
@@ -30,14 +31,16 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     else:
         table = Table(show_header=False, box=None, pad_edge=False)
         for finding in found:
-            table.add_row("[red]!" if finding.problem else "[green]ok", *_cells(finding))
+            mark = "[red]!" if finding.problem else "[yellow]*" if finding.advice else "[green]ok"
+            table.add_row(mark, *_cells(finding))
         console = Console()
         console.print(table)
-        console.print(f"\n{len(problems)} of {len(found)} need a look" if problems else "\nall is well")
+        console.print(f"\n{len(problems)} of {len(found)} need a look" if problems else "\nall works")
     if problems:
         raise typer.Exit(1)
 
 
 def _cells(finding: Finding) -> tuple[str, str]:
-    problem = f"\n[red]{escape(finding.problem)}" if finding.problem else ""
-    return escape(finding.subject), escape(finding.found) + problem
+    problem = f"\n[red]{escape(finding.problem)}[/red]" if finding.problem else ""
+    advice = f"\n[yellow]{escape(finding.advice)}[/yellow]" if finding.advice else ""
+    return escape(finding.subject), escape(finding.found) + problem + advice

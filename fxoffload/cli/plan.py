@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,25 +40,33 @@ def plan(
     """Say whether a model fits a GPU, without weights and without a GPU: parameters, gradients, optimizer and a step's
     activations, with Inductor, with checkpointing and with fxoffload.
 
-    Exit status 1 where fxoffload's plan does not fit.
+    Exit status 0 where fxoffload's plan fits, 1 where it does not or where there is no plan, 2 for a wrong option.
+    Where no plan meets the budget, a message on stderr says the smallest; --json prints it as "smallest_budget_bytes",
+    next to "error".
     """
+    from fxoffload.errors import FxOffloadError
     from fxoffload.plan_config import plan_config
     from fxoffload.progress import working
 
-    with working(f"planning {model}"):
-        found = plan_config(
-            model,
-            tokens=tokens,
-            batch=batch,
-            layers=layers,
-            device=device,
-            lora=lora,
-            optimizer=optimizer,
-            ranks=ranks,
-            dtype=dtype,
-            activation_budget=budget,
-            max_slowdown=slowdown,
-        )
+    try:
+        with working(f"planning {model}"):
+            found = plan_config(
+                model,
+                tokens=tokens,
+                batch=batch,
+                layers=layers,
+                device=device,
+                lora=lora,
+                optimizer=optimizer,
+                ranks=ranks,
+                dtype=dtype,
+                activation_budget=budget,
+                max_slowdown=slowdown,
+            )
+    except FxOffloadError as error:
+        if as_json:
+            typer.echo(json.dumps(_failure(error), indent=1))
+        raise
     if plot is not None:
         found.plan.plot(plot)
     if trace is not None:
@@ -69,6 +77,16 @@ def plan(
         show(found, ranks)
     if not found.fits(found.rows[-1]):
         raise typer.Exit(1)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """For JSON. Bytes are a step's, as of ``activation_budget``; left out where they are not known."""
+    peaks = {
+        "smallest_budget_bytes": getattr(error, "smallest_bytes", None),
+        "inductor_peak_bytes": getattr(error, "inductor_bytes", None),
+        "checkpointing_peak_bytes": getattr(error, "checkpointing_bytes", None),
+    }
+    return {"error": str(error), **{name: nbytes for name, nbytes in peaks.items() if nbytes is not None}}
 
 
 def show(found: Fit, ranks: int = 1) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import copy
 import inspect
+import logging
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from fxoffload.auto_budget import in_bytes_elsewhere
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.compiler.step_ahead import plan_fake_step
 from fxoffload.environment import disabled_pieces
-from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError
+from fxoffload.errors import FxOffloadError, OptionsError, UnsupportedError, without_frames
 from fxoffload.gc_pause import gc_paused
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile
@@ -101,6 +103,7 @@ def plan(
             between graphs, does not run on fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
+    args, kwargs = tuple(example_args), dict(example_kwargs or {})
     _check_call(model, example_args, example_kwargs)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
@@ -112,9 +115,11 @@ def plan(
         machine = load_profile(profile)
         chosen = in_bytes_elsewhere(chosen, model, optimizer, machine)
         budget_above_memory(chosen.budget_bytes or 0, machine.device_memory_bytes, machine.device_name)
-        args, kwargs = tuple(example_args), dict(example_kwargs or {})
-        with working("planning ahead"):
-            found = _trace(model, args, kwargs, chosen)
+        try:
+            with working("planning ahead"):
+                found = _trace(model, args, kwargs, chosen)
+        except FxOffloadError as error:
+            raise without_frames(error) from error.__cause__
     return replace(found, label=type(model).__name__, shape=_shape(model, args, kwargs))
 
 
@@ -269,10 +274,12 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     request = _Request(options)
     step = request.step
     token = _request.set(request)
+    name = type(model).__name__
     try:
-        with _TURN, _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(type(model).__name__):
+        with _TURN, _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(name):
             run = torch.compile(model, backend=_backend, dynamic=False)
-            breaks = _run_steps(step, run, args, kwargs, mode)
+            with _without_log_of_fake_tensors():
+                breaks = _run_steps(step, run, args, kwargs, mode)
     finally:
         _request.reset(token)
     return plan_fake_step(step, breaks)
@@ -331,9 +338,29 @@ def _errors_of(name: str) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedError(
             f"expected a {name} that runs on fake tensors on the CPU, found an error at {user_line(error)}: "
-            f"{type(error).__name__}: {error}\nCheck the sizes of the inputs, and that the model makes its tensors on "
+            f"{_own_text(error)}\nCheck the sizes of the inputs, and that the model makes its tensors on "
             "the device of its inputs"
         ) from error
+
+
+def _own_text(error: Exception) -> str:
+    """The error of the model's op, without what Dynamo says around it."""
+    text = str(error)
+    if found := re.search(r": got (\w+\(.*\))$", text, re.MULTILINE):
+        return found[1]
+    text = re.split(r"\n\s*(?:Hint:|from user code:|Set TORCHDYNAMO_VERBOSE)", text)[0].strip()
+    return f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def _without_log_of_fake_tensors() -> Iterator[None]:
+    """torch logs the traceback of an op that fails on fake tensors, which ``_errors_of`` tells in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, not torch._dynamo.config.verbose
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +27,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
 from fxoffload.sizes import format_bytes
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +195,6 @@ class Planning:
         first = self._scheduler(base)
         baseline = first.keep_all()
         budget, limit = self.objective.budget_bytes, self.limit_bytes
-        if budget is not None and limit is not None and baseline.peak_bytes <= limit and not first.fixed:
-            within = "activation checkpointing's peak" if self.objective.is_checkpointing else "the budget"
-            summary = (
-                f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
-                f"{format_bytes(budget)}: nothing is done"
-            )
-            return self._nothing(base, baseline, summary)
         search = RecomputeSearch(
             self._partitioning,
             self._scheduler,
@@ -210,6 +203,13 @@ class Planning:
             lambda: self._choices(base),
             checkpointed=self._obeyed,
         )
+        if budget is not None and limit is not None and baseline.peak_bytes <= limit and not first.fixed:
+            within = "activation checkpointing's peak" if self.objective.is_checkpointing else "the budget"
+            summary = (
+                f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
+                f"{format_bytes(budget)}: nothing is done"
+            )
+            return self._nothing(base, baseline, summary, search)
         if self.limit_bytes is not None:
             best = fastest(search.within(self.limit_bytes))
         else:
@@ -259,9 +259,16 @@ class Planning:
     def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
         assert self.objective.budget_bytes is not None
         basis = f"This is an estimate; {describe_error(self.rates.profile.estimate_error)}"
-        return too_small(self.objective.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis)
+        checkpointing = None if self._obeyed is None else self._obeyed[1].keep_all().peak_bytes
+        return too_small(
+            self.objective.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis, checkpointing
+        )
 
-    def _nothing(self, base: Partitioning, baseline: Simulation, summary: str) -> GraphPlanning:
+    def _nothing(
+        self, base: Partitioning, baseline: Simulation, summary: str, search: RecomputeSearch
+    ) -> GraphPlanning:
+        # Each point takes seconds, and training draws none.
+        frontier = self._frontier(search, None, (baseline,)) if self.num_points > FEW_POINTS else ()
         plan = describe_plan(
             base,
             None,
@@ -271,7 +278,8 @@ class Planning:
             objective=self.objective,
             device=self.rates.profile.title,
             summary=summary,
-            smallest_budget_bytes=baseline.peak_bytes,
+            smallest_budget_bytes=frontier[0].budget_bytes if frontier else baseline.peak_bytes,
+            frontier=frontier,
         )
         return GraphPlanning(base, None, None, plan)
 
@@ -284,15 +292,14 @@ class Planning:
                 f"at most {100 * (self.objective.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
                 f"{format_bytes(baseline.peak_bytes)}: not worth it, plain Inductor stays"
             )
-            return self._nothing(base, baseline, summary)
+            return self._nothing(base, baseline, summary, search)
         if self.objective.budget_bytes is not None:
             bound = self.objective.max_slowdown
             if bound is not None and slowdown > bound:
-                warnings.warn(
+                warn(
                     f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown "
                     f"of {100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
                     "budget, or allow the slowdown",
-                    stacklevel=2,
                 )
         gain = gain_of(found, baseline)
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
@@ -313,14 +320,22 @@ class Planning:
         )
         return GraphPlanning(best.partitioning, best.schedule, best.scheduler, plan, self._first(best), base)
 
-    def _frontier(self, search: RecomputeSearch, best: Try, plain: tuple[Simulation, ...]) -> tuple[FrontierPoint, ...]:
-        """Ascending; each as its budget's plan would be found. ``plain``: Inductor's step, where it may be had."""
+    def _frontier(
+        self, search: RecomputeSearch, best: Try | None, plain: tuple[Simulation, ...]
+    ) -> tuple[FrontierPoint, ...]:
+        """Ascending; each as its budget's plan would be found.
+
+        Args:
+            best: the plan; None: plain Inductor's step is.
+            plain: Inductor's step, where it may be had.
+        """
         smallest = search.smallest()
         least = _simulation(smallest).peak_bytes
-        top, steps = max(s.peak_bytes for s in (_simulation(best), *plain)), self.num_points - 1
+        ends = plain if best is None else (_simulation(best), *plain)
+        top, steps = max(s.peak_bytes for s in ends), self.num_points - 1
         between = [fastest(search.within(least + (top - least) * i // steps)) for i in range(1, steps)]
         # The budget of a point is the one that it was found within: another of its size may be solved otherwise.
-        if best.limit_bytes is None:
+        if best is not None and best.limit_bytes is None:
             best = fastest(search.within(_simulation(best).peak_bytes)) or best
         found = [(s.peak_bytes, s) for s in plain]
         for one in (smallest, best, *between):
@@ -341,18 +356,29 @@ class Planning:
 
 
 def too_small(
-    budget_bytes: int, smallest: Simulation, library_bytes: int, baseline_bytes: int, basis: str
+    budget_bytes: int,
+    smallest: Simulation,
+    library_bytes: int,
+    baseline_bytes: int,
+    basis: str,
+    checkpointing_bytes: int | None = None,
 ) -> BudgetError:
-    """Nothing meets the budget. ``basis``: the evidence, a sentence."""
+    """Nothing meets the budget. ``basis``: the evidence, a sentence. ``checkpointing_bytes``: the peak under activation
+    checkpointing, where the model has it."""
     least = smallest.peak_bytes + library_bytes
     where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
+    checkpointing = ""
+    if checkpointing_bytes is not None:
+        checkpointing = f", with activation checkpointing {format_bytes(checkpointing_bytes)}"
     return BudgetError(
         f"expected an activation_budget of at least {format_bytes(least)} ({least} "
         f"bytes), which {where} needs whatever is offloaded or recomputed; found "
-        f"{format_bytes(budget_bytes)}. Plain Inductor takes {format_bytes(baseline_bytes)}. "
+        f"{format_bytes(budget_bytes)}. Plain Inductor takes {format_bytes(baseline_bytes)}{checkpointing}. "
         f"{basis}. Raise the budget, or make the batch smaller",
         least,
         where,
+        baseline_bytes,
+        checkpointing_bytes,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +190,8 @@ class ScheduleBySize:
             return log.info("a call of sizes %s takes more than activation checkpointing would", sizes)
         self._warned = True
         peak = schedule.simulation.peak_bytes + self._spare_bytes
-        warnings.warn(
+        warn(
             f"a call of sizes {sizes} takes {format_bytes(peak)} whatever is offloaded, more "
             f"than the activation_budget of {format_bytes(limit)}; it runs with the least memory. Make the batch "
             "smaller, or raise the budget",
-            stacklevel=2,
         )

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -321,11 +320,10 @@ class CompileSession:
             return False
         if self._goal.budget_bytes is None or not depends_on_data(joint):
             return True
-        warnings.warn(
+        tell.warn(
             f"expected sizes that are known before a step runs, to plan for an activation_budget of "
             f"{format_bytes(self._goal.budget_bytes)}; found activations whose sizes depend on data (experts without a "
             "capacity, say). All that may move is offloaded, and the budget is not checked",
-            stacklevel=2,
         )
         return False
 
@@ -522,11 +520,10 @@ class CompileSession:
 
     def _warn_of_the_budget(self, reason: str) -> None:
         if self._goal.budget_bytes is not None:
-            warnings.warn(
+            tell.warn(
                 "expected graphs that can be planned together, for an activation_budget of "
                 f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
                 "that may move is offloaded, and the budget is not checked",
-                stacklevel=2,
             )
 
     def inner_compile(
@@ -578,7 +575,6 @@ class CompileSession:
         self._count_skipped(state)
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
-            counters.add("num_plain_graphs")
             if "offload" in self.disabled:
                 note_plain("the piece offload is switched off")
             else:
@@ -835,10 +831,9 @@ class CompileSession:
             raise
         except Exception as error:
             graph.planned, self._settled = before
-            warnings.warn(
+            tell.warn(
                 "fxoffload could not plan with measured segments and goes on with its plan as it is: "
                 f"{in_brief(error)}",
-                stacklevel=2,
             )
 
     def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
@@ -848,7 +843,8 @@ class CompileSession:
         smallest = scheduler.smallest().simulation
         if smallest.peak_bytes > limit:
             basis = "Its segments ran on this device"
-            raise too_small(budget, smallest, budget - limit, box.plan.baseline.peak_bytes, basis)
+            checkpointing = None if box.plan.checkpointing is None else box.plan.checkpointing.peak_bytes
+            raise too_small(budget, smallest, budget - limit, box.plan.baseline.peak_bytes, basis, checkpointing)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -909,10 +905,9 @@ class CompileSession:
             self._plain = True
             note_plain(f"on_error='fallback', after {in_brief(error)}")
         counters.add("num_fallbacks")
-        warnings.warn(
+        tell.warn(
             "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
             f"{in_brief(error)}",
-            stacklevel=2,
         )
 
 
@@ -941,11 +936,10 @@ def _say_that_checkpointing_stays() -> None:
 
 
 def _warn_of_irregular_steps(budget_bytes: int) -> None:
-    warnings.warn(
+    tell.warn(
         "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to plan for "
         f"an activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
         "without a plan for all of them, and the budget is not checked",
-        stacklevel=2,
     )
 
 

@@ -9,7 +9,6 @@ side.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from fxoffload.runtime.tracker.chains import Seen
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Windows
 from fxoffload.step.edges import EdgeMemory
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -174,19 +174,20 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
     least = found.simulation.peak_bytes + budget - limit
     where = f"{found.simulation.peak_segment} in the {found.simulation.peak_phase}"
     if is_least:
+        baseline = planning.baseline.peak_bytes
         raise BudgetError(
             f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes), which {where} needs in "
-            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Raise the "
-            "budget, or make the batch smaller",
+            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Plain Inductor "
+            f"takes {format_bytes(baseline)}. Raise the budget, or make the batch smaller",
             least,
             where,
+            baseline,
         )
-    warnings.warn(
+    warn(
         f"expected a step within the activation_budget of {format_bytes(budget)}, found one that takes "
         f"{format_bytes(least)}: each of its graphs fits into the budget alone, and they cannot be planned together "
         "(one that fits without a plan is compiled as plain Inductor does). Make the model free of the graph breaks "
         "that the plan names, or give a smaller budget",
-        stacklevel=5,
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
 
 import torch
 
@@ -25,6 +24,7 @@ from fxoffload.machine.measure import measure
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile, shipped_for
 from fxoffload.runtime.engine import engines
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
     named = _named_profile(device)
     if named is not None:
         if refresh:
-            warnings.warn(f"refresh has no effect: {PROFILE_VARIABLE} is set; unset it to measure", stacklevel=2)
+            warn(f"refresh has no effect: {PROFILE_VARIABLE} is set; unset it to measure")
         return named
     target = resolve(device)
     identity = identify(target)

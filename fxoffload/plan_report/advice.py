@@ -58,6 +58,7 @@ def _with_a_faster_plan(plan: Plan) -> Iterator[str]:
     now = plan.activation_budget or plan.predicted.peak_bytes
     step_ms = plan.predicted.step_ms
     faster = [p for p in _frontier(plan) if p.budget_bytes > now and p.step_ms < step_ms * (1 - _FASTER)]
+    faster = [p for p in faster if _is_seen(p.step_ms, step_ms)]
     if faster:
         p, verb = faster[0], "raise the budget to" if plan.activation_budget else "take a budget of"
         yield (
@@ -92,7 +93,7 @@ def on_exceeded_budget(plan: Plan) -> Iterator[str]:
 def on_wrong_prediction(plan: Plan) -> Iterator[str]:
     """Steps took longer than was predicted."""
     newest, ms = plan.calibrated or plan.predicted, plan.measured_step_ms
-    if ms is not None and newest.step_ms and ms > newest.step_ms * (1 + _OFF):
+    if ms is not None and newest.step_ms and ms > newest.step_ms * (1 + _OFF) and _is_seen(ms, newest.step_ms):
         yield (
             f"steps take {ms:.1f} ms, {100 * (ms / newest.step_ms - 1):.0f} % more than the plan's "
             f"{newest.step_ms:.1f}: the host launches too late, or something else uses the GPU; plan.save_trace shows "
@@ -104,13 +105,14 @@ def on_less_memory(plan: Plan) -> Iterator[str]:
     """The next smaller budget, where none was asked for."""
     if plan.activation_budget is not None or not plan.baseline.step_ms:
         return
-    less = [p for p in _frontier(plan) if p.budget_bytes < plan.predicted.peak_bytes]
+    now = plan.predicted.peak_bytes
+    less = [p for p in _frontier(plan) if p.budget_bytes < now and format_bytes(p.budget_bytes) != format_bytes(now)]
     if less:
         p = less[-1]
         slower = 100 * (p.step_ms / plan.baseline.step_ms - 1)
         yield (
             f"less memory: activation_budget={p.budget_bytes} ({format_bytes(p.budget_bytes)} instead of "
-            f"{format_bytes(plan.predicted.peak_bytes)}) takes {p.step_ms:.1f} ms, {slower:+.1f} % over plain Inductor"
+            f"{format_bytes(now)}) takes {p.step_ms:.1f} ms, {slower:+.1f} % over plain Inductor"
         )
 
 
@@ -164,6 +166,11 @@ def on_counters(facts: StepFacts) -> Iterator[str]:
 
 def _calls(count: int) -> str:
     return "1 call" if count == 1 else f"{count} calls"
+
+
+def _is_seen(ms: float, other_ms: float) -> bool:
+    """Whether two times differ as they are printed."""
+    return f"{ms:.1f}" != f"{other_ms:.1f}"
 
 
 def _frontier(plan: Plan) -> list[FrontierPoint]:

@@ -166,9 +166,8 @@ def _count(number: int, what: str) -> str:
 def _of_module(facts: StepFacts, module: str) -> Explanation:
     found = [(plan, some) for plan in facts.plans if (some := values_of(plan, module))]
     if not found:
-        names = near(facts.plans, module)
-        hint = f"; near: {', '.join(names)}" if names else "; no plan knows module paths"
-        raise ValueError(f"expected a module whose activations are saved, found {module!r}{hint}")
+        hint = near(facts.plans, module) or "no plan knows module paths"
+        raise ValueError(f"expected a module whose activations are saved, found {module!r}; {hint}")
     blocks: list[Block] = []
     for plan, some in found:
         layers = {layer for d in some for layer in d.layers}

@@ -44,11 +44,17 @@ def path_of(value: str) -> str:
     return path if not rest or rest[0] in "[(" else ""
 
 
-def near(plans: Iterable[Plan], module: str) -> list[str]:
-    """Names of modules that are like ``module``; where none is, some that there are."""
+def near(plans: Iterable[Plan], module: str) -> str:
+    """Up to three modules whose names, or whose values' names, are like ``module``, in words; where none is, three that
+    there are; "" where no plan knows any."""
     names: dict[str, None] = {}
+    others: dict[str, str] = {}  # whole paths, and names of values -> the module to ask for
     for plan in plans:
         for decision in plan.decisions:
+            values = decision.values or (decision.value,)
+            paths = [path for value in values if (path := path_of(value))]
+            others.update(zip(paths, paths, strict=True))
+            others.update(zip(decision.names, paths, strict=False) if len(paths) == len(decision.names) else ())
             parts = path_of(decision.value).split(".")
             # Without the numbers of layers: the rest is the same in each.
             last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
@@ -56,7 +62,11 @@ def near(plans: Iterable[Plan], module: str) -> list[str]:
                 names.update(dict.fromkeys((".".join(parts[last + 1 : i + 1]), parts[i])))
             names.update(dict.fromkeys([".".join(parts[: last + 1])] if last >= 0 else []))
     names.pop("", None)
-    return difflib.get_close_matches(module, names, n=5, cutoff=0.5) or list(names)[:5]
+    known = others | {name: name for name in names}
+    like = difflib.get_close_matches(module, known, n=3, cutoff=0.5)
+    if like:
+        return f"did you mean {', '.join(dict.fromkeys(known[name] for name in like))}?"
+    return f"there are {', '.join([*names][:3])}" if names else ""
 
 
 def _is_in(path: str, module: str) -> bool:

@@ -30,6 +30,8 @@ def blocks_of(plan: PlanData) -> list[Block]:
         costs(plan),
         Lines(tuple(_limits(plan))),
     ]
+    if len(plan.frontier) > 1:
+        parts.append(frontier(plan))
     if any(d.action != "mask" for d in plan.decisions):
         parts += [decisions(plan, plan.decisions), Lines((totals(plan, plan.decisions),))]
     else:
@@ -199,6 +201,16 @@ def costs(plan: PlanData) -> Table:
     quantities = dict.fromkeys(name for _, column in columns for name in column)
     rows = [[name, *(column.get(name, "-") for _, column in columns)] for name in quantities]
     return Table(("", *(title for title, _ in columns)), rows, ("left", *["right"] * len(columns)))
+
+
+def frontier(plan: Plan) -> Table:
+    """The budgets that can be asked for, with their times."""
+    unit = RowUnit.of(plan)
+    rows = [
+        [unit.show(p.budget_bytes), unit.show(p.peak_bytes), f"{p.step_ms:.1f}", _slowdown(p.step_ms, plan.baseline)]
+        for p in plan.frontier
+    ]
+    return Table((f"activation_budget {unit.name}", f"peak {unit.name}", "step ms", "slowdown"), rows, ("right",) * 4)
 
 
 def _cost(unit: RowUnit, found: Prediction, base: Prediction | None) -> dict[str, str]:

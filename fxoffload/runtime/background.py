@@ -17,10 +17,10 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fxoffload import tell
 from fxoffload.reset import on_reset
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
@@ -71,7 +71,7 @@ def check() -> None:
 def warn(message: str) -> None:
     """Warn, on the way to a plan. Raises PlanCancelled as ``check`` does."""
     check()
-    warnings.warn(message, stacklevel=3)
+    tell.warn(message)
 
 
 def is_ending() -> bool:

@@ -291,7 +291,8 @@ class Flat(nn.Module):
     [
         (lambda: Tower(3, "layers"), tuple(f"layers.{i}" for i in range(3)), "modules"),
         (lambda: Decorated(3), tuple(f"layers.{i}" for i in range(3)), "modules"),
-        (lambda: nn.Sequential(Tower(3)), tuple(f"fn.0.layers.{i}" for i in range(3)), "modules"),
+        (lambda: nn.Sequential(Tower(3)), tuple(f"0.layers.{i}" for i in range(3)), "modules"),
+        (lambda: nn.Sequential(*(Block() for _ in range(3))), ("0", "1", "2"), "modules"),
         (lambda: Tower(2, "h"), ("h.0", "h.1"), "modules"),
         (lambda: Tower(2, "blocks"), ("blocks.0", "blocks.1"), "modules"),
         (lambda: Tower(2, make=ExpertBlock), ("layers.0", "layers.1"), "modules"),

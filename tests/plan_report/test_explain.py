@@ -175,6 +175,17 @@ def test_what_a_plan_says(changes: dict[str, Any], line: str) -> None:
     assert advice(**changes) == [line]
 
 
+def test_no_advice_whose_two_numbers_print_the_same() -> None:
+    tiny = FrontierPoint(128 * MIB + 1, 100 * MIB, 119.99)
+    slow = simulated(down=4.0)
+    (line,) = advice(simulation=slow, frontier=(replace(tiny, budget_bytes=14 * GIB, step_ms=slow.step_ms - 0.01),))
+    assert "instead of" not in line
+    peak = plan().predicted.peak_bytes
+    assert advice(activation_budget=None, frontier=(replace(tiny, budget_bytes=peak - 1),)) == []
+    fast = replace(plan().predicted, step_ms=0.1)
+    assert advice(predicted=fast, calibrated=None, measured_step_ms=0.14) == []
+
+
 @pytest.mark.parametrize(
     ("stats", "line"),
     [
@@ -259,15 +270,17 @@ def test_one_layer_and_what_does_not_move() -> None:
 
 def test_an_unknown_module_lists_near_names() -> None:
     with pytest.raises(
-        ValueError, match=r"expected a module whose activations are saved, found 'mlp\.gate'; near: mlp"
+        ValueError, match=r"expected a module whose activations are saved, found 'mlp\.gate'; did you mean mlp"
     ):
         explained(StepFacts((plan(),)), "mlp.gate")
-    with pytest.raises(
-        ValueError, match=r"found 'zzz'; near: mlp, mlp\.gate_proj, gate_proj, layers\.0, mlp\.up_proj$"
-    ):
+    with pytest.raises(ValueError, match=r"found 'zzz'; there are mlp, mlp\.gate_proj, gate_proj$"):
         explained(StepFacts((plan(),)), "zzz")
     with pytest.raises(ValueError, match="found 'mlp'; no plan knows module paths"):
         explained(StepFacts((plan(decisions=()),)), "mlp")
+    with pytest.raises(ValueError, match=r"found 'mm_1'; did you mean layers\.3\.mlp\.up_proj\?"):
+        explained(StepFacts((plan(),)), "mm_1")
+    with pytest.raises(ValueError, match=r"did you mean (layers\.\d\.mlp\.gate_proj(, |\?)){3}$"):
+        explained(StepFacts((plan(),)), "layers.2.mlp.gate_prj")
 
 
 # -- nothing to explain ------------------------------------------------------------------------------------------------
@@ -328,7 +341,9 @@ def test_a_model_on_the_cpu(fresh: None) -> None:
 
 def test_a_model_on_the_cpu_without_the_rehearsal(fresh: None) -> None:
     model = fxoffload.compile(torch.nn.Linear(4, 4), inner="aot_eager")
+    before = fxoffload.stats().num_plain_graphs
     model(torch.ones(2, 4)).sum().backward()
+    assert fxoffload.stats().num_plain_graphs == before + 1
     with pytest.raises(
         fxoffload.NoPlanError, match="1 compiled as plain Inductor does: its tensors are on cpu, not on cu"
     ):

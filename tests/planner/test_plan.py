@@ -223,6 +223,12 @@ offloaded GiB                           0.00            0.00         5.62       
 the peak is in backward segment layers_3
 the smallest budget is about 8.00 GiB
 
+  activation_budget GiB    peak GiB    step ms    slowdown
+-----------------------  ----------  ---------  ----------
+                   9.00        9.00      745.0      +3.5 %
+                  20.00       19.00      722.0      +0.3 %
+                  34.00       34.00      720.0      +0.0 %
+
 layers                  value        producer                  GiB each    GiB  decision    reason
 ----------------------  -----------  ----------------------  ----------  -----  ----------  ---------------------------
 model.layers.0-14 (15)  up [8] bf16  aten.mm.default               0.38   5.62  offload     its copy hides

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -293,7 +295,25 @@ def test_a_plan_within_a_fake_mode_of_the_caller() -> None:
 def test_a_budget_that_cannot_be_met_says_the_smallest() -> None:
     with pytest.raises(BudgetError) as caught:
         plan(Tower(3), example_args=(example_input(),), activation_budget=1, **SMALL)
-    assert caught.value.smallest_bytes > 1
+    error = caught.value
+    assert 1 < error.smallest_bytes < (error.inductor_bytes or 0)
+    assert "DYNAMO" not in str(error) and "Plain Inductor takes" in str(error)
+    assert len(traceback.format_tb(error.__traceback__)) == 2, "this test, and plan()"
+
+
+def test_where_nothing_is_done_the_frontier_is_told_all_the_same() -> None:
+    found = plan(Tower(3), example_args=(example_input(),), activation_budget="1GiB", **SMALL)
+    assert "nothing is done" in found.summary and len(found.frontier) > 1
+    assert found.smallest_budget_bytes == found.frontier[0].budget_bytes < found.predicted.peak_bytes
+    assert re.search(r"activation_budget \w+ +peak \w+ +step ms +slowdown", str(found))
+
+
+def test_an_error_of_the_model_names_its_line_and_not_those_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UnsupportedError, match="must have same reduction dim") as caught:
+        plan(Tower(3), example_args=(torch.ones(4, 8, 15),), **SMALL)
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("\n") < 15 and "/torch/" not in text and "Dynamo" not in text
+    assert not caplog.records
 
 
 def test_unknown_devices_and_options() -> None:

@@ -29,7 +29,6 @@ allocator's peak rises there, which belongs to the process.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,6 +44,7 @@ from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, h
 from fxoffload.runtime.tracker.first_arguments import FirstArguments
 from fxoffload.step.readings import Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
+from fxoffload.tell import warn
 
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4
@@ -291,10 +291,9 @@ class ChainClock:
             self._samples.clear()
             self._gaps.clear()
         if not is_known:
-            warnings.warn(
+            warn(
                 f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "
                 f"its plan as it is: {in_brief(error)}",
-                stacklevel=2,
             )
 
     def _read_completed(self) -> None:

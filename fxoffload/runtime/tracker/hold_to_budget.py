@@ -9,7 +9,6 @@ one step are planned together from then on.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.sizes import format_bytes
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -171,10 +171,9 @@ def _loop_of(first: TrackedGraph, chain: SizedChain, step: RunningStep) -> Budge
 def _give_up(chain: SizedChain, plan: ChainPlan, loop: BudgetLoop) -> None:
     """Warn, once: from here on it is not held to its budget."""
     chain.plan = replace(plan, is_least=True)
-    warnings.warn(
+    warn(
         f"expected steps of {len(plan.tracked_graphs)} calls of compiled graphs within the activation_budget of "
         f"{format_bytes(loop.budget_bytes)}, found one that took {format_bytes(loop.peak_bytes)}, after "
         f"{chain.num_corrections} corrections of its plan. activation_budget={loop.peak_bytes} would be met as it is; "
         "or make the batch smaller",
-        stacklevel=2,
     )

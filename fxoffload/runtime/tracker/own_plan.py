@@ -7,7 +7,6 @@ each on its own. A graph that fits into the budget alone is plain Inductor's. No
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.sizes import format_bytes
+from fxoffload.tell import warn
 
 
 class HasOwnPlan(Protocol):
@@ -57,12 +57,11 @@ class OwnPlan:
             return
         self.has_exceeded = True
         planned = max(self.budget_bytes - max(peak_bytes - self.peak_bytes, 0), 1)
-        warnings.warn(
+        warn(
             f"expected steps within the activation_budget of {format_bytes(self.budget_bytes)}, found one that took "
             f"{format_bytes(peak_bytes)}: its graph was compiled as plain Inductor does, since it was predicted to "
             f"take {format_bytes(self.peak_bytes)}. activation_budget={peak_bytes} is met as it is; "
             f"activation_budget={planned} has it planned to stay within {format_bytes(self.budget_bytes)}",
-            stacklevel=2,
         )
 
     def together(self) -> None:
@@ -73,12 +72,11 @@ class OwnPlan:
         if not isinstance(self.join, str):
             self.join()
             return
-        warnings.warn(
+        warn(
             "expected graphs whose forwards wait for their backwards at the same time to be planned together, for an "
             f"activation_budget of {format_bytes(self.budget_bytes)}; found one that cannot be: {self.join}. Each of "
             "them may take the whole budget. Compile the model without graph breaks, or each layer on its own; run "
             "forwards without a backward under torch.no_grad()",
-            stacklevel=2,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +57,7 @@ from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, Moment
 from fxoffload.step.readings import Phase
+from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
@@ -283,10 +283,9 @@ class StepTracker:
                     prepare()
                 except Exception as error:
                     how = "without a plan" if plan.otherwise is None else "with another plan"
-                    warnings.warn(
+                    warn(
                         f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} "
                         f"compiled graphs and goes on {how}: {in_brief(error)}",
-                        stacklevel=2,
                     )
                     if chain.plan is plan:
                         tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
