@@ -177,8 +177,8 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
         baseline = planning.baseline.peak_bytes
         raise BudgetError(
             f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes), which {where} needs in "
-            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Plain Inductor "
-            f"takes {format_bytes(baseline)}. Raise the budget, or make the batch smaller",
+            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Plain "
+            f"Inductor takes {format_bytes(baseline)}. Raise the budget, or make the batch smaller",
             least,
             where,
             baseline,

@@ -203,7 +203,7 @@ def costs(plan: PlanData) -> Table:
     return Table(("", *(title for title, _ in columns)), rows, ("left", *["right"] * len(columns)))
 
 
-def frontier(plan: Plan) -> Table:
+def frontier(plan: PlanData) -> Table:
     """The budgets that can be asked for, with their times."""
     unit = RowUnit.of(plan)
     rows = [
