@@ -34,11 +34,11 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload._torch_compat import graph_module
 from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.find_candidates import Candidate
+from fxoffload.torch_private.graphs import graph_module
 
 # Placeholder of a backward -> it may hold a copy instead of the value.
 COPY_KEY = "fxoffload_copy"

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxoffload._torch_compat import mutated_args
 from fxoffload.analysis.layer_classes import behind_tangents, is_random, layers_of
 from fxoffload.analysis.op_costs import tensors_of
 from fxoffload.analysis.recompute_rules import (
@@ -37,6 +36,7 @@ from fxoffload.analysis.recompute_rules import (
     _is_cheap,
     overwritten_inputs,
 )
+from fxoffload.torch_private.op_schemas import mutated_args
 
 if TYPE_CHECKING:
     from fxoffload.analysis.find_frontier import RecomputePoint

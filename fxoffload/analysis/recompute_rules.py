@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from fxoffload._torch_compat import aliased_args, mutated_args
-from fxoffload._torch_sizes import free_unbacked_symbols
 from fxoffload.analysis.layer_classes import is_random
 from fxoffload.analysis.op_costs import call_of, node_kind
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import free_unbacked_symbols
 
 # Policies of a user's selective checkpointing that ask for offloading. They exist in newer torch only.
 OFFLOADED = frozenset(

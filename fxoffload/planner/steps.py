@@ -15,12 +15,12 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.ops import is_op
 from fxoffload.step.edges import Edges
 from fxoffload.step.offload_candidate import RANGE_ALIGNMENT, OffloadCandidate
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.sizes import format_bytes
 from fxoffload.tell import warn
+from fxoffload.torch_private.storages import StorageRef
 
 
 class HasOwnPlan(Protocol):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
@@ -16,6 +15,7 @@ from fxoffload.runtime.tracker.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.readings import Phase
+from fxoffload.torch_private.storages import StorageRef
 
 
 @dataclass(eq=False)

@@ -23,13 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fxoffload._torch_compat import (
-    StorageRef,
-    compiled_autograd_active,
-    in_backward,
-    saved_tensor_hooks_active,
-    version_of,
-)
 from fxoffload.errors import in_brief
 from fxoffload.progress import working
 from fxoffload.runtime import background
@@ -58,6 +51,9 @@ from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, Moment
 from fxoffload.step.readings import Phase
 from fxoffload.tell import warn
+from fxoffload.torch_private.autograd import compiled_autograd_active, in_backward, saved_tensor_hooks_active
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.tensor_versions import version_of
 
 log = logging.getLogger(__name__)
 
