@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fxoffload import _check_torch as _check_torch  # before anything that an older torch lacks
+from fxoffload import torch_private as torch_private  # before anything that an older torch lacks
 from fxoffload._register import register_backend as _register_backend
 
 if TYPE_CHECKING:

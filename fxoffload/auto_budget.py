@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxoffload._torch_private import first_of_ranks
-from fxoffload._torch_sizes import FakeTensor
 from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.memory_budget import GRADIENTS, BudgetRoom, room_elsewhere, room_on
 from fxoffload.options import Options
 from fxoffload.reset import on_reset
 from fxoffload.sizes import format_bytes, share_of
+from fxoffload.torch_private.fake_tensors import FakeTensor
+from fxoffload.torch_private.process_groups import first_of_ranks
 
 log = logging.getLogger(__name__)
 

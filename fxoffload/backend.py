@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_breaks import log_after_graph
-from fxoffload._torch_dynamo import keep_reset, watch_calls
 from fxoffload.compiled_graph import note_plain
 from fxoffload.environment import disabled_pieces, everything_disabled
 from fxoffload.errors import BudgetError, FxOffloadError
@@ -24,6 +22,9 @@ from fxoffload.progress import working
 from fxoffload.reset import reset
 from fxoffload.runtime.uncompiled_calls import UNCOMPILED
 from fxoffload.tell import budget_above_memory, is_new
+from fxoffload.torch_private.dynamo_cache import keep_reset
+from fxoffload.torch_private.dynamo_calls import watch_calls
+from fxoffload.torch_private.dynamo_logging import log_after_graph
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,10 @@ def _compile(
     chosen = Options.from_torch_compile(mode, options)
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
-    from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
     from fxoffload.compiler.parameter_inputs import parameters_of
     from fxoffload.compiler.session import CompileSession, compile_plain
+    from fxoffload.torch_private.aot_autograd import aot_config_patch
+    from fxoffload.torch_private.inductor import compile_fx, inductor_config
 
     patches = chosen.inductor_config()
     if chosen.inner == "aot_eager":
@@ -108,8 +110,7 @@ def _compile(
 
 def _leaving_gradients_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, whose backward makes zeros ([Note: Gradients that nothing comes from] in ``compiler.tangents``)."""
-    from fxoffload._torch_compat import compiled_autograd_active
-    from fxoffload._torch_dynamo import leave_gradients_undefined, num_autograd_nodes
+    from fxoffload.torch_private.autograd import compiled_autograd_active, leave_gradients_undefined, num_autograd_nodes
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:

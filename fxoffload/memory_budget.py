@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxoffload._torch_sizes import FakeTensor
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.machine.devices import memory_bytes, resolve
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile
 from fxoffload.sizes import format_bytes, parse_bytes
+from fxoffload.torch_private.fake_tensors import FakeTensor
+from fxoffload.torch_private.tensor_subclasses import TorchDispatchMode
 
 # CUDA's caching allocator hands out multiples of this.
 _BLOCK = {"cuda": 512}
@@ -359,7 +359,7 @@ class _AnyNumber(TorchDispatchMode):
 
 def _missing_state_bytes(optimizer: torch.optim.Optimizer, missing: list[nn.Parameter], target: _Target) -> int:
     """Of the state that one step makes for ``missing``."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fxoffload.torch_private.fake_tensors import FakeTensorMode
 
     kind = type(optimizer).__name__
     parameters = {id(p): p for g in optimizer.param_groups for p in g["params"]}

@@ -18,9 +18,9 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import calls_graph
 from fxoffload.analysis.values import Storages, output_values, tensor_of
 from fxoffload.passes.cut_segments import Segmentation
+from fxoffload.torch_private.graphs import calls_graph
 
 Donations = dict[str, tuple[int, ...]]
 

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_sizes import symbols_of
 from fxoffload.analysis.repeatable import MAX_OPS, Repeatable
 from fxoffload.analysis.values import output_values
 from fxoffload.passes.annotate_layers import LAYER_KEY
 from fxoffload.passes.settle_nodes import GLUE_KEY
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import symbols_of
 
 # The share of a layer's nodes at each end that the search for the best cut may look at.
 _MARGIN = 0.05

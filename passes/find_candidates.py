@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import is_rng_state
-from fxoffload._torch_sizes import hint, symbols_of
 from fxoffload.analysis.value_names import ValueNames
 from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of, written_values
+from fxoffload.torch_private.partitioner import is_rng_state
+from fxoffload.torch_private.symbolic_sizes import hint, symbols_of
 
 SMALL = "smaller than min_bytes"
 

@@ -34,10 +34,10 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload._torch_compat import graph_module
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.passes.cut_segments import Segment, Segmentation
 from fxoffload.passes.find_candidates import Candidate
+from fxoffload.torch_private.graphs import graph_module
 
 # Outer node -> name of the class of values that share memory with it in the inner graph.
 STORAGE_KEY = "fxoffload_storage"

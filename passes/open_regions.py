@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import aliased_args
-from fxoffload._torch_sizes import fakes_over_new_memory, run_on_fakes
 from fxoffload.analysis.values import output_values, tensor_of
+from fxoffload.torch_private.fake_tensors import fakes_over_new_memory, run_on_fakes
+from fxoffload.torch_private.op_schemas import aliased_args
 
 
 class OpenRegions:

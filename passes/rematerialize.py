@@ -21,11 +21,11 @@ from collections.abc import Mapping
 
 import torch.fx as fx
 
-from fxoffload._torch_sizes import new_fake_like, run_on_fakes
 from fxoffload.analysis.repeatable import Repeatable
 from fxoffload.analysis.values import tensor_of
 from fxoffload.passes.cut_segments import Segmentation, segments_of
 from fxoffload.passes.settle_nodes import GLUE_KEY
+from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
 
 # Copy -> the name of the node that it repeats.
 REPEATS_KEY = "fxoffload_repeats"

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import trace_structured
 from fxoffload.errors import FxOffloadError, PassError
+from fxoffload.torch_private.profiler import trace_structured
 
 log = logging.getLogger(__name__)
 

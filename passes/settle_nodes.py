@@ -20,8 +20,8 @@ import operator
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import mutated_args
 from fxoffload.analysis.values import output_values
+from fxoffload.torch_private.op_schemas import mutated_args
 
 GLUE_KEY = "fxoffload_glued"
 

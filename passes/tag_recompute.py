@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from fxoffload._torch_compat import aliased_args, mutated_args
-from fxoffload._torch_sizes import free_unbacked_symbols
 from fxoffload.analysis.layer_classes import behind_tangents, is_random, layers_of
 from fxoffload.analysis.op_costs import call_of, node_kind, tensors_of
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import free_unbacked_symbols
 
 if TYPE_CHECKING:
     from fxoffload.analysis.find_frontier import RecomputePoint

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import saves_rng_state
 from fxoffload.analysis.op_costs import call_of, sets_random_state
 from fxoffload.analysis.values import output_values
 from fxoffload.passes.tag_recompute import never_drops
+from fxoffload.torch_private.partitioner import saves_rng_state
 
 
 class UnwrapRandom:

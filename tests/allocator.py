@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fxoffload._torch_private import AllocatorEvent
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.torch_private.cuda import AllocatorEvent
 
 
 class Allocator:

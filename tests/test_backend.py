@@ -23,7 +23,6 @@ from torch._inductor import config as inductor_config
 
 import fxoffload
 from fxoffload import backend
-from fxoffload._torch_compat import boxed_eager
 from fxoffload.compiler import chain_planning as tape_plan
 from fxoffload.compiler import segments, session
 from fxoffload.compiler.kernels import PendingKernels
@@ -36,6 +35,7 @@ from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.planner import pacing
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
+from fxoffload.torch_private.graphs import boxed_eager
 from tests.capture import Tower, example_input, rehearsal_options
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*args: Any, **kwargs: Any) -> None:
         pytest.fail("AOTAutograd began to trace")
 
-    monkeypatch.setattr("fxoffload._torch_compat.compile_fx", trace)
+    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", trace)
     monkeypatch.setattr("torch._functorch.aot_autograd.aot_module_simplified", trace)
 
 
@@ -185,7 +185,7 @@ def test_what_would_be_refused_is_what_would_have_traced(monkeypatch: pytest.Mon
         asked.append(1)
         return gm.forward
 
-    monkeypatch.setattr("fxoffload._torch_compat.compile_fx", trace)
+    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", trace)
     compile_model()[1](example_input())
     assert asked == [1]
 
@@ -228,7 +228,7 @@ def test_a_partitioner_of_the_users_still_partitions(quick_inductor: list[dict[s
     class Theirs(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
             asked.append(len(gm.graph.nodes))
-            from fxoffload._torch_compat import default_partition
+            from fxoffload.torch_private.partitioner import default_partition
 
             return default_partition(gm, joint_inputs, **kwargs)
 
@@ -255,7 +255,7 @@ def test_disabled_is_plain_inductor(value: str, monkeypatch: pytest.MonkeyPatch)
         return gm.forward
 
     monkeypatch.setenv("FXOFFLOAD_DISABLE", value)
-    monkeypatch.setattr("fxoffload._torch_compat.compile_fx", plain)
+    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", plain)
     model, compiled = compile_model(inner="inductor", inductor={"epilogue_fusion": False})
     assert_equal(gradients(model, compiled), eager())
     assert asked == [{"config_patches": {"epilogue_fusion": False}}]
@@ -671,7 +671,7 @@ def test_a_model_on_the_cpu_says_once_that_nothing_is_offloaded(
         asked.append(kwargs)
         return gm.forward
 
-    monkeypatch.setattr("fxoffload._torch_compat.compile_fx", plain)
+    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", plain)
     for num_layers in (2, 3):
         model = make_model(num_layers)
         assert_equal(gradients(model, torch.compile(model, backend="fxoffload")), eager(num_layers))

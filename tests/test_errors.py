@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxoffload._check_torch import check_torch
 from fxoffload.errors import (
     OptionsError,
     PassError,
@@ -21,6 +20,7 @@ from fxoffload.errors import (
     VerificationError,
     in_brief,
 )
+from fxoffload.torch_private.check_version import check_torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,4 +112,4 @@ def test_an_older_torch_is_refused_before_anything_is_imported_that_it_lacks(ver
         n for n in ast.parse((ROOT / "fxoffload" / "__init__.py").read_text()).body if isinstance(n, ast.ImportFrom)
     ]
     own = [n for n in imports if (n.module or "").startswith("fxoffload")]
-    assert [a.name for a in own[0].names] == ["_check_torch"]
+    assert [a.name for a in own[0].names] == ["torch_private"]

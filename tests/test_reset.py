@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload._torch_private import num_graphs_compiled
 from fxoffload.compiler import session
 from fxoffload.compiler.chain_planning import plan_chain
 from fxoffload.reset import reset as forget
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
+from fxoffload.torch_private.compiled_code import num_graphs_compiled
 from tests.support import Observed, Stack, assert_equal, assert_nothing_held, batch, compiled, effects, rehearsal
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from benchmarks.activations.available import NotAvailable
 from benchmarks.schema import Request, Variant
 from benchmarks.steps import Stepper
 from benchmarks.workloads import Job, build_job, decoder_layers
-from fxoffload._torch_positions import assume_consecutive
+from fxoffload.torch_private.dynamo_positions import assume_consecutive
 
 OPS = "torch._functorch._activation_offloading.offload_ops"
 PACKAGE = "torchtitan.experiments.graph_trainer"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import argument_of, attention_sizes, call_of, distinct_bytes, node_kind, op_name
 from fxoffload.analysis.value_names import ValueNames
 from fxoffload.analysis.values import Storages
 from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.torch_private.symbolic_sizes import hint
 
 _MASK_NAMES = ("attn_bias", "attn_mask", "bias")
 _BACKWARD = "_backward"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import call_of, fused_form, op_name, reduced_dims, shape_of, tensors_of
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 def hidden_bytes(node: fx.Node) -> int:

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import OTHER_PLACES, aten_names, fused_form, op_name, shape_of, source_of, tensors_of
 from fxoffload.analysis.segment_kernels import Buffer, Kernel, SegmentKernels
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 def bytes_in_place(segment: SegmentKernels, kernel: Kernel, freed: Sequence[Buffer]) -> int:

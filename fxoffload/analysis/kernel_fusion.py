@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import mutated_args
 from fxoffload.analysis.op_costs import (
     aten_names,
     base_of,
@@ -45,6 +44,7 @@ from fxoffload.analysis.op_costs import (
     source_of,
     tensors_of,
 )
+from fxoffload.torch_private.op_schemas import mutated_args
 
 # Inductor's realize_acc_reads_threshold and realize_reads_threshold: a pointwise result that needs more reads is
 # written to memory after all (the second holds where several ops read it).

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_compat import aliased_args, mutated_args
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
 from fxoffload.passes.annotate_layers import LAYER_KEY
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import hint
 
 # The label of a graph that has no labels: it is one layer.
 WHOLE_GRAPH = ""

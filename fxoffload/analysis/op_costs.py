@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fxoffload._torch_compat import aliased_args, mutated_args
-from fxoffload._torch_sizes import hint
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import hint
 
 Kind = Literal["matmul", "attention", "convolution", "collective", "opaque", "fused", "view"]
 Form = Literal["pointwise", "reduction", "gather", "scatter"]

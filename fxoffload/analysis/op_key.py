@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import call_of, shape_of
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 def op_key(node: fx.Node) -> str | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import mutated_args
 from fxoffload.analysis.op_costs import OTHER_PLACES, aten_names, fused_form, is_wait, op_name, source_of
 from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of, written_values
+from fxoffload.torch_private.op_schemas import mutated_args
 
 # A value that takes more ops than this is cheaper to read.
 MAX_OPS = 24

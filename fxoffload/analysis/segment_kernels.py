@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import mutated_args
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.hidden_memory import hidden_bytes
 from fxoffload.analysis.kernel_fusion import Access, Fusion
 from fxoffload.analysis.op_costs import fused_form, node_kind, shape_of, source_of
 from fxoffload.analysis.values import extent_bytes, tensor_of
+from fxoffload.torch_private.op_schemas import mutated_args
+from fxoffload.torch_private.symbolic_sizes import hint
 
 # Memory inside the segment: an op, and the place of the result among its results. Outside: the storage.
 Buffer: TypeAlias = tuple[Any, ...]

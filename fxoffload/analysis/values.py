@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import aliased_args, mutated_args
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import is_wait
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

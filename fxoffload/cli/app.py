@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from fxoffload import __version__
-from fxoffload._check_torch import torch_version
 from fxoffload.checkpoints.errors import CheckpointError
 from fxoffload.checkpoints.interrupts import ENDING
 from fxoffload.cli.bench import bench
@@ -22,6 +21,7 @@ from fxoffload.cli.moe import app as moe
 from fxoffload.cli.moe_tables import printable
 from fxoffload.cli.plan import plan
 from fxoffload.cli.profile import app as profile
+from fxoffload.torch_private.check_version import torch_version
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(moe, name="moe")

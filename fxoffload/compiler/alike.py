@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import hint
 from fxoffload.passes.cut_segments import Segment
+from fxoffload.torch_private.symbolic_sizes import hint
 
 T = TypeVar("T")
 

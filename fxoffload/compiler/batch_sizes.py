@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import free_symbols, free_unbacked_symbols, hint, hints_at, largest_size
 from fxoffload.analysis.op_costs import tensors_of
+from fxoffload.torch_private.symbolic_sizes import free_symbols, free_unbacked_symbols, hint, hints_at, largest_size
 
 Sizes = tuple[int, ...]
 

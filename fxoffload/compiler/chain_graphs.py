@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_compat import is_rng_state
-from fxoffload._torch_sizes import hints_at, symbols_of
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.fit import Signature
@@ -26,6 +23,9 @@ from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
 from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.step.edges import Edges
+from fxoffload.torch_private.partitioner import is_rng_state
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.symbolic_sizes import hints_at, symbols_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import boxed, boxed_eager
 from fxoffload.analysis.values import output_values
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
@@ -25,6 +24,7 @@ from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
 from fxoffload.runtime.tracker.step_memory import EdgeWatch
 from fxoffload.step.edges import EdgeMemory, Edges, Moment
+from fxoffload.torch_private.graphs import boxed, boxed_eager
 
 
 class FakeGraph:

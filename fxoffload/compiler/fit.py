@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_sizes import form_of
 from fxoffload.analysis.values import output_values, tensor_of
 from fxoffload.runtime.variant import VariantLayout
+from fxoffload.torch_private.symbolic_sizes import form_of
 
 
 @dataclass(frozen=True)

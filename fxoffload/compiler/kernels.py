@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxoffload._torch_compat import (
+from fxoffload.torch_private.inductor import (
     AsyncCompile,
     CodeCacheFuture,
     FxGraphCache,

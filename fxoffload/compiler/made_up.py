@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import HigherOrderOperator, OpOverload
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
 from fxoffload.analysis.values import tensor_of
 from fxoffload.compiler.made_up_indices import ENDS, HANDS_ON, INDEX_ALONG, INDEX_LISTS, may_index_wrongly
+from fxoffload.torch_private.op_schemas import HigherOrderOperator, OpOverload
+from fxoffload.torch_private.symbolic_sizes import hint
 
 # Operators of other libraries may read any address by an integer that they are given.
 _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")

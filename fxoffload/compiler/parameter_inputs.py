@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import InputOrigin, is_static_placeholder, origin_of
+from fxoffload.torch_private.aot_autograd import InputOrigin, is_static_placeholder, origin_of
 
 
 def parameters_of(gm: fx.GraphModule) -> frozenset[int]:

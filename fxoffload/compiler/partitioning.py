@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import copy_of, graph_module
-from fxoffload._torch_sizes import hints_at
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs
 from fxoffload.analysis.values import Storages
@@ -28,6 +26,8 @@ from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
 from fxoffload.runtime import background
 from fxoffload.runtime.outer_program import OffloadCandidate
+from fxoffload.torch_private.graphs import copy_of, graph_module
+from fxoffload.torch_private.symbolic_sizes import hints_at
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 

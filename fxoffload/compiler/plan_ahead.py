@@ -17,10 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from fxoffload._torch_breaks import GraphBreak, forgotten, graph_breaks, log_after_graph, user_line
-from fxoffload._torch_sizes import without_learnt_sizes
 from fxoffload.auto_budget import in_bytes_elsewhere
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.compiler.step_ahead import plan_fake_step
@@ -33,9 +30,13 @@ from fxoffload.options import Options
 from fxoffload.planner.plan import Plan
 from fxoffload.progress import working
 from fxoffload.tell import budget_above_memory
+from fxoffload.torch_private.dynamo_breaks import GraphBreak, graph_breaks, user_line
+from fxoffload.torch_private.dynamo_cache import forgotten, without_learnt_sizes
+from fxoffload.torch_private.dynamo_logging import log_after_graph
+from fxoffload.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fxoffload.torch_private.fake_tensors import FakeTensorMode
 
 # Host memory of the machine that is planned for, where the user names none: more than any has, it binds nothing.
 _NO_HOST_BOUND = 1 << 50
@@ -206,7 +207,7 @@ class _FakeCopies(TorchFunctionMode):
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Fake, on the CPU; shares nothing with ``tensor``."""
-        from fxoffload._torch_fake import with_values
+        from fxoffload.torch_private.fake_values import with_values
 
         with torch._C.DisableTorchFunction():
             _check_plain(tensor)
@@ -262,7 +263,7 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("fxoffload_p
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Plan:
     """Runs a step on fake tensors, and plans it."""
-    from fxoffload._torch_fake import step_fake_mode
+    from fxoffload.torch_private.fake_values import step_fake_mode
 
     mode = step_fake_mode()
     model, args, kwargs = _twins(model, args, kwargs, mode)
@@ -316,7 +317,7 @@ def _backward(output: Any) -> None:
 @contextlib.contextmanager
 def _errors_of(name: str) -> Iterator[None]:
     """Errors of the model's on fake tensors come with advice. ``name``: of the model's class."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from fxoffload.torch_private.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
     try:
         yield
@@ -363,10 +364,11 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """``fxoffload.backend`` up to the plan; returns a function that runs on fake tensors."""
     # Imported here, as there.
-    from fxoffload._torch_compat import aot_config_patch, compile_fx, inductor_config
     from fxoffload.compiler.parameter_inputs import parameters_of
     from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
+    from fxoffload.torch_private.aot_autograd import aot_config_patch
+    from fxoffload.torch_private.inductor import compile_fx, inductor_config
 
     request = _request.get()
     options = request.options

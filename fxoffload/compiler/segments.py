@@ -14,21 +14,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_compat import (
-    boxed_eager,
-    compile_fx_inner,
-    graph_module,
-    inductor_config,
-    mutated_args,
-    segment_tracing_context,
-)
-from fxoffload._torch_sizes import told_all_symbols
 from fxoffload.analysis.op_costs import op_name
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.counters import counters
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import Segment, is_submodule
+from fxoffload.torch_private.compile_context import segment_tracing_context
+from fxoffload.torch_private.graphs import boxed_eager, graph_module
+from fxoffload.torch_private.inductor import compile_fx_inner, inductor_config
+from fxoffload.torch_private.op_schemas import mutated_args
+from fxoffload.torch_private.symbolic_sizes import told_all_symbols
 
 log = logging.getLogger(__name__)
 

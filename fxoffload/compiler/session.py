@@ -20,20 +20,6 @@ import torch
 import torch.fx as fx
 
 from fxoffload import tell
-from fxoffload._torch_compat import (
-    CustomPartitionerFn,
-    backward_keeps_graph,
-    boxed,
-    boxed_eager,
-    calls_graph,
-    compile_fx_inner,
-    default_partition,
-    inductor_config,
-    put_opaque_values_last,
-    tags_decide,
-    take_donated_placeholders,
-    take_partitioner_choices,
-)
 from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
@@ -96,6 +82,16 @@ from fxoffload.runtime.variant import Variants
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.readings import Phase
+from fxoffload.torch_private.aot_autograd import take_donated_placeholders
+from fxoffload.torch_private.autograd import backward_keeps_graph
+from fxoffload.torch_private.graphs import boxed, boxed_eager, calls_graph
+from fxoffload.torch_private.inductor import CustomPartitionerFn, compile_fx_inner, inductor_config
+from fxoffload.torch_private.partitioner import (
+    default_partition,
+    put_opaque_values_last,
+    tags_decide,
+    take_partitioner_choices,
+)
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import frame_id
-from fxoffload._torch_sizes import bounds_sizes, hints_at, marks_sizes, symbols_of
 from fxoffload.analysis.op_costs import tensors_of
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes, Sizes
 from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.schedule_by_size import SizedPlan
 from fxoffload.errors import BudgetError, PassError
 from fxoffload.reset import on_reset
+from fxoffload.torch_private.dynamo_state import frame_id
+from fxoffload.torch_private.size_guards import bounds_sizes, marks_sizes
+from fxoffload.torch_private.symbolic_sizes import hints_at, symbols_of
 
 log = logging.getLogger(__name__)
 

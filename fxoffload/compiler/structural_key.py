@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_flatten
+
+from fxoffload.torch_private.pytree import tree_flatten
 
 
 def structural_key(gm: fx.GraphModule, donated: Sequence[int]) -> tuple[Any, ...]:

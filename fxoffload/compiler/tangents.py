@@ -14,9 +14,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fxoffload._torch_compat import is_traceable_wrapper_subclass
 from fxoffload.analysis.values import tensor_of
 from fxoffload.runtime.tracker.outputs import Zeros
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
 def tangents_of(backward: fx.GraphModule) -> list[fx.Node]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.fx as fx
 
-from fxoffload._torch_compat import Surroundings, inductor_config
 from fxoffload.analysis.find_frontier import FindFrontier, RecomputePoint
 from fxoffload.analysis.op_costs import node_kind
 from fxoffload.analysis.values import Storages, tensor_of, written_values
@@ -39,6 +38,8 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
 from fxoffload.step.edges import Edges
+from fxoffload.torch_private.compile_context import Surroundings
+from fxoffload.torch_private.inductor import inductor_config
 
 log = logging.getLogger(__name__)
 

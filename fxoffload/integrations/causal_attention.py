@@ -32,8 +32,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from fxoffload._torch_positions import are_consecutive
-from fxoffload._transformers_private import forget_consecutive_positions
+from fxoffload.torch_private.dynamo_positions import are_consecutive
+from fxoffload.torch_private.transformers import forget_consecutive_positions
 
 CAUSAL_ATTENTION = "fxoffload_causal_sdpa"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fxoffload._transformers_private import callback_handler_of_event
+from fxoffload.torch_private.transformers import callback_handler_of_event
 
 _GIB = 2**30
 

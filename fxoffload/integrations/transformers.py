@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxoffload._torch_private import is_optimized_module
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.options import Options
+from fxoffload.torch_private.compiled_code import is_optimized_module
 
 try:
     from transformers import (

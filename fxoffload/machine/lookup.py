@@ -17,7 +17,6 @@ import warnings
 
 import torch
 
-from fxoffload import _torch_compat as compat
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine import cache, op_times
 from fxoffload.machine.devices import Identity, identify, resolve
@@ -25,6 +24,7 @@ from fxoffload.machine.measure import measure
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.machine.shelf import load_profile, shipped_for
 from fxoffload.runtime.engine import engines
+from fxoffload.torch_private.autograd import in_backward
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _measure_once(device: torch.device, identity: Identity, *, refresh: bool) ->
 
 def _refuse_in_a_step(device: torch.device) -> None:
     reason = None
-    if compat.in_backward():
+    if in_backward():
         reason = "a backward that is running"
     elif any(len(engine.save_order) for engine in engines()):
         reason = "a forward whose backward has not run"

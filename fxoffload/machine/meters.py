@@ -26,11 +26,11 @@ from typing import NamedTuple, Protocol
 import psutil
 import torch
 
-from fxoffload._torch_compat import real_tensors
 from fxoffload.machine.clocks import CpuClock, CudaClock
 from fxoffload.runtime.profiler.allocator_history import cuda_history
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, cuda_memory
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private.compile_context import real_tensors
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import os
 import weakref
 from collections.abc import Collection
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.inventory import Inventory
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.phase import BUFFERS, EXTRA, OPTIMIZER, PARAMS
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.torch_private.storages import storage_key
 
 _LOCK = ForkSafeRLock()
 _CLAIMS: weakref.WeakKeyDictionary[Inventory, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -63,7 +63,7 @@ def _named(inventory: Inventory, device_types: Collection[str]) -> dict[tuple[st
             for name, tensor in named:
                 for plain in plain_tensors(tensor):
                     if plain.device.type in device_types:
-                        found.setdefault(("storage", private.storage_key(plain)), f"{name} ({group})")
+                        found.setdefault(("storage", storage_key(plain)), f"{name} ({group})")
     return found
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.sentinel import untouched
@@ -18,6 +17,7 @@ from fxoffload.phases.moving.storages import plain_tensors as plain_tensors
 from fxoffload.phases.optimizers import leaves, named_state
 from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private.pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 

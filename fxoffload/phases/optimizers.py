@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
+
+from fxoffload.torch_private.pytree import tree_flatten_with_path
 
 # Attributes under which wrappers keep the optimizers they wrap: verl's and VeOmni's MultiOptimizer, Megatron's chained
 # optimizers, and the many that wrap one (torch's ZeroRedundancyOptimizer: ``optim``).

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.referrers import describe_referrers
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
+from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)

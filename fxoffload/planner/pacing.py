@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.planner.link import CopyRates
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
+from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 
 # Part of the link that copies to the host reach where forwards are paced: 0.97 to 0.99 during one GPU's collectives
 # (H200, 2026-11-23 and 24).

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.fx as fx
 
-from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.analysis.op_key import op_key
 from fxoffload.errors import OptionsError, ProfileError
 from fxoffload.machine.lookup import profile_for
@@ -17,6 +16,7 @@ from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
 from fxoffload.runtime.host_memory.limits import processes_on_this_machine
+from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 
 # The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
 REHEARSED = "h200"

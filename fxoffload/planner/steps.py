@@ -15,13 +15,13 @@ import torch
 import torch.fx as fx
 
 from fxoffload import ops
-from fxoffload._torch_sizes import hint
 from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.ops import is_op
 from fxoffload.passes.insert_transfers import CANDIDATES_KEY, STORAGE_KEY
 from fxoffload.runtime.engine import _RANGE_ALIGNMENT
 from fxoffload.runtime.outer_program import OffloadCandidate
 from fxoffload.step.edges import Edges
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from fxoffload._torch_compat import version_of
 from fxoffload.runtime.transfer import Group, empty_token, is_token, slot_of
+from fxoffload.torch_private.tensor_versions import version_of
 
 _ATTRIBUTE = "_fxoffload_bundle"
 

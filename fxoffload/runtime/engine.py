@@ -50,7 +50,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.counters import counters
 from fxoffload.errors import ModifiedInputError
 from fxoffload.reset import on_reset
@@ -76,6 +75,7 @@ from fxoffload.runtime.tracker.first_arguments import others_watch
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch
+from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 
 log = logging.getLogger(__name__)
 

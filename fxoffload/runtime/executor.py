@@ -14,14 +14,6 @@ import torch
 from torch import Tensor
 
 from fxoffload import tell
-from fxoffload._torch_compat import (
-    backward_keeps_graph,
-    boxed,
-    compiled_autograd_active,
-    in_backward,
-    saved_tensor_hooks_active,
-    saved_tensor_hooks_module,
-)
 from fxoffload.counters import counters
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
@@ -32,6 +24,14 @@ from fxoffload.runtime.tracker.step_tracker import TrackedGraph
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
 from fxoffload.step.choice import Choice
+from fxoffload.torch_private.autograd import (
+    backward_keeps_graph,
+    compiled_autograd_active,
+    in_backward,
+    saved_tensor_hooks_active,
+    saved_tensor_hooks_module,
+)
+from fxoffload.torch_private.graphs import boxed
 
 _GRAPHS = itertools.count(1)
 

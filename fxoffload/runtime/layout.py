@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fxoffload._torch_sizes import hint, product, quotient
+from fxoffload.torch_private.symbolic_sizes import hint, product, quotient
 
 
 @dataclass

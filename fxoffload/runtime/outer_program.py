@@ -17,7 +17,6 @@ import torch.fx as fx
 from torch import Tensor
 
 from fxoffload import ops
-from fxoffload._torch_private import profiled
 from fxoffload.counters import counters
 from fxoffload.ops import is_op
 from fxoffload.runtime.engine import Budgets, CopyEngine
@@ -25,6 +24,7 @@ from fxoffload.runtime.layout import layout_of
 from fxoffload.runtime.profiler.call_recorder import Recorder
 from fxoffload.runtime.transfer import Group, Slot, Transfer, Watch, make_token, slot_of
 from fxoffload.step.choice import Windows
+from fxoffload.torch_private.profiler import profiled
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Calls of compiled functions that Dynamo runs uncompiled: counted, and told once.
 
 Dynamo stops compiling a function without an error: its recompile limit is used up, a stance says so, an error was
-suppressed. Training then goes on, eager, and nothing is offloaded. Two things are seen here (``_torch_dynamo``): frames
+suppressed. Training then goes on, eager, and nothing is offloaded. Two things are seen here (``dynamo_state``): frames
 that Dynamo runs uncompiled because a limit is used up, and calls with gradients in which no compiled graph ran. Where
 autograd recorded nothing, such a call had nothing to offload, and is neither counted nor told.
 """
@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from fxoffload._torch_dynamo import called_function, num_autograd_nodes, runs_later, why_off
 from fxoffload.counters import counters
 from fxoffload.tell import warn_once
+from fxoffload.torch_private.autograd import num_autograd_nodes
+from fxoffload.torch_private.dynamo_state import called_function, runs_later, why_off
 
 WITHOUT_GRADIENTS = "without gradients: "
 NOT_TRACED = "no graph"

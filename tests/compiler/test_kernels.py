@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 import fxoffload
-from fxoffload._torch_compat import AsyncCompile, CodeCacheFuture, FxGraphCache, needs_kernels_while_compiling
 from fxoffload.compiler import kernels
 from fxoffload.errors import SegmentCompileError
+from fxoffload.torch_private.inductor import AsyncCompile, CodeCacheFuture, FxGraphCache, needs_kernels_while_compiling
 from tests.capture import Tower, example_input
 
 OPTIONS: dict[str, Any] = {"policy": "offload_all", "device_types": ("cpu",), "min_bytes": 1, "inner": "inductor"}

@@ -13,11 +13,13 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codecache import compiled_fx_graph_hash
 
 import fxoffload
-from fxoffload._torch_compat import boxed_eager, segment_tracing_context, take_donated_placeholders
 from fxoffload.compiler import segments
 from fxoffload.compiler.segments import SegmentCall, SegmentCompiler, extract_segment
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import Segment
+from fxoffload.torch_private.aot_autograd import take_donated_placeholders
+from fxoffload.torch_private.compile_context import segment_tracing_context
+from fxoffload.torch_private.graphs import boxed_eager
 from tests.capture import Block, Sketch, Tower, capture, example_input, rehearsal_options, tiny_tower
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fxoffload._torch_private import records_allocator_events
 from fxoffload.runtime.profiler.allocator_history import cuda_history
 from fxoffload.runtime.profiler.allocator_trace import cuda_memory
+from fxoffload.torch_private.cuda import records_allocator_events
 from tests.gpu.gpu_support import MIB, allocated_above
 
 pytestmark = pytest.mark.gpu

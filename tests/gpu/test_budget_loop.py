@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload._torch_private import records_allocator_events
+from fxoffload.torch_private.cuda import records_allocator_events
 from tests.gpu.gpu_support import MIB, WIDTH, Stack, allocated_above, join, kept_peak
 
 pytestmark = pytest.mark.gpu

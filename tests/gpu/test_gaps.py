@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload._torch_private import records_allocator_events
 from fxoffload.planner.plan import Plan
+from fxoffload.torch_private.cuda import records_allocator_events
 from tests.gpu.gpu_support import MIB, WIDTH, Stack, allocated_above, join, kept_peak
 
 pytestmark = pytest.mark.gpu

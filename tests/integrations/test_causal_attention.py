@@ -30,9 +30,9 @@ from transformers import (
     T5Config,
 )
 
-from fxoffload._torch_positions import are_consecutive
 from fxoffload.integrations.causal_attention import causal_attention
 from fxoffload.integrations.transformers import CAUSAL_ATTENTION, MaskDroppingCollator, drop_full_mask
+from fxoffload.torch_private.dynamo_positions import are_consecutive
 
 VOCABULARY, TOKENS = 97, 21
 TINY: dict[str, Any] = {

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fxoffload._torch_compat import default_partition, is_rng_state
 from fxoffload.analysis import find_frontier
 from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, RecomputePoint
 from fxoffload.analysis.layer_classes import WHOLE_GRAPH, Joint, is_random, layout_bytes
@@ -27,6 +26,7 @@ from fxoffload.analysis.values import output_values
 from fxoffload.compiler import session
 from fxoffload.passes.annotate_layers import LAYER_KEY, AnnotateLayers
 from fxoffload.passes.tag_recompute import TagRecompute
+from fxoffload.torch_private.partitioner import default_partition, is_rng_state
 from tests import support
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input
 from tests.marks import slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxoffload._torch_private import StorageWeakRef, is_gone
+from fxoffload.torch_private.storages import StorageWeakRef, is_gone
 
 from .phase_support import rehearse
 

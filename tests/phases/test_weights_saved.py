@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, core_model_loading
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming
 
-from fxoffload import _transformers_private
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases import PhaseManager
+from fxoffload.torch_private import transformers as transformers_private
 from tests.marks import slow
 from tests.phases.tiny_transformers import saved_weights, tiny_families, tiny_model
 
@@ -220,7 +220,7 @@ def test_two_models_side_by_side() -> None:
 def test_a_model_that_was_loaded_is_saved_as_it_was_found(mixtral: PreTrainedModel, tmp_path: Path) -> None:
     mixtral.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert _transformers_private.conversions_of(loaded)
+    assert transformers_private.conversions_of(loaded)
     assert_equal(streamed(loaded), saved_weights(mixtral))
 
 
@@ -298,7 +298,7 @@ def test_a_transformers_that_cannot_be_asked_is_named_once(
     mixtral: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(core_model_loading, "revert_weight_conversion")
-    monkeypatch.setattr(_transformers_private, "_said", set())
+    monkeypatch.setattr(transformers_private, "_said", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_equal(streamed(mixtral), mixtral.state_dict())

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.manager import PhaseManager
 from fxoffload.phases.weight_sync.weights import stream_weights
+from fxoffload.torch_private import process_groups
 
 Found = dict[str, Any]
 
@@ -172,17 +172,17 @@ class counted:
     """The collectives in a block."""
 
     def __enter__(self) -> list[int]:
-        self._real, calls = private.all_gather, []
+        self._real, calls = process_groups.all_gather, []
 
         def call(whole: Tensor, part: Tensor, group: Any) -> Any:
             calls.append(whole.numel())
             return self._real(whole, part, group)
 
-        private.all_gather = call
+        process_groups.all_gather = call
         return calls
 
     def __exit__(self, *exception: object) -> None:
-        private.all_gather = self._real
+        process_groups.all_gather = self._real
 
 
 def compared(model: nn.Module, whole: dict[str, Tensor]) -> Found:

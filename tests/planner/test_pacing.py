@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxoffload._torch_private import fsdp2_is_used
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import pacing, rates
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
 from fxoffload.planner.rates import WITH_COLLECTIVES, ProfileRates, rates_for, with_collectives
 from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 from tests.planner.test_tape_recompute import layer, passed
 
 COUNT = 6

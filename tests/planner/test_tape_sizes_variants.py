@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload._torch_compat import inductor_config
-from fxoffload._torch_sizes import NewGuardError, no_new_guards
 from fxoffload.compiler import chain_planning as tape_plan
 from fxoffload.compiler import session
 from fxoffload.compiler import variant_maker as variant_maker
@@ -23,6 +21,8 @@ from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
 from fxoffload.planner.plan import Plan
 from fxoffload.runtime.engine import engine_for
+from fxoffload.torch_private.inductor import inductor_config
+from fxoffload.torch_private.size_guards import NewGuardError, no_new_guards
 from tests.planner import test_tape_plan as save_order
 from tests.planner.rehearsal import CPU
 from tests.planner.test_tape_plan import Run, new_plans, options

@@ -12,7 +12,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload import _torch_compat
+from fxoffload.torch_private import partitioner
 from tests.support import Stack, batch
 
 OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, "profile": "h200"}
@@ -50,7 +50,7 @@ def _other_values() -> list[Any]:
     quick = ("activation_memory_budget", "ban_recompute_used_far_apart", "enable_activation_offloading")
     return [
         pytest.param(k, not v if isinstance(v, bool) else 0.5, marks=() if k in quick else pytest.mark.slow)
-        for k, v in _torch_compat._TAGS_DECIDE.items()
+        for k, v in partitioner._TAGS_DECIDE.items()
     ]
 
 

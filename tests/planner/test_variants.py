@@ -21,14 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxoffload
-from fxoffload._torch_compat import FxGraphCache
-from fxoffload._torch_sizes import hints_at
 from fxoffload.compiler import schedule_by_size, session
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.compiler.size_variants import MAX_VARIANTS, VARIANTS, SizeVariants, largest_served
 from fxoffload.errors import BudgetError
 from fxoffload.planner import StorageInfo, TrainingStep
+from fxoffload.torch_private.inductor import FxGraphCache
+from fxoffload.torch_private.symbolic_sizes import hints_at
 from tests.capture import Sketch, Tower, example_input
 from tests.planner.test_planning import Recorded, recorded, scenario, tower
 from tests.support import assert_close, assert_equal, assert_nothing_held, num_dynamo_graphs

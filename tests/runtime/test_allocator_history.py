@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fxoffload._torch_private import AllocatorEvent, after_backward
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.torch_private.autograd import after_backward
+from fxoffload.torch_private.cuda import AllocatorEvent
 from tests.allocator import Allocator
 
 DEVICE = torch.device("cuda", 1)

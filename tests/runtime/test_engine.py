@@ -15,12 +15,12 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload import ModifiedInputError
-from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime import engine as engine_module
 from fxoffload.runtime.copies.streams import HostCopies, Wait
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena
 from fxoffload.runtime.transfer import Group, Transfer, Watch
+from fxoffload.torch_private.storages import StorageRef
 
 CPU = torch.device("cpu")
 NBYTES = 1024  # of each value in this file

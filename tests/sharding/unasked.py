@@ -169,7 +169,7 @@ def streams() -> Iterator[list[tuple[object, object]]]:
     waits: list[tuple[object, object]] = []
 
     def of(module: Any) -> list[Stream]:
-        contexts = [group.comm_ctx for group in sharded.private.fsdp2_groups(module)]
+        contexts = [group.comm_ctx for group in sharded.fsdp2_groups(module)]
         return [Stream(context, waits) for context in contexts if hasattr(context, "all_gather_stream")]
 
     with mock.patch.object(sharded.private, "fsdp2_streams", of):
@@ -185,7 +185,7 @@ def _root(rank: Rank) -> Any:
 
 
 def _context(model: Any) -> object:
-    return sharded.private.fsdp2_groups(model[0])[0].comm_ctx
+    return sharded.fsdp2_groups(model[0])[0].comm_ctx
 
 
 def two_roots(rank: Rank) -> Found:

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import holdings_of, touch
 from fxoffload.phases.moving.storages import Where
 from fxoffload.phases.optimizers import state_tensors
+from fxoffload.torch_private.compiled_code import compiled_functions, num_graphs_compiled
 
 _DEPTH = 6  # of references from a function to a model
 
@@ -38,13 +38,13 @@ class CompiledFunctions:
         if self._installed:
             return
         self._installed = True
-        compiled = private.num_graphs_compiled()
+        compiled = num_graphs_compiled()
         if compiled is not None and compiled != self._compiled_before:
             # Only when something was compiled since: looking for it takes a pass over all Python objects.
             targets = {id(inner): inner for module in modules for inner in module.modules()}
             targets |= {id(optimizer): optimizer for optimizer in optimizers}
             found: list[tuple[list[Any], Callable[[], Any]]] = []
-            for function, hooks in private.compiled_functions():
+            for function, hooks in compiled_functions():
                 if used := list(reached(function, targets)):
                     found.append((hooks, functools.partial(_fence, used)))
             self._found = found

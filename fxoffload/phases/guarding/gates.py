@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxoffload._torch_private import optimized_modules_of
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.data_parallel import ignore_forwards, watch_forwards
 from fxoffload.phases.guarding.overrides import remove_hook
+from fxoffload.torch_private.compiled_code import optimized_modules_of
 
 
 class Gates:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
 from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
@@ -26,6 +24,9 @@ from fxoffload.phases.guarding.state_dicts import HostReader
 from fxoffload.phases.moving.storages import Holding, plain_tensors
 from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.phases.phase import OPTIMIZER
+from fxoffload.torch_private.fsdp1 import fsdp1_forget_summons, fsdp1_handle, fsdp1_parameters
+from fxoffload.torch_private.fsdp2 import fsdp2_forget_iteration, fsdp2_groups, fsdp2_keeps_shards
+from fxoffload.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
@@ -136,7 +137,7 @@ class Guards:
         put(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}"))
         put(module, "_load_from_state_dict", self._load_own(module))
         if sharded.is_fsdp2(module):
-            for gathered in private.fsdp2_groups(module):
+            for gathered in fsdp2_groups(module):
                 put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
         elif sharded.is_fsdp1(module):
             what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
@@ -145,7 +146,7 @@ class Guards:
             put(module, "load_state_dict", self._touching(lambda: tensors_under(module), what))
             what = f"clip_grad_norm_() of {name}"
             put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
-            handle = private.fsdp1_handle(module)
+            handle = fsdp1_handle(module)
             if handle is not None:
                 put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
         return found
@@ -200,7 +201,7 @@ class Guards:
             with contextlib.ExitStack() as stack:
                 for _, one in sharded.fsdp_modules(module):
                     if sharded.is_fsdp2(one):
-                        stack.enter_context(private.fsdp2_keeps_shards(one, is_away))
+                        stack.enter_context(fsdp2_keeps_shards(one, is_away))
                 return original(*args, **kwargs)
 
         return call
@@ -217,7 +218,7 @@ class Guards:
             try:
                 touch_all([p.sharded_param for p in group.fsdp_params], what)
             except OffloadedError:
-                private.fsdp2_forget_iteration(module)
+                fsdp2_forget_iteration(module)
                 raise
             return original(*args, **kwargs)
 
@@ -226,9 +227,9 @@ class Guards:
     def _pre_unshard(self, module: Any, handle: Any, what: str) -> Callable[..., Any]:
         def call(original: Callable[..., Any]) -> Any:
             try:
-                touch_all(private.fsdp1_parameters(module), what)
+                touch_all(fsdp1_parameters(module), what)
             except OffloadedError:
-                private.fsdp1_forget_summons(handle)
+                fsdp1_forget_summons(handle)
                 raise
             return original()
 
@@ -360,7 +361,7 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
 def _gatherers(module: nn.Module) -> list[Any]:
     """The objects that read FSDP's shards for a module; made at the first forward, or when the model is settled."""
     if sharded.is_fsdp2(module):
-        return list(private.fsdp2_groups(module))
+        return list(fsdp2_groups(module))
     if sharded.is_fsdp1(module):
-        return [private.fsdp1_handle(module)]
+        return [fsdp1_handle(module)]
     return []

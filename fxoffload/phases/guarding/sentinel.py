@@ -30,10 +30,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxoffload._torch_private import set_version
 from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private.tensor_versions import set_version
 
 
 class OffloadedError(RuntimeError):

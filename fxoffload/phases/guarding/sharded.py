@@ -13,8 +13,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.moving.storages import plain_tensors
+from fxoffload.torch_private.autograd import in_backward
+from fxoffload.torch_private.fsdp1 import (
+    fsdp1_activity,
+    fsdp1_parameters,
+    fsdp1_parameters_of,
+    fsdp1_prefetches,
+    fsdp1_reshard,
+    fsdp1_streams,
+    fsdp1_tensors,
+)
+from fxoffload.torch_private.fsdp2 import (
+    fsdp2_activity,
+    fsdp2_groups,
+    fsdp2_is_gathering,
+    fsdp2_parameters,
+    fsdp2_prefetches,
+    fsdp2_streams,
+    fsdp2_tensors,
+)
+from fxoffload.torch_private.storages import storage_key
 
 
 def is_fsdp2(module: nn.Module) -> bool:
@@ -52,13 +71,13 @@ def prefetched_by(module: nn.Module) -> list[nn.Module]:
 
     FSDP2 is told which; FSDP1 knows after its first step, and gathers the next one if ``forward_prefetch`` is on.
     """
-    return list(private.fsdp2_prefetches(module)) if is_fsdp2(module) else []
+    return list(fsdp2_prefetches(module)) if is_fsdp2(module) else []
 
 
 def gathered_next(module: nn.Module) -> list[Tensor]:
     """The parameters that an FSDP module gathers for others when its forward begins."""
     if is_fsdp1(module):
-        return [p for handle in private.fsdp1_prefetches(module) for p in private.fsdp1_parameters_of(handle)]
+        return [p for handle in fsdp1_prefetches(module) for p in fsdp1_parameters_of(handle)]
     return [p for one in prefetched_by(module) for p in parameters_of(one)]
 
 
@@ -117,10 +136,10 @@ def settle(model: nn.Module) -> None:
         RuntimeError: a forward or a backward is running, or ended with an exception. Nothing was changed.
     """
     found = list(fsdp_modules(model))
-    if found and private.in_backward():
+    if found and in_backward():
         raise RuntimeError("cannot offload inside a backward: expected to be called between steps")
     for name, module in found:
-        activity = private.fsdp2_activity(module) if is_fsdp2(module) else private.fsdp1_activity(module)
+        activity = fsdp2_activity(module) if is_fsdp2(module) else fsdp1_activity(module)
         if activity is not None:
             raise RuntimeError(
                 f"cannot offload while FSDP is in the middle of a step: expected {name} to be idle, found it in "
@@ -130,9 +149,9 @@ def settle(model: nn.Module) -> None:
     _initialize(model)
     for _, module in found:
         if is_fsdp1(module):
-            private.fsdp1_reshard(module)
+            fsdp1_reshard(module)
             continue
-        if private.fsdp2_is_gathering(module):
+        if fsdp2_is_gathering(module):
             module.unshard()  # waits for gathers that were started
         module.reshard()
 
@@ -145,7 +164,7 @@ def held_tensors(model: nn.Module, *, emptied: bool = False) -> list[tuple[str, 
     """
     found = []
     for name, module in fsdp_modules(model):
-        for attribute, tensor in private.fsdp2_tensors(module) if is_fsdp2(module) else private.fsdp1_tensors(module):
+        for attribute, tensor in fsdp2_tensors(module) if is_fsdp2(module) else fsdp1_tensors(module):
             if tensor is None:
                 continue
             if emptied or any(plain.untyped_storage().nbytes() for plain in plain_tensors(tensor)):
@@ -161,11 +180,11 @@ def hidden_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in own if p.grad is not None]
-    known = {private.storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
+    known = {storage_key(plain) for tensor in own for plain in plain_tensors(tensor)}
     return [
         (name, tensor)
         for name, tensor in held_tensors(model)
-        if any(private.storage_key(plain) not in known for plain in plain_tensors(tensor))
+        if any(storage_key(plain) not in known for plain in plain_tensors(tensor))
     ]
 
 
@@ -178,11 +197,11 @@ def _initialize(model: nn.Module) -> None:
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """The shards that an FSDP module gathers, also while its attributes are the gathered parameters."""
-    return [*private.fsdp2_parameters(module)] if is_fsdp2(module) else private.fsdp1_parameters(module)
+    return [*fsdp2_parameters(module)] if is_fsdp2(module) else fsdp1_parameters(module)
 
 
 def _streams_of(module: nn.Module) -> list[Any]:
-    return private.fsdp2_streams(module) if is_fsdp2(module) else private.fsdp1_streams(module)
+    return fsdp2_streams(module) if is_fsdp2(module) else fsdp1_streams(module)
 
 
 def _keeps_on_cpu(module: Any) -> bool:
@@ -190,4 +209,4 @@ def _keeps_on_cpu(module: Any) -> bool:
         return bool(module.cpu_offload.offload_params)
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in private.fsdp2_groups(module))
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in fsdp2_groups(module))

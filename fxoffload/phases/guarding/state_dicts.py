@@ -23,10 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import (
     OffloadedError,
     answered,
@@ -39,6 +36,11 @@ from fxoffload.phases.guarding.sentinel import (
 )
 from fxoffload.phases.moving.host_reads import with_bits_of
 from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.torch_private.dtensors import is_dtensor, local_of
+from fxoffload.torch_private.pytree import tree_map_only
+from fxoffload.torch_private.storages import StorageWeakRef, is_gone, storage_behind, storage_reference
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
+from fxoffload.torch_private.tensor_versions import write_counter
 
 if TYPE_CHECKING:
     from fxoffload.phases.manager import PhaseManager
@@ -58,7 +60,7 @@ class _Given:
         writes: the count when the holding began to return; None before.
     """
 
-    storage: private.StorageWeakRef
+    storage: StorageWeakRef
     address: int
     probe: Tensor
     holding: Holding
@@ -120,7 +122,7 @@ class HostReader:
 
     def _take_back(self, given: _Given) -> None:
         """Brings the bytes of a tensor into the image that has left it (``share_memory_()``)."""
-        storage, block = private.storage_behind(given.storage), given.holding.block
+        storage, block = storage_behind(given.storage), given.holding.block
         if storage is None or block is None or storage.data_ptr() == given.address:
             return
         moved = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
@@ -132,7 +134,7 @@ class HostReader:
         if not self._given:
             return
         late = [given for given in self._given if given.was_written_late]
-        self._given = [g for g in self._given if not g.was_written_late and not private.is_gone(g.storage)]
+        self._given = [g for g in self._given if not g.was_written_late and not is_gone(g.storage)]
         if late and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -153,10 +155,10 @@ class HostReader:
                 touch(tensor, what)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        if private.is_dtensor(tensor):
+        if is_dtensor(tensor):
             from fxoffload.phases.moving.host_dtensor import HostDTensor
 
-            local = private.local_of(tensor)
+            local = local_of(tensor)
             return HostDTensor.over(tensor, self._stand_in(local), local.device)
         home = home_of(tensor)
         if is_traceable_wrapper_subclass(tensor):
@@ -184,11 +186,9 @@ class HostReader:
         assert holding.block is not None
         whole = self._manager.image.tensor(holding.block, holding.nbytes)  # as large as at home
         if len(self._given) >= self._most_given:
-            self._given = [given for given in self._given if not private.is_gone(given.storage)]
+            self._given = [given for given in self._given if not is_gone(given.storage)]
             self._most_given = 2 * len(self._given) + 1000
-        self._given.append(
-            _Given(private.storage_reference(whole), whole.data_ptr(), private.write_counter(whole), holding)
-        )
+        self._given.append(_Given(storage_reference(whole), whole.data_ptr(), write_counter(whole), holding))
         found = whole[: len(whole) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         found = found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return with_bits_of(tensor, found).detach()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import OffloadedError, untouched
+from fxoffload.torch_private.dtensors import dtensor_over, local_of
+from fxoffload.torch_private.pytree import tree_leaves, tree_map_only
 
 # torch's message about a process group that has no backend for CPU tensors (NCCL alone).
 _NO_BACKEND = "No backend type associated with device type cpu"
@@ -32,7 +32,7 @@ class HostDTensor(DTensor):
     @staticmethod
     def over(like: Any, local: Tensor, home: torch.device) -> HostDTensor:
         """One with the mesh, placements and shape of ``like``."""
-        found: HostDTensor = private.dtensor_over(like, local, HostDTensor)
+        found: HostDTensor = dtensor_over(like, local, HostDTensor)
         found.home = home
         return found
 
@@ -57,8 +57,8 @@ class HostDTensor(DTensor):
         known, home = {id(one) for one in given}, cls._home_of(given)
 
         def as_host(tensor: DTensor) -> DTensor:
-            on_host = private.local_of(tensor).device.type == "cpu"
-            return HostDTensor.over(tensor, private.local_of(tensor), home) if on_host else tensor
+            on_host = local_of(tensor).device.type == "cpu"
+            return HostDTensor.over(tensor, local_of(tensor), home) if on_host else tensor
 
         return tree_map_only(DTensor, lambda one: one if id(one) in known else as_host(one), found)
 
@@ -87,7 +87,7 @@ class HostDTensor(DTensor):
         return self.to(self.home, non_blocking=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostDTensor:
-        local = private.local_of(self)
+        local = local_of(self)
         found = HostDTensor.over(self, local.clone(memory_format=torch.preserve_format), self.home)
         memo[id(self)] = found
         return found
@@ -106,4 +106,4 @@ def _asked_for(*args: Any, **kwargs: Any) -> str:
 
 
 def _plain(tensor: DTensor) -> DTensor:
-    return private.dtensor_over(tensor, private.local_of(tensor)) if isinstance(tensor, HostDTensor) else tensor
+    return dtensor_over(tensor, local_of(tensor)) if isinstance(tensor, HostDTensor) else tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fxoffload import _torch_private as private
+from fxoffload.torch_private.storages import negated
 
 
 def read_tensor(plain: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -33,4 +33,4 @@ def with_bits_of(tensor: Tensor, copy: Tensor) -> Tensor:
     """A copy of a tensor's bytes as the values that they stand for: ``conj()`` and ``imag`` may have set a bit only."""
     if tensor.is_conj():
         copy = copy.conj()
-    return private.negated(copy) if tensor.is_neg() else copy
+    return negated(copy) if tensor.is_neg() else copy

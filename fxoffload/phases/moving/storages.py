@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload._torch_private import has_dispatch, is_made_like_dtensor, local_of
 from fxoffload.runtime.host_memory.arena import HostBlock, block_bytes
+from fxoffload.torch_private.dtensors import is_made_like_dtensor, local_of
+from fxoffload.torch_private.tensor_subclasses import has_dispatch, is_traceable_wrapper_subclass
 
 
 class Where(enum.Enum):

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.weight_sync.buckets import BucketPlan, Lane, Piece
 from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side_by_side
 from fxoffload.phases.weight_sync.stand_still import StandStill
@@ -36,6 +35,7 @@ from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private import process_groups
 
 Copies = Iterator[tuple[Tensor, Tensor]]
 
@@ -258,7 +258,7 @@ class BucketStream:
             base = lane.base + before * cuts[i].size * part_bytes
             slots = landing[base : base + cuts[i].size * part_bytes]
             own = slots[cuts[i].rank * part_bytes :][:part_bytes]
-            work = private.all_gather(slots, own, cuts[i].group)
+            work = process_groups.all_gather(slots, own, cuts[i].group)
         return work
 
     def _unpack(self, lane: Lane, piece: Piece, landing: Tensor) -> None:

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload import _torch_private as private
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync.buckets import BucketPlan, plan_buckets
@@ -33,6 +31,8 @@ from fxoffload.phases.weight_sync.units import (
     only,
     units_of,
 )
+from fxoffload.torch_private.dtensors import is_dtensor, mesh_and_placements
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 _MOST = 8  # a manager's models, by different arguments
 
@@ -172,12 +172,12 @@ def _looks(entries: Sequence[Entry]) -> list[Look] | None:
     for names, tensor in entries:
         if not isinstance(tensor, Tensor) or tensor.is_meta or is_lazy(tensor):
             return None
-        if private.is_dtensor(tensor):
+        if is_dtensor(tensor):
             inner = plain_tensors(tensor)
             if len(inner) != 1:
                 return None
             local = inner[0]
-            mesh, placements = private.mesh_and_placements(tensor)
+            mesh, placements = mesh_and_placements(tensor)
             if id(mesh) not in known:
                 known[id(mesh)] = (mesh, *(mesh.get_group(i) for i, size in enumerate(mesh.shape) if size > 1))
             cut_by = (*known[id(mesh)], *placements)

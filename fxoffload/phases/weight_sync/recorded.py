@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxoffload.torch_private.tensor_subclasses import TorchDispatchMode
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten._to_copy.default)

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxoffload import _torch_private as private
-from fxoffload import _transformers_private as transformers
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.weight_sync.recorded import Derivation, NotRecorded, OpRecorder, derivation_of_input
 from fxoffload.phases.weight_sync.units import Modules, Unit
 from fxoffload.runtime.switches import aside
+from fxoffload.torch_private import transformers
+from fxoffload.torch_private.modules import class_before_sharding
+from fxoffload.torch_private.storages import storage_key
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def weights_of(units: Sequence[Unit]) -> dict[str, Weight]:
 
 def memory_of(tensor: Tensor) -> Hashable:
     """Tells the memory of a plain tensor from that of others."""
-    return private.storage_key(tensor), int(tensor.storage_offset()), tuple(tensor.stride())
+    return storage_key(tensor), int(tensor.storage_offset()), tuple(tensor.stride())
 
 
 def saved_of(models: Modules, modules: Modules, weights: Mapping[str, Weight]) -> Saved | None:
@@ -247,7 +248,7 @@ def _twin(prefix: str, modules: Modules, tensors: Mapping[str, Tensor]) -> tuple
 def _empty_twin(module: nn.Module) -> nn.Module:
     if not transformers.is_pretrained_model(module):
         return nn.Module()
-    twin = object.__new__(private.class_before_sharding(module))
+    twin = object.__new__(class_before_sharding(module))
     twin.__dict__.update(module.__dict__, _modules={}, _parameters={}, _buffers={})
     return twin
 

@@ -27,15 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxoffload import _torch_private as private
-from fxoffload._torch_private import FlatParameterInfo
 from fxoffload.errors import UnsupportedError
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync.buckets import Load
 from fxoffload.phases.weight_sync.cuts import TensorCut, region
+from fxoffload.torch_private.dtensors import is_dtensor, mesh_dims_in_order_of_cuts
+from fxoffload.torch_private.fsdp1 import FlatParameterInfo, flat_parameter_of
+from fxoffload.torch_private.modules import non_persistent_buffers
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -181,7 +182,7 @@ def named_tensors(modules: Modules) -> dict[str, Tensor]:
 def entries_of(modules: Modules) -> list[Entry]:
     """Everything with a name, in the order of first names; see [Note: Names]."""
     with untouched():
-        flats = {id(m): flat for _, m in modules if (flat := private.flat_parameter_of(m)) is not None}
+        flats = {id(m): flat for _, m in modules if (flat := flat_parameter_of(m)) is not None}
         inside = {(id(owner), attribute) for flat in flats.values() for owner, attribute in flat.members}
         found: dict[int, Entry] = {}
         for prefix, module in modules:
@@ -212,7 +213,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if module._parameters:
         yield from module.named_parameters(recurse=False, remove_duplicate=False)
     if module._buffers:
-        left_out = private.non_persistent_buffers(module)
+        left_out = non_persistent_buffers(module)
         for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if attribute not in left_out:
                 yield attribute, tensor
@@ -223,7 +224,7 @@ def _tensor_units(
 ) -> Iterator[Unit]:
     if tensor.is_meta or is_lazy(tensor):
         raise UnsupportedError(f"{names[0]!r} has no values yet ({type(tensor).__name__} on {tensor.device})")
-    if private.is_dtensor(tensor):
+    if is_dtensor(tensor):
         yield _dtensor_unit(names, tensor, full, dtype, known)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
@@ -255,7 +256,7 @@ def cuts_of(name: str, mesh: Any, placements: Sequence[Any]) -> tuple[TensorCut,
     Raises:
         UnsupportedError: it is not cut into parts that lie in the whole as they are.
     """
-    order = private.mesh_dims_in_order_of_cuts(placements, tuple(mesh.shape))
+    order = mesh_dims_in_order_of_cuts(placements, tuple(mesh.shape))
     if order is None or any(p.is_partial() for p in placements):
         raise UnsupportedError(f"{name!r} is placed as {tuple(placements)}; expected Shard and Replicate placements")
     if len({placements[mesh_dim].dim for mesh_dim in order}) == len(order):

@@ -27,7 +27,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxoffload.errors import UnsupportedError
 from fxoffload.gc_pause import gc_paused
@@ -46,6 +45,7 @@ from fxoffload.phases.weight_sync.units import Modules, Unit, clean_modules, nam
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import parse_bytes
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
 class Streamed(Stored, Protocol):

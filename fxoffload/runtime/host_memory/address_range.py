@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fxoffload._torch_private import StorageWeakRef, is_gone
 from fxoffload.runtime.weak_bag import WeakBag
+from fxoffload.torch_private.storages import StorageWeakRef, is_gone
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,6 @@ from typing import TypeVar
 
 import torch
 
-from fxoffload._torch_private import StorageWeakRef, is_gone, storage_behind
 from fxoffload.progress import working
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_if_forked
@@ -75,6 +74,7 @@ from fxoffload.runtime.host_memory.pinners import Pinner as Pinner
 from fxoffload.runtime.host_memory.pinners import touch, wait_for_devices
 from fxoffload.runtime.transactions import Changes, transaction
 from fxoffload.runtime.weak_bag import WeakBag
+from fxoffload.torch_private.storages import StorageWeakRef, is_gone, storage_behind
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from fxoffload._torch_private import StorageWeakRef
+from fxoffload.torch_private.storages import StorageWeakRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from fxoffload._torch_private import gpus_in_use
 from fxoffload.runtime.capture_mode import outside_captures
 from fxoffload.runtime.switches import on_gpu
+from fxoffload.torch_private.cuda import gpus_in_use
 
 
 class Pinner(Protocol):

@@ -19,14 +19,14 @@ from itertools import accumulate
 
 import torch
 
-from fxoffload._torch_private import (
+from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
+from fxoffload.torch_private.cuda import (
     AllocatorEvent,
     allocator_events,
     record_allocator_events,
     records_allocator_events,
     stop_recording_allocator_events,
 )
-from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from typing import Literal
 
 import torch
 
-from fxoffload._torch_compat import compiled_autograd_active, in_backward, saved_tensor_hooks_active
 from fxoffload.counters import counters
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
 from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, host_events
 from fxoffload.step.readings import PHASES, Phase, Readings, Sample
+from fxoffload.torch_private.autograd import compiled_autograd_active, in_backward, saved_tensor_hooks_active
 
 # Times over ``count`` at which a phase gives up: shapes that never repeat, calls that are never counted.
 _PATIENCE = 4

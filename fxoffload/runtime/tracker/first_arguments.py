@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
 from fxoffload.runtime.profiler.allocator_trace import Block, cuda_blocks
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
 class FirstArguments:

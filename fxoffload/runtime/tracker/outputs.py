@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)

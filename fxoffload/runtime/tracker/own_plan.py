@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private.storages import StorageRef
 
 if TYPE_CHECKING:
     from fxoffload.runtime.tracker.step_tracker import TrackedGraph

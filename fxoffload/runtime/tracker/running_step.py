@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef
 from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
@@ -16,6 +15,7 @@ from fxoffload.runtime.tracker.chains import ChainPlan, Known, Record, Sizes
 from fxoffload.runtime.tracker.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.readings import Phase
+from fxoffload.torch_private.storages import StorageRef
 
 if TYPE_CHECKING:
     from fxoffload.runtime.tracker.step_tracker import TrackedGraph

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload._torch_compat import StorageRef, is_traceable_wrapper_subclass
-from fxoffload._torch_private import after_backward
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, Memory
 from fxoffload.runtime.profiler.gap_times import GapTimes
 from fxoffload.runtime.tracker.first_arguments import FirstArguments, OnOtherStreams
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import Phase
+from fxoffload.torch_private.autograd import after_backward
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fxoffload._torch_compat import (
-    StorageRef,
-    compiled_autograd_active,
-    in_backward,
-    saved_tensor_hooks_active,
-    version_of,
-)
 from fxoffload.errors import in_brief
 from fxoffload.progress import working
 from fxoffload.runtime import background
@@ -61,6 +54,9 @@ from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, Edges, Moment
 from fxoffload.step.readings import Phase
+from fxoffload.torch_private.autograd import compiled_autograd_active, in_backward, saved_tensor_hooks_active
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.tensor_versions import version_of
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from fxoffload.torch_private.fake_tensors import FakeTensorMode
+from fxoffload.torch_private.pytree import tree_leaves, tree_map
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # What makes tensors of numbers.
@@ -26,6 +27,8 @@ def step_fake_mode() -> FakeTensorMode:
     """For the fake tensors of a step, all on the CPU. Real tensors among them (constants of a graph) are taken as fake.
 
     Assertions on tensors (``torch._check_tensor_all``) hold where the values are not known.
+
+    Needed by torch 2.11 to 2.14.
     """
     # Not a subclass: rules of higher-order operators are for the class itself.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -55,7 +58,10 @@ def step_fake_mode() -> FakeTensorMode:
 
 
 def with_values(mode: FakeTensorMode, tensor: Tensor) -> Tensor | None:
-    """A fake tensor that knows the values of ``tensor``; None where it has none that may be kept."""
+    """A fake tensor that knows the values of ``tensor``; None where it has none that may be kept.
+
+    Needed by torch 2.11 to 2.14: ``fake_tensor_converter.from_real_tensor(make_constant=True)``.
+    """
     if type(tensor) is not Tensor or not _has_few_values(tensor):
         return None
     with no_dispatch():

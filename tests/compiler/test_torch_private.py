@@ -8,20 +8,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxoffload._torch_compat import (
-    AOT_CONFIG,
-    StorageRef,
-    aliased_args,
-    aot_config_patch,
+from fxoffload.torch_private.aot_autograd import AOT_CONFIG, aot_config_patch
+from fxoffload.torch_private.autograd import (
     backward_keeps_graph,
-    boxed,
-    boxed_eager,
     compiled_autograd_active,
     in_backward,
-    mutated_args,
     saved_tensor_hooks_active,
 )
-from fxoffload._torch_sizes import hint, hints_at, symbols_of, told_all_symbols, without_learnt_sizes
+from fxoffload.torch_private.dynamo_cache import without_learnt_sizes
+from fxoffload.torch_private.graphs import boxed, boxed_eager
+from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.symbolic_sizes import hint, hints_at, symbols_of, told_all_symbols
 from tests.capture import Sketch
 
 aten = torch.ops.aten

@@ -39,6 +39,8 @@ def are_consecutive(position_ids: Tensor) -> bool:
 
     False where it cannot be known, and outside of Dynamo but for ``assume_consecutive``. The graph gets no node and no
     guard from it.
+
+    Needed by torch 2.11 to 2.14: ``torch._dynamo.comptime``.
     """
     if not torch.compiler.is_dynamo_compiling():
         return _assumed.get()
@@ -48,7 +50,10 @@ def are_consecutive(position_ids: Tensor) -> bool:
 
 @contextlib.contextmanager
 def assume_consecutive() -> Iterator[None]:
-    """Take all positions for consecutive, for a tracer other than Dynamo whose caller gives none of its own."""
+    """Take all positions for consecutive, for a tracer other than Dynamo whose caller gives none of its own.
+
+    Needed by torch 2.11 to 2.14: ``torch._dynamo.comptime``, which knows Dynamo's graphs alone.
+    """
     token = _assumed.set(True)
     try:
         yield

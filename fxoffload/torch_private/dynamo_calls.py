@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo import config, convert_frame, eval_frame
-from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals, is_traceable_wrapper_subclass
+
+from fxoffload.torch_private.dynamo_cache import innermost
+from fxoffload.torch_private.dynamo_state import why_off
 
 _KEY = "fxoffload"  # in Dynamo's dict of a code object, which lives as long as its compiled forms
 
@@ -98,7 +97,10 @@ _attempts = _Attempts()
 
 
 def watch_calls(backend: Callable[..., Any], watch: CallWatch) -> None:
-    """See the module docstring. For good: called once, when ``backend`` is defined."""
+    """See the module docstring. For good: called once, when ``backend`` is defined.
+
+    Needed by torch 2.11 to 2.14; from torch 2.13 on, regions (``isolate_recompiles``) have limits of their own.
+    """
     look_at_frame = convert_frame.CatchErrorsWrapper.__call__
     exceeds_limit = convert_frame.exceeds_recompile_limit  # pyright: ignore[reportPrivateImportUsage]
     make_context = eval_frame.OptimizeContext.__init__
@@ -162,16 +164,6 @@ def _attempt(attempt: _Attempt | None) -> Iterator[None]:
         _attempts.now = before
 
 
-def innermost(callback: Any) -> Any:
-    """The function that the user's ``backend=`` stands for."""
-    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-        callback = inner
-    callback = getattr(callback, "compiler_fn", callback)  # torch.compile's wrapper, which adds mode and options
-    while isinstance(callback, functools.partial):
-        callback = callback.func
-    return callback
-
-
 def _region() -> int:
     """Functions compiled with ``isolate_recompiles`` have forms, and a limit, of their own. -1: of all others, and up
     to torch 2.12."""
@@ -206,66 +198,3 @@ def _of_kind(attempt: _Attempt, cache_size: Any, compile_id: Any) -> tuple[Any, 
     others = {same: attempt.num_forms, of_code: attempt.num_forms_of_code}
     cache_size = replace(cache_size, **{name: getattr(cache_size, name) - num for name, num in others.items()})
     return cache_size, replace(compile_id, frame_compile_id=compile_id.frame_compile_id - attempt.num_attempts)
-
-
-def why_off() -> str:
-    """Why Dynamo compiles nothing at the moment; "" where it does."""
-    stance = eval_frame._stance.stance
-    if stance in ("force_eager", "eager_on_recompile"):
-        return f"torch.compiler.set_stance({stance!r}) is on"
-    if config.disable:
-        return "torch._dynamo.config.disable is set"
-    if is_in_any_mode_without_ignore_compile_internals():
-        return "a TorchDispatchMode is active"
-    return ""
-
-
-def called_function() -> str:
-    """The name of the compiled function whose call is under way on this thread."""
-    function = _called()
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        return type(owner).__name__
-    return getattr(function, "__qualname__", "a compiled function")
-
-
-def runs_later() -> bool:
-    """Whether that function is one whose call only makes a generator or a coroutine."""
-    function = _called()
-    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    return any(is_kind(function) for is_kind in kinds)
-
-
-def _called() -> Any:
-    """The compiled function whose call is under way on this thread; None: there is none."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("fn")
-
-
-def num_autograd_nodes() -> int:
-    """How many nodes of autograd's graph this thread has made. Those of parameters are not counted."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def leave_gradients_undefined(outputs: Sequence[Any], num_nodes: int) -> None:
-    """The node of a call of AOTAutograd that returned ``outputs`` passes None, not zeros, for those that no gradient
-    comes to. Not where some are of subclasses: AOTAutograd takes the gradients of these apart.
-
-    Args:
-        num_nodes: ``num_autograd_nodes()`` before the call. Outputs may be those of older nodes, whoever made them.
-    """
-    if any(is_traceable_wrapper_subclass(o) for o in outputs):
-        return
-    for output in outputs:
-        node = output.grad_fn if isinstance(output, torch.Tensor) else None
-        if isinstance(node, BackwardCFunction) and node._sequence_nr() >= num_nodes:
-            node.set_materialize_grads(False)
-            return
-
-
-def keep_reset(backend: Callable[..., Any]) -> None:
-    """Have the next reset call ``backend.reset``. Each reset forgets whom it called, and only ``torch.compile`` tells
-    it anew: not a function that was compiled before, and is compiled again at its next call."""
-    eval_frame.cached_backends.setdefault(id(backend), backend)

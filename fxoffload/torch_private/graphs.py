@@ -1,0 +1,72 @@
+"""Private torch APIs of FX graphs and of the modules around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """``copy.deepcopy(graph)``, but for the codegen: to copy its tree specs takes time and warns of their class.
+
+    Needed by torch 2.11 to 2.14: ``fx.Graph._tracer_cls`` and ``_codegen``.
+    """
+    copied, values = fx.Graph(tracer_cls=graph._tracer_cls), {}
+    result = copied.graph_copy(graph, values)
+    copied._codegen = copy.copy(graph._codegen)
+    before = graph.output_node()
+    copied.output(result, before.type).meta = dict(before.meta)
+    return copied
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose code is generated at its first call.
+
+    Graphs that are only looked at, or compiled, never need it. torch makes such modules itself, but only while it
+    compiles, and plans are also made at other times.
+
+    Needed by torch 2.11 to 2.14: ``torch.fx._lazy_graph_module._LazyGraphModule``.
+    """
+    return _LazyGraphModule(root, graph)
+
+
+def calls_graph(node: fx.Node) -> bool:
+    """Whether ``node`` calls a graph that Inductor lowers as it does a whole one: a nested region, a branch, a loop.
+
+    It then reads ``bw_donated_idxs`` of the graph around as positions of that graph's inputs (torch 2.11 to 2.13).
+
+    Needed by torch 2.11 to 2.14: ``torch._ops.HigherOrderOperator``.
+    """
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name().startswith("flex_attention"):
+        return False
+    fetched = [value for value in node.all_input_nodes if value.op == "get_attr"]
+    return any(not isinstance(value.meta.get("val"), torch.Tensor) for value in fetched)
+
+
+def boxed_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run ``gm`` op by op; the callable takes one list, which it clears.
+
+    Needed by torch 2.11 to 2.14: ``torch.fx.graph._BoxedCodeGen``.
+    """
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return gm(args)
+
+    return boxed(run)
+
+
+def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark ``fn`` as following AOTAutograd's boxed convention (one list argument, cleared by the callee).
+
+    Needed by torch 2.11 to 2.14: ``_boxed_call``.
+    """
+    fn._boxed_call = True  # type: ignore[attr-defined]
+    return fn

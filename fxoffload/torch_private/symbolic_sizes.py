@@ -1,0 +1,147 @@
+"""Private torch APIs of sizes that vary: their hints, symbols and expressions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
+
+
+class _OtherSizes:
+    """Values of size symbols that stand for their hints, and the values of expressions with them."""
+
+    def __init__(self, values: Mapping[Any, int]) -> None:
+        self._values = dict(values)
+        self._known: dict[Any, int | None] = {}
+
+    def of(self, node: Any) -> int | None:
+        """The value of a SymInt's node."""
+        expression = node._expr  # as it was made: ``expr`` looks for simpler forms each time
+        if expression not in self._known:
+            values = {
+                s: self._values[s] if s in self._values else symbol_hint(s, node.shape_env)
+                for s in node.expr.free_symbols
+            }
+            self._known[expression] = None if None in values.values() else int(node.expr.xreplace(values))
+        return self._known[expression]
+
+
+_OTHER_SIZES: ContextVar[_OtherSizes | None] = ContextVar("fxoffload_other_sizes", default=None)
+
+
+@contextlib.contextmanager
+def hints_at(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """Within it ``hint`` tells sizes as they would be with these values of the symbols; other symbols keep their
+    hints.
+
+    Needed by torch 2.11 to 2.14: ``SymNode._expr``.
+    """
+    token = _OTHER_SIZES.set(_OtherSizes(sizes))
+    try:
+        yield
+    finally:
+        _OTHER_SIZES.reset(token)
+
+
+def hint(value: Any) -> int | None:
+    """The size hint of an int or SymInt, without adding a guard; None where there is none (unbacked).
+
+    Needed by torch 2.11 to 2.14: ``SymNode._hint`` and ``SymNode.has_hint``.
+    """
+    if isinstance(value, int):
+        return value
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        others = _OTHER_SIZES.get()
+        if others is not None and hasattr(node, "_expr"):
+            return others.of(node)
+        known = getattr(node, "_hint", None)
+        if known is None and node.has_hint():
+            known = node.hint
+        return int(known) if known is not None else None
+    return None
+
+
+def symbol_hint(symbol: Any, shape_env: Any) -> int | None:
+    """The value of a size symbol in the call that is compiled for; None for a symbol without one.
+
+    Needed by torch 2.11 to 2.14: ``ShapeEnv.backed_var_to_val``.
+    """
+    value = shape_env.backed_var_to_val.get(symbol)
+    return None if value is None else int(value)
+
+
+def largest_size(value: Any) -> int | None:
+    """The largest value that a SymInt may have; None for no bound.
+
+    Needed by torch 2.11 to 2.14: ``ShapeEnv.bound_sympy``.
+    """
+    upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+    return int(upper) if getattr(upper, "is_Integer", False) else None
+
+
+def _expression(value: Any) -> Any:
+    """A sympy expression or number; SymInts are not computed with, so no guard is added."""
+    if isinstance(value, torch.SymInt):
+        return value.node.expr
+    return sympy.Integer(value) if isinstance(value, int) else value
+
+
+def product(a: Any, b: Any) -> Any:
+    """``a * b`` of ints, SymInts and sympy expressions, as an expression.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    return _expression(a) * _expression(b)
+
+
+def quotient(a: Any, b: Any) -> int | None:
+    """``a / b`` where it is the same whole number for all sizes; else None.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    found = sympy.cancel(_expression(a) / _expression(b))
+    return int(found) if found.is_Integer and found > 0 else None
+
+
+def form_of(value: torch.Tensor) -> tuple[Any, Any]:
+    """Shape, and strides (None of what has none), of a fake tensor, to be compared with another's: as expressions, so
+    that no guard is added.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    strided = value.layout is torch.strided
+    return tuple(map(_expression, value.shape)), tuple(map(_expression, value.stride())) if strided else None
+
+
+def symbols_of(value: Any) -> set[Any]:
+    """The free symbols in the sizes and strides of a fake tensor, or in a SymInt.
+
+    Needed by torch 2.11 to 2.14: ``torch.fx.experimental.symbolic_shapes.free_symbols``.
+    """
+    if isinstance(value, torch.Tensor):
+        found: set[Any] = set()
+        for item in (*value.shape, *value.stride(), value.storage_offset()):
+            if isinstance(item, torch.SymInt):
+                found |= set(free_symbols(item))
+        return found
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_symbols(value))
+    return set()
+
+
+def told_all_symbols(inputs: Sequence[Any]) -> bool:
+    """Whether each symbol in the sizes among ``inputs`` is an input itself, as it always is in a whole graph. A product
+    of symbols alone tells none of them.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    expressions = [i.node.expr for i in inputs if isinstance(i, torch.SymInt)]
+    told = {e for e in expressions if e.is_Symbol}
+    return all(e.free_symbols <= told for e in expressions)
