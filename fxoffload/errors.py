@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._dynamo.exc import ShortenTraceback
+from fxoffload.torch_private.dynamo_errors import ShortenTraceback
 
 
 def in_brief(error: BaseException) -> str:

@@ -172,7 +172,7 @@ def streams() -> Iterator[list[tuple[object, object]]]:
         contexts = [group.comm_ctx for group in sharded.fsdp2_groups(module)]
         return [Stream(context, waits) for context in contexts if hasattr(context, "all_gather_stream")]
 
-    with mock.patch.object(sharded.private, "fsdp2_streams", of):
+    with mock.patch.object(sharded, "fsdp2_streams", of):
         yield waits
 
 
