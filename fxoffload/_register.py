@@ -12,9 +12,7 @@ def register_backend() -> None:
     installed, Dynamo finds it by its entry point, and nothing of torch is imported here."""
     if entry_points(group="torch_dynamo_backends", name=BACKEND_NAME):
         return
-    from torch._dynamo.backends import registry
-
     from fxoffload.backend import fxoffload
+    from fxoffload.torch_private.dynamo_cache import add_backend
 
-    if BACKEND_NAME not in registry._COMPILER_FNS:
-        registry.register_backend(fxoffload, name=BACKEND_NAME)
+    add_backend(BACKEND_NAME, fxoffload)

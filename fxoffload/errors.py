@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._dynamo import config
-from torch._dynamo.exc import ShortenTraceback
+from fxoffload.torch_private.dynamo_errors import ShortenTraceback, is_verbose
 
 
 def in_brief(error: BaseException) -> str:
@@ -145,7 +144,7 @@ def without_frames(error: FxOffloadError) -> FxOffloadError:
     """``error`` without the frames of torch and of this package, where its message says all: the options, the model or
     the budget are to be changed. Failures inside of fxoffload keep their frames, as all do under
     ``TORCHDYNAMO_VERBOSE=1``."""
-    if config.verbose or isinstance(error, (PassError, SegmentCompileError)):
+    if is_verbose() or isinstance(error, (PassError, SegmentCompileError)):
         return error
     error.__cause__ = None
     return error.with_traceback(None)

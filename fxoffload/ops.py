@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.node import _side_effectful_functions
+from torch.fx.node import has_side_effect
 
 _LIBRARY = torch.library.Library("fxoffload", "DEF")
 
@@ -78,7 +78,8 @@ wait_reload = torch.ops.fxoffload.wait_reload.default
 
 ALL = (offload, release, wait_offload, reload, prefetch, wait_reload)
 # Keep the ops that return nothing when something eliminates dead code.
-_side_effectful_functions.update({release, wait_offload, prefetch})
+for _op in (release, wait_offload, prefetch):
+    has_side_effect(_op)
 
 
 def is_op(node: torch.fx.Node, op: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ import torch.fx as fx
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.analysis.op_costs import op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
-from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.op_schemas import OpOverload, aliased_args, mutated_args
 from fxoffload.torch_private.pytree import tree_leaves
 from fxoffload.torch_private.symbolic_sizes import hint
 
@@ -54,7 +54,7 @@ def layers_of(graph: fx.Graph, behind: set[fx.Node]) -> dict[str, list[fx.Node]]
 def is_random(node: fx.Node) -> bool:
     """Whether it draws random numbers (or their seed)."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in target.tags or "random" in str(target) or "seed" in str(target)
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxoffload.analysis.layer_classes import is_random
 from fxoffload.analysis.op_costs import call_of, node_kind
-from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
+from fxoffload.torch_private.op_schemas import OpOverload, aliased_args, mutated_args
 from fxoffload.torch_private.pytree import tree_leaves
 from fxoffload.torch_private.symbolic_sizes import free_unbacked_symbols
 
@@ -56,7 +56,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 def _is_repeatable(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _NAMESPACES:
+    if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return False
     if target in _ORDERED or mutated_args(node):
         return False
@@ -66,7 +66,7 @@ def _is_repeatable(node: fx.Node) -> bool:
 def never_drops(node: fx.Node) -> bool:
     """Whether ``node`` is an attention without dropout: it could draw random numbers, but draws none."""
     target, args = call_of(node)
-    if node_kind(node) != "attention" or not isinstance(target, torch._ops.OpOverload):
+    if node_kind(node) != "attention" or not isinstance(target, OpOverload):
         return False
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":

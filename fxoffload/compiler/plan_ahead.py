@@ -36,6 +36,7 @@ from fxoffload.torch_private.dynamo_breaks import GraphBreak, graph_breaks, user
 from fxoffload.torch_private.dynamo_cache import forgotten, without_learnt_sizes
 from fxoffload.torch_private.dynamo_logging import log_after_graph
 from fxoffload.torch_private.pytree import tree_leaves
+from fxoffload.torch_private.tensor_subclasses import DisableTorchFunction
 
 if TYPE_CHECKING:
     from fxoffload.torch_private.fake_tensors import FakeTensorMode
@@ -214,7 +215,7 @@ class _FakeCopies(TorchFunctionMode):
         """Fake, on the CPU; shares nothing with ``tensor``."""
         from fxoffload.torch_private.fake_values import with_values
 
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             _check_plain(tensor)
             if (known := with_values(self.mode, tensor)) is not None:
                 return known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,8 @@ from fxoffload.phases.referrers import describe_referrers
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
 from fxoffload.torch_private.pytree import tree_leaves
-from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
+from fxoffload.torch_private.storages import storage_key
+from fxoffload.torch_private.tensor_subclasses import is_fake, is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -132,19 +132,11 @@ def residue(
 def _alive() -> list[Tensor]:
     """Every tensor that Python knows, and their gradients, which it may not know."""
     # type(), not isinstance(): that asks proxies for their __class__, and they may raise.
-    tensors = {id(t): t for t in gc.get_objects() if issubclass(type(t), Tensor) and not _is_fake(t)}
+    tensors = {id(t): t for t in gc.get_objects() if issubclass(type(t), Tensor) and not is_fake(t)}
     for tensor in list(tensors.values()):
         if tensor.is_leaf and tensor.grad is not None:
             tensors.setdefault(id(tensor.grad), tensor.grad)
     return list(tensors.values())
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    functional = sys.modules.get("torch._subclasses.functional_tensor")
-    return (fakes is not None and issubclass(type(tensor), fakes.FakeTensor)) or (
-        functional is not None and issubclass(type(tensor), functional.FunctionalTensor)
-    )
 
 
 def _storage_key(tensor: Tensor) -> int | None:
@@ -152,8 +144,7 @@ def _storage_key(tensor: Tensor) -> int | None:
     try:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
-        return storage._cdata if storage.nbytes() else None
+        return storage_key(tensor) if tensor.untyped_storage().nbytes() else None
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
 
@@ -185,7 +176,7 @@ def _grad_owners(tensors: list[Tensor]) -> dict[int, list[str]]:
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, list[str]] = {}
     for owner in gc.get_objects():
-        if not issubclass(type(owner), Tensor) or _is_fake(owner) or not owner.is_leaf:
+        if not issubclass(type(owner), Tensor) or is_fake(owner) or not owner.is_leaf:
             continue
         if owner.grad is not None and id(owner.grad) in wanted:
             shape = "x".join(map(str, owner.shape))

@@ -15,6 +15,8 @@ import torch
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 
+from fxoffload.torch_private.tensor_subclasses import DisableTorchFunction
+
 
 @contextlib.contextmanager
 def segment_tracing_context(donated: Sequence[int]) -> Iterator[None]:
@@ -141,7 +143,7 @@ def real_tensors() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(no_python_dispatcher())
         stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
-        stack.enter_context(torch._C.DisableTorchFunction())  # a default device is a function mode
+        stack.enter_context(DisableTorchFunction())  # a default device is a function mode
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(tracing(None))

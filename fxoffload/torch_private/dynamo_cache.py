@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo.backends import registry
 
 
 @contextlib.contextmanager
@@ -88,6 +89,15 @@ def innermost(callback: Any) -> Any:
     while isinstance(callback, functools.partial):
         callback = callback.func
     return callback
+
+
+def add_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Let ``torch.compile`` know a backend by its name, if it knows none of that name.
+
+    Needed by torch 2.11 to 2.14: ``registry._COMPILER_FNS``; ``list_backends`` imports all backends.
+    """
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
 
 
 def keep_reset(backend: Callable[..., Any]) -> None:

@@ -28,7 +28,10 @@ def fsdp2_groups(module: Any) -> list[Any]:
 
     Needed by torch 2.11 (``_fsdp_param_group``) and by torch 2.13 to 2.14 (``_fsdp_param_groups``).
     """
-    state = module._get_fsdp_state()
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -129,8 +132,6 @@ def fsdp2_forget_iteration(module: Any) -> None:
     for state in context.all_states:
         state._comm_ctx.post_forward_order.clear()
         state._training_state = type(state._training_state).IDLE
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                group._training_state = type(group._training_state).IDLE
-                group._post_forward_indices.clear()
+        for group in _groups_of(state):
+            group._training_state = type(group._training_state).IDLE
+            group._post_forward_indices.clear()

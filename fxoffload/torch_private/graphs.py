@@ -39,7 +39,7 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 def calls_graph(node: fx.Node) -> bool:
     """Whether ``node`` calls a graph that Inductor lowers as it does a whole one: a nested region, a branch, a loop.
 
-    It then reads ``bw_donated_idxs`` of the graph around as positions of that graph's inputs (torch 2.11 to 2.13).
+    It then reads ``bw_donated_idxs`` of the graph around as positions of that graph's inputs.
 
     Needed by torch 2.11 to 2.14: ``torch._ops.HigherOrderOperator``.
     """

@@ -16,26 +16,22 @@ class StorageRef:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._weak = StorageWeakRef(storage)
-        self.key: int = storage._cdata
+        self._weak = StorageWeakRef(tensor.untyped_storage())
+        self.key = storage_key(tensor)
 
     def is_expired(self) -> bool:
         """Whether the storage is gone: it has no reference left."""
-        return bool(self._weak.expired())
+        return is_gone(self._weak)
 
     def nbytes(self) -> int:
         """Its bytes now: none where it is gone, or where it was emptied."""
-        storage = self._storage()
+        storage = storage_behind(self._weak)
         return 0 if storage is None else storage.nbytes()
 
     def address(self) -> int:
         """Of its memory, now; 0 where it has none."""
-        storage = self._storage()
+        storage = storage_behind(self._weak)
         return 0 if storage is None else storage.data_ptr()
-
-    def _storage(self) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
 
     def is_alive(self, but_for: int) -> bool:
         """Whether more than ``but_for`` tensors hold it."""
@@ -49,8 +45,7 @@ class StorageRef:
 def _wrapper_holds() -> int:
     """How often a storage's Python object, once made, counts among those that hold it: 0 up to torch 2.11, then 1."""
     tensor = torch.empty(1)
-    key = tensor.untyped_storage()._cdata
-    return torch._C._storage_Use_Count(key) - 1  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage_key(tensor)) - 1  # type: ignore[attr-defined]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -75,14 +70,6 @@ def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
     Needed by torch 2.11 to 2.14: ``UntypedStorage._new_with_weak_ptr``.
     """
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-
-
-def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """A weak reference to the storage of a plain tensor.
-
-    Needed by torch 2.11 to 2.14: ``StorageWeakRef``.
-    """
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def is_gone(weak: StorageWeakRef) -> bool:

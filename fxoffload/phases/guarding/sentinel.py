@@ -27,12 +27,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.sizes import format_bytes
+from fxoffload.torch_private.tensor_subclasses import DisableTorchFunctionSubclass
 from fxoffload.torch_private.tensor_versions import set_version
 
 
@@ -81,7 +81,7 @@ _LOCK = ForkSafeRLock()
 # A function's name, and the function that gives stand-ins for away tensors among its arguments.
 _ANSWER: ContextVar[tuple[str, Callable[[Tensor], Tensor]] | None] = ContextVar("answer", default=None)
 
-untouched = torch._C.DisableTorchFunctionSubclass
+untouched = DisableTorchFunctionSubclass
 """Context manager in which away tensors are handled raw, without checks."""
 
 

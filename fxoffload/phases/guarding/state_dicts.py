@@ -39,7 +39,7 @@ from fxoffload.phases.moving.host_reads import with_bits_of
 from fxoffload.phases.moving.storages import Holding, Where
 from fxoffload.torch_private.dtensors import is_dtensor, local_of
 from fxoffload.torch_private.pytree import tree_map_only
-from fxoffload.torch_private.storages import StorageWeakRef, is_gone, storage_behind, storage_reference
+from fxoffload.torch_private.storages import StorageWeakRef, is_gone, storage_behind
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 from fxoffload.torch_private.tensor_versions import write_counter
 
@@ -186,7 +186,9 @@ class HostReader:
         if len(self._given) >= self._most_given:
             self._given = [given for given in self._given if not is_gone(given.storage)]
             self._most_given = 2 * len(self._given) + 1000
-        self._given.append(_Given(storage_reference(whole), whole.data_ptr(), write_counter(whole), holding))
+        self._given.append(
+            _Given(StorageWeakRef(whole.untyped_storage()), whole.data_ptr(), write_counter(whole), holding)
+        )
         found = whole[: len(whole) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
         found = found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return with_bits_of(tensor, found).detach()
