@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import call_of, fused_form, op_name, reduced_dims, shape_of, tensors_of
+from fxoffload.analysis.op_costs import (
+    UnknownSizeError,
+    call_of,
+    fused_form,
+    op_name,
+    reduced_dims,
+    shape_of,
+    tensors_of,
+)
 from fxoffload.torch_private.symbolic_sizes import hint
 
 
@@ -25,20 +33,16 @@ def hidden_bytes(node: fx.Node) -> int:
             return _HIDDEN[name](node, args)
         if fused_form(node) == "reduction":
             return _split_reduction(node)
-    except (_UnknownSizeError, IndexError):  # IndexError: arguments by name, where they are given by place as a rule
+    except (UnknownSizeError, IndexError):  # IndexError: arguments by name, where they are given by place as a rule
         pass
     return 0
-
-
-class _UnknownSizeError(Exception):
-    """A size has no hint."""
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     found = tensors_of(value) if isinstance(value, fx.Node) else []
     shape = shape_of(found[0]) if found else None
     if shape is None:
-        raise _UnknownSizeError
+        raise UnknownSizeError
     return shape
 
 

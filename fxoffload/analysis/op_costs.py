@@ -264,7 +264,7 @@ def op_flops(node: fx.Node) -> float:
     count = {"attention": _attention_flops, "convolution": _convolution_flops}.get(kind, _matmul_flops)
     try:
         return float(count(node, target, args))
-    except _UnknownSizeError:
+    except UnknownSizeError:
         return 0.0
 
 
@@ -286,7 +286,7 @@ def assumption_of(node: fx.Node) -> str:
     return ""
 
 
-class _UnknownSizeError(Exception):
+class UnknownSizeError(Exception):
     """A size has no hint."""
 
 
@@ -327,7 +327,7 @@ def _stand_in(node: fx.Node) -> Any:
 def _sizes(value: torch.Tensor) -> tuple[int, ...]:
     shape = shape_of(value)
     if shape is None:
-        raise _UnknownSizeError
+        raise UnknownSizeError
     return shape
 
 
@@ -366,7 +366,7 @@ def attention_sizes(node: fx.Node) -> tuple[int, int] | None:
     place = -3 if op_name(target).startswith((*_SEQUENCE_FIRST, "torch_attn.")) else -2
     try:
         return tuple(_shape(argument_of(target, args, n, node.kwargs))[place] for n in ("query", "key"))  # type: ignore[return-value]
-    except _UnknownSizeError:
+    except UnknownSizeError:
         return None
 
 

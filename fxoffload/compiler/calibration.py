@@ -59,7 +59,7 @@ class Recalibration(ABC):
         self._schedule = schedule
         self._scheduler = scheduler
         self._box = box
-        self._goal = objective
+        self._objective = objective
         self._limit = objective.budget_bytes if limit_bytes is None else limit_bytes
         self.exceeded = self.far_longer = False
         self.scheduler = scheduler
@@ -170,8 +170,8 @@ class Recalibration(ABC):
         return now, baseline, scheduler
 
     def _warn_of_the_budget(self, now: Schedule) -> None:
-        budget, limit = self._goal.budget_bytes, self._limit
-        if budget is None or limit is None or now.simulation.peak_bytes <= limit or self._goal.is_checkpointing:
+        budget, limit = self._objective.budget_bytes, self._limit
+        if budget is None or limit is None or now.simulation.peak_bytes <= limit or self._objective.is_checkpointing:
             return
         if self._schedule.simulation.peak_bytes > limit:
             return  # that was known, and said, when it was planned
@@ -187,14 +187,14 @@ class Recalibration(ABC):
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
         if self._limit is not None:
             return scheduler.least_time(self._limit, refined=True)
-        assert self._goal.max_slowdown is not None
-        return scheduler.least_peak(self._goal.most_ms(baseline.step_ms))
+        assert self._objective.max_slowdown is not None
+        return scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
 
     def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
         mine, other = now.simulation, found.simulation
         if self._limit is not None:
             return mine.peak_bytes > self._limit or other.step_ms < mine.step_ms * (1 - _BETTER)
-        too_slow = mine.step_ms > self._goal.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
+        too_slow = mine.step_ms > self._objective.most_ms(baseline.step_ms) + _BETTER * baseline.step_ms
         part = _WORTH_PINNING if other.bytes_offloaded > mine.bytes_offloaded else _BETTER
         return too_slow or other.peak_bytes < mine.peak_bytes * (1 - part)
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 CallVariants = tuple[PlannedVariant | None, ...]
 
 # Most points of a graph's frontier that are partitioned.
-_MOST_DRAFTS = 6
+_MOST_VARIANTS = 6
 # Rounds in which the solver chooses once more because a chain missed its promise; then margins (of time, of bytes)
 # within which a promise is kept.
 _MAX_ROUNDS = 4
@@ -400,7 +400,7 @@ def _drafted(variant_maker: VariantMaker, points: Sequence[Points]) -> list[Plan
     if not points:
         return []
     sizes = [sum(p.nbytes for p in point.values()) for point in points]
-    count = min(_MOST_DRAFTS, len(points))
+    count = min(_MOST_VARIANTS, len(points))
     # Evenly spaced in bytes: many points differ by little.
     levels = [sizes[-1] + (sizes[0] - sizes[-1]) * i // max(count - 1, 1) for i in range(count)]
     wanted = sorted({min(range(len(points)), key=lambda i, level=level: abs(sizes[i] - level)) for level in levels})

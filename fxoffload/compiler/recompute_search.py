@@ -98,7 +98,7 @@ class RecomputeSearch:
         *,
         checkpointed: tuple[Partitioning, Scheduler] | None = None,
     ) -> None:
-        self._draft_of = partitioning
+        self._partitioning_of = partitioning
         self._scheduler_of = scheduler
         self._level = level
         self._choices = choices() if level is None else None
@@ -276,7 +276,7 @@ class RecomputeSearch:
 
     def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
         if key not in self._drafted:
-            partitioning = self._draft_of(recompute)
+            partitioning = self._partitioning_of(recompute)
             self._drafted[key] = None if partitioning.step is None else (partitioning, self._scheduler_of(partitioning))
         known = self._drafted[key]
         return None if known is None else Try(*known, schedule=aim(known[1]))

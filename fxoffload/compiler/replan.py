@@ -269,7 +269,7 @@ class Calibration(Recalibration):
 
     def summary_of(self, found: Schedule, baseline: Prediction) -> str:
         """See ``Recalibration``."""
-        return f"{aim_of(self._goal)}, by what was measured: {gain_of(found.simulation, baseline)}"
+        return f"{aim_of(self._objective)}, by what was measured: {gain_of(found.simulation, baseline)}"
 
     def follow(self, found: Schedule) -> None:
         """See ``Recalibration``."""

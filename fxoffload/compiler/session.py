@@ -111,7 +111,7 @@ class _JointState:
 
 # Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
 _MOST_AT_FIRST = 32
-_PIECES_OF_TAPES = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
+_PIECES_OF_CHAINS = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
 _JOINT: tuple[PassEntry[_JointState], ...] = (
     PassEntry("open_regions", lambda s: OpenRegions(), "num_opened"),
@@ -188,7 +188,9 @@ class CompileSession:
         self._watched_graph: OwnPlan | None = None  # where a budget let it be plain Inductor's
         self._own_budget: int | None = None  # of a plan for this graph alone
         self._checkpointed: Checkpointed | None = None  # what that plan replaces
-        self._goal = Objective.of(options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine())
+        self._objective = Objective.of(
+            options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine()
+        )
         self._replan: Replan[SegmentClock] | None = None
         self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
@@ -314,11 +316,11 @@ class CompileSession:
         off = self.disabled & {"planner", "segments", "offload"}
         if self.options.policy != "auto" or off or len(self._layers.layers) < 2:
             return False
-        if self._goal.budget_bytes is None or not depends_on_data(joint):
+        if self._objective.budget_bytes is None or not depends_on_data(joint):
             return True
         tell.warn(
             f"expected sizes that are known before a step runs, to plan for an activation_budget of "
-            f"{format_bytes(self._goal.budget_bytes)}; found activations whose sizes depend on data (experts without a "
+            f"{format_bytes(self._objective.budget_bytes)}; found activations whose sizes depend on data (experts without a "
             "capacity, say). All that may move is offloaded, and the budget is not checked",
         )
         return False
@@ -348,7 +350,7 @@ class CompileSession:
             partition,
             self.partition_settings(),
             rates,
-            self._goal,
+            self._objective,
             recompute=options.recompute,
             scheduling=scheduling,
             num_points=self._num_points,
@@ -396,7 +398,7 @@ class CompileSession:
 
     def why_not_in_chain(self) -> str:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
-        if off := self.disabled & _PIECES_OF_TAPES:
+        if off := self.disabled & _PIECES_OF_CHAINS:
             return f"{', '.join(sorted(off))}: switched off"
         # A plan for the step does not know of values that a user's policy wants on the host.
         if self._must_offload:
@@ -411,7 +413,7 @@ class CompileSession:
     def chain_settings(self) -> ChainSettings:
         """The objective that the graph has to share with the others of its step."""
         return ChainSettings(
-            self._goal,
+            self._objective,
             self._runtime.budgets,
             self.options.profile,
             self.device,
@@ -440,7 +442,7 @@ class CompileSession:
         own = self._plan_box
         if forward is None or tracked is None or (own is not None and self._own_budget is None):
             return
-        is_promised = tracked.has_budget = self._goal.budget_bytes is not None
+        is_promised = tracked.has_budget = self._objective.budget_bytes is not None
         reason = self.why_not_in_chain()
         if own is not None and self._sized is not None:
             reason = reason or "its sizes vary from call to call"
@@ -482,7 +484,7 @@ class CompileSession:
             found = (self._with_measured_segments(found[0], backward), found[1])
             tracked.sizes = None if found[0].sized is None else found[0].sized.sizes
 
-            budget = self._goal.budget_bytes
+            budget = self._objective.budget_bytes
             is_checkpointed = found[0].is_checkpointed
 
             def join() -> None:
@@ -515,10 +517,10 @@ class CompileSession:
         )
 
     def _warn_of_the_budget(self, reason: str) -> None:
-        if self._goal.budget_bytes is not None:
+        if self._objective.budget_bytes is not None:
             tell.warn(
                 "expected graphs that can be planned together, for an activation_budget of "
-                f"{format_bytes(self._goal.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
+                f"{format_bytes(self._objective.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
                 "that may move is offloaded, and the budget is not checked",
             )
 
@@ -665,7 +667,7 @@ class CompileSession:
                 self._replan = replan_for(*about, self.device, pin, records)
             if self._meter is not None:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
-        if planned is not None and self._goal.budget_bytes is not None:
+        if planned is not None and self._objective.budget_bytes is not None:
             tracked.control = self._control(graph, state, by_size)
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
@@ -684,7 +686,7 @@ class CompileSession:
         found = PlannedGraph(
             graph,
             box,
-            self._goal,
+            self._objective,
             [place[c.name] for c in state.saved.candidates],
             Choice(state.actions["auto"], no_windows(planned.partitioning.step)),
             ignored=self._not_judged,
@@ -821,7 +823,7 @@ class CompileSession:
                 calibration.follow_first(schedule_of_first_step(scheduler, limit - tuned_later))
                 if graph.planned is not None:
                     self._not_judged.append(graph.planned)
-            if is_least and ran.are_all and not self._goal.is_checkpointing:
+            if is_least and ran.are_all and not self._objective.is_checkpointing:
                 self._refuse_what_was_measured(scheduler)
         except BudgetError:
             raise
@@ -834,7 +836,7 @@ class CompileSession:
 
     def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
         """The least that was found on paper was compiled, and its segments ran: raise where that exceeds the budget."""
-        budget, limit, box = self._goal.budget_bytes, self._limit_bytes, self._plan_box
+        budget, limit, box = self._objective.budget_bytes, self._limit_bytes, self._plan_box
         assert budget is not None and limit is not None and box is not None
         smallest = scheduler.smallest().simulation
         if smallest.peak_bytes > limit:
@@ -855,9 +857,9 @@ class CompileSession:
             overwritten = take_donated_placeholders()
             run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
             run = run if self._watched_graph is None else self._until_its_end(run, self._watched_graph)
-        elif self._plan_box is not None and self._goal.budget_bytes is not None and not kwargs.get("is_inference"):
+        elif self._plan_box is not None and self._objective.budget_bytes is not None and not kwargs.get("is_inference"):
             predicted = self._plan_box.plan.predicted.peak_bytes
-            self._watched_graph = OwnPlan(predicted, self._goal.budget_bytes, IS_PLAIN)
+            self._watched_graph = OwnPlan(predicted, self._objective.budget_bytes, IS_PLAIN)
             run = self._watched(run, self._watched_graph)
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.

@@ -68,10 +68,10 @@ from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import cuda_history
 from fxoffload.runtime.profiler.allocator_trace import cuda_memory
+from fxoffload.runtime.profiler.first_arguments import others_watch
 from fxoffload.runtime.profiler.stream_events import cuda_events
 from fxoffload.runtime.save_order import SaveOrder
 from fxoffload.runtime.switches import on_gpu
-from fxoffload.runtime.tracker.first_arguments import others_watch
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transactions import transaction
 from fxoffload.runtime.transfer import Group, There, Transfer, View, Watch

@@ -26,7 +26,7 @@ from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Block, Memory
-from fxoffload.runtime.tracker.first_arguments import FirstArguments, OnOtherStreams
+from fxoffload.runtime.profiler.first_arguments import FirstArguments, OnOtherStreams
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import PHASES, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of

@@ -39,9 +39,9 @@ from fxoffload.errors import in_brief
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
+from fxoffload.runtime.profiler.first_arguments import FirstArguments
 from fxoffload.runtime.profiler.segment_clock import compilations
 from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, host_events
-from fxoffload.runtime.tracker.first_arguments import FirstArguments
 from fxoffload.step.readings import Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 from fxoffload.tell import warn

@@ -20,7 +20,7 @@ from typing import Any
 
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, Memory
-from fxoffload.runtime.tracker.first_arguments import FirstArguments
+from fxoffload.runtime.profiler.first_arguments import FirstArguments
 
 
 @dataclass(frozen=True)

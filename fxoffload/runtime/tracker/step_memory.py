@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, Memory
+from fxoffload.runtime.profiler.first_arguments import FirstArguments, OnOtherStreams
 from fxoffload.runtime.profiler.gap_times import GapTimes
-from fxoffload.runtime.tracker.first_arguments import FirstArguments, OnOtherStreams
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.autograd import after_backward

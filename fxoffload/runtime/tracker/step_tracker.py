@@ -29,6 +29,7 @@ from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.profiler.first_arguments import OnOtherStreams
 from fxoffload.runtime.profiler.gap_times import GapTimes
 from fxoffload.runtime.profiler.stream_events import EventSource
 from fxoffload.runtime.tracker.chains import (
@@ -40,7 +41,6 @@ from fxoffload.runtime.tracker.chains import (
     SizedChain,
     Sizes,
 )
-from fxoffload.runtime.tracker.first_arguments import OnOtherStreams
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
 from fxoffload.runtime.tracker.running_step import CallOfStep, RunningStep
