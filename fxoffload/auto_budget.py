@@ -104,7 +104,10 @@ def told_of_gradients(error: BudgetError, asked: object, device: torch.device) -
         f"{error}. activation_budget={asked!r} leaves {format_bytes(gradients)} for gradients that stay between "
         "backwards, as with gradient accumulation. If every step begins without gradients, they are in the plan's own "
         "peak: give fxoffload.activation_budget(model, optimizer, gradients_persist=False)",
-        *error.given[1:],
+        error.smallest_bytes,
+        error.segment,
+        error.inductor_bytes,
+        error.checkpointing_bytes,
     )
 
 

@@ -320,8 +320,8 @@ class CompileSession:
             return True
         tell.warn(
             f"expected sizes that are known before a step runs, to plan for an activation_budget of "
-            f"{format_bytes(self._objective.budget_bytes)}; found activations whose sizes depend on data (experts without a "
-            "capacity, say). All that may move is offloaded, and the budget is not checked",
+            f"{format_bytes(self._objective.budget_bytes)}; found activations whose sizes depend on data (experts "
+            "without a capacity, say). All that may move is offloaded, and the budget is not checked",
         )
         return False
 

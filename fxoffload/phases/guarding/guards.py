@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class Guards:
                 self._hooks += self._optimizer_hooks(optimizer)
                 self._after_load(optimizer)
 
-    def _install_of_modules(self, modules: dict[str, nn.Module]) -> None:
+    def _install_of_modules(self, modules: Mapping[str, nn.Module]) -> None:
         members = [
             (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
             for prefix, model in modules.items()

@@ -14,6 +14,7 @@ from fxoffload.runtime.tracker.chains import (
     CallSizes,
     Chains,
     Planner,
+    PlanObserver,
     Sizes,
 )
 from fxoffload.runtime.tracker.own_plan import OwnPlan
@@ -39,6 +40,12 @@ class CallEvents(Protocol):
 
     def backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
         """See ``TrackedGraph``."""
+        ...
+
+    def follow_instead(
+        self, tracked: TrackedGraph, observer: PlanObserver, choices: tuple[Choice, ...], spare_bytes: int = 0
+    ) -> None:
+        """If the next step still follows the plan of ``observer``, it makes these choices."""
         ...
 
     def give_up(self, error: Exception) -> None:
