@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from fxoffload.analysis.attention_masks import AttentionMask
 from fxoffload.counters import counters
 from fxoffload.passes.annotate_layers import LayerReport
+from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.choose_actions import POLICIES
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.plan_report.registry import PlanBox

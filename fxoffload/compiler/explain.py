@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from fxoffload.analysis.attention_masks import AttentionMask
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler.partitioning import Partitioning
+from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.find_candidates import Candidate, Skipped
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.objective import Objective

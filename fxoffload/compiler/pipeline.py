@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import output_values
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.tangents import is_loss, tangents_of, zeros_of
+from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments
@@ -75,9 +75,17 @@ class BackwardState:
         return self.copies | {n.name for n in tangents_of(self.gm)} if self.frees_tangents else self.copies
 
 
-def _choose_actions(state: ForwardState) -> Mapping[str, tuple[bool, ...]]:
-    choose = ChooseActions(state.segmentation, state.saved.candidates)
-    return {policy: choose(policy) for policy in POLICIES}
+def _choose_actions(
+    segmentation: Segmentation, saved: SavedValues
+) -> Callable[[fx.GraphModule], Mapping[str, tuple[bool, ...]]]:
+    choose = ChooseActions(segmentation, saved.candidates)
+    return lambda gm: {policy: choose(policy) for policy in POLICIES}
+
+
+def _make_calls(
+    segmentation: Segmentation, donations: Donations
+) -> Callable[[fx.GraphModule], Mapping[str, SegmentCall]]:
+    return lambda gm: {s.name: SegmentCall(s, donations.get(s.name, ())) for s in segmentation.segments}
 
 
 def _verify_pairing(state: BackwardState) -> VerifyPairing:
@@ -88,7 +96,7 @@ def _verify_pairing(state: BackwardState) -> VerifyPairing:
 
 FIND: tuple[PassEntry[ForwardState], ...] = (
     PassEntry("find_attention_masks", lambda s: FindAttentionMasks(), "masks"),
-    PassEntry("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved"),
+    PassEntry("settle_nodes", lambda s: SettleNodes(s.num_user_outputs), "num_moved", ("num_user_outputs",)),
     PassEntry(
         "find_candidates",
         lambda s: FindCandidates(
@@ -98,33 +106,65 @@ FIND: tuple[PassEntry[ForwardState], ...] = (
             device=s.device,
         ),
         "saved",
+        ("num_user_outputs", "static_inputs", "min_bytes", "device"),
     ),
 )
 
 FORWARD: tuple[PassEntry[ForwardState], ...] = (
     PassEntry(
-        "cut_segments", lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole, single=True), "segmentation"
+        "cut_segments",
+        lambda s: CutSegments(moved=s.saved.moved_bytes, whole=s.whole, single=True),
+        "segmentation",
+        ("saved", "whole"),
     ),
-    PassEntry("rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes), "segmentation"),
-    PassEntry("choose_actions", lambda s: lambda gm: _choose_actions(s), "actions"),
-    PassEntry("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn"),
-    PassEntry("make_calls", lambda s: lambda gm: {g.name: SegmentCall(g) for g in s.segmentation.segments}, "modules"),
-    PassEntry("insert_offloads", lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules), "outer"),
-    PassEntry("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
+    PassEntry(
+        "rematerialize",
+        lambda s: Rematerialize(s.segmentation, moved=s.saved.moved_bytes),
+        "segmentation",
+        ("segmentation", "saved"),
+    ),
+    PassEntry(
+        "choose_actions", lambda s: _choose_actions(s.segmentation, s.saved), "actions", ("segmentation", "saved")
+    ),
+    PassEntry("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn", ("segmentation", "saved")),
+    PassEntry("make_calls", lambda s: _make_calls(s.segmentation, {}), "modules", ("segmentation",)),
+    PassEntry(
+        "insert_offloads",
+        lambda s: InsertOffloads(s.segmentation, s.saved.candidates, s.modules),
+        "outer",
+        ("segmentation", "saved", "modules"),
+    ),
+    PassEntry(
+        "verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", ("gm", "segmentation"), on="outer"
+    ),
     PassEntry("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
 )
 
 BACKWARD: tuple[PassEntry[BackwardState], ...] = (
     PassEntry("settle_nodes", lambda s: SettleNodes(None), "num_moved"),
-    PassEntry("cut_segments", lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole), "segmentation"),
     PassEntry(
-        "rematerialize", lambda s: Rematerialize(s.segmentation, moved=s.forward.saved.moved_bytes), "segmentation"
+        "cut_segments",
+        lambda s: CutSegments(moved=s.forward.saved.moved_bytes, whole=s.whole),
+        "segmentation",
+        ("forward", "whole"),
     ),
-    PassEntry("choose_donations", lambda s: ChooseDonations(s.segmentation, s.donatable), "donations"),
+    PassEntry(
+        "rematerialize",
+        lambda s: Rematerialize(s.segmentation, moved=s.forward.saved.moved_bytes),
+        "segmentation",
+        ("segmentation", "forward"),
+    ),
+    PassEntry(
+        "choose_donations",
+        lambda s: ChooseDonations(s.segmentation, s.donatable),
+        "donations",
+        ("segmentation", "donatable"),
+    ),
     PassEntry(
         "make_calls",
-        lambda s: lambda gm: {g.name: SegmentCall(g, s.donations.get(g.name, ())) for g in s.segmentation.segments},
+        lambda s: _make_calls(s.segmentation, s.donations),
         "modules",
+        ("segmentation", "donations"),
     ),
     PassEntry(
         "insert_reloads",
@@ -137,10 +177,13 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
             heavy_head=s.forward.turn.heavy_head,
         ),
         "outer",
+        ("segmentation", "copies", "donatable", "device", "modules", "forward"),
     ),
-    PassEntry("verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", on="outer"),
+    PassEntry(
+        "verify_wiring", lambda s: VerifyWiring(s.gm, s.segmentation), "outer", ("gm", "segmentation"), on="outer"
+    ),
     PassEntry("verify_transfers", lambda s: VerifyTransfers(), "outer", on="outer"),
-    PassEntry("verify_pairing", _verify_pairing, "outer", on="outer"),
+    PassEntry("verify_pairing", _verify_pairing, "outer", ("forward",), on="outer"),
 )
 
 # The passes that the piece "verify" switches off.

@@ -116,7 +116,7 @@ _PIECES_OF_CHAINS = frozenset({"tape_plan", "planner", "segments", "offload", "p
 _JOINT: tuple[PassEntry[_JointState], ...] = (
     PassEntry("open_regions", lambda s: OpenRegions(), "num_opened"),
     PassEntry("annotate_layers", lambda s: AnnotateLayers(), "layers"),
-    PassEntry("tag_recompute", lambda s: TagRecompute(s.recompute), "tags"),
+    PassEntry("tag_recompute", lambda s: TagRecompute(s.recompute), "tags", ("recompute",)),
 )
 
 

@@ -32,7 +32,7 @@ def make_state() -> State:
 def test_steps_run_in_order_and_write_down_what_they_return() -> None:
     steps: tuple[PassEntry[State], ...] = (
         PassEntry("count", lambda s: lambda gm: len(gm.graph.nodes), "first"),
-        PassEntry("double", lambda s: lambda gm: 2 * s.first, "second"),
+        PassEntry("double", lambda s: _double(s.first), "second", ("first",)),
     )
     state = make_state()
     times = run_passes(steps, state, "forward")
