@@ -16,8 +16,7 @@ import torch
 
 import fxoffload
 from fxoffload import BudgetError, Plan
-from fxoffload.compiler import chain_planning as tape_plan
-from fxoffload.compiler import plan_ahead, planning, session
+from fxoffload.compiler import chain_planning, plan_ahead, plan_chain, planning, session
 from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.compiler.replan import Calibration, Replan
@@ -34,9 +33,9 @@ from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock
 from fxoffload.runtime.profiler.allocator_trace import Block, Memory
 from fxoffload.runtime.profiler.chain_clock import ChainClock
+from fxoffload.runtime.profiler.first_arguments import OnOtherStreams
 from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from fxoffload.runtime.profiler.stream_events import host_events
-from fxoffload.runtime.tracker.first_arguments import OnOtherStreams
 from fxoffload.runtime.transfer import Group, Transfer, Watch
 from fxoffload.step.choice import Choice
 from fxoffload.step.choice import Windows as Windows
@@ -53,23 +52,27 @@ def plans_ahead(step: Step, objectives: Sequence[Options], **common: Any) -> lis
     """``fxoffload.plan(step, **common, **objective)`` for each objective. The model is traced once, and each recompute
     choice partitioned once: that takes most of a plan's time."""
     found: list[Plan | BudgetError] = []
-    plan_graph, plan_step, make_draft = session.CompileSession._plan, plan_ahead.plan_fake_step, planning.make_draft
-    drafts: dict[Any, Any] = {}
+    plan_graph, plan_step, make_partitioning = (
+        session.CompileSession._plan,
+        plan_ahead.plan_fake_step,
+        planning.make_partitioning,
+    )
+    partitionings: dict[Any, Any] = {}
     joints: list[Any] = []  # kept alive, for their ids
 
-    def draft(joint: Any, recompute: Any, *others: Any) -> Any:
+    def partition(joint: Any, recompute: Any, *others: Any) -> Any:
         joints.append(joint)
         choice = (
             recompute if isinstance(recompute, str) else tuple(sorted((str(k), str(v)) for k, v in recompute.items()))
         )
         key = id(joint), choice
-        if key not in drafts:
-            drafts[key] = make_draft(joint, recompute, *others)
-        return drafts[key]
+        if key not in partitionings:
+            partitionings[key] = make_partitioning(joint, recompute, *others)
+        return partitionings[key]
 
     def aim_at(one: session.CompileSession, objective: Options) -> None:
         one.options = replace(one.options, **{"activation_budget": None, "max_slowdown": None, **objective})
-        one._goal = Objective.of(one.options.budget_bytes, one.options.max_slowdown)
+        one._objective = Objective.of(one.options.budget_bytes, one.options.max_slowdown)
         one._builder = type(one._builder)(one.options, one.disabled, one.device)
         one._runtime = one._builder.runtime
 
@@ -98,7 +101,7 @@ def plans_ahead(step: Step, objectives: Sequence[Options], **common: Any) -> lis
         def ask(objective: Options) -> Plan:
             for graph in step.graphs:
                 aim_at(graph._session, objective)
-                for name in ("part", "plain"):
+                for name in ("description", "plain"):
                     graph.__dict__.pop(name, None)
             return plan_step(step, breaks)
 
@@ -109,7 +112,7 @@ def plans_ahead(step: Step, objectives: Sequence[Options], **common: Any) -> lis
     with (
         mock.patch.object(session.CompileSession, "_plan", of_graph),
         mock.patch.object(plan_ahead, "plan_fake_step", of_step),
-        mock.patch.object(planning, "make_draft", draft),
+        mock.patch.object(planning, "make_partitioning", partition),
         no_points_between(),
     ):
         fxoffload.plan(step.model, step.kwargs, example_args=step.args, **common)
@@ -139,7 +142,7 @@ def measured(tick_ms: float) -> Iterator[None]:
         return host_events(read)
 
     def of_graph(graph: Any, planned: Any, box: Any, objective: Any, alike: Any, _: Any, pin: Any, *__: Any) -> Any:
-        place = {c.name: i for i, c in enumerate(planned.draft.step.candidates)}
+        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         order = [place[c.name] for c in graph.saved.candidates]
         return Replan(
             Calibration(graph, planned, box, objective, order, alike, pin),
@@ -148,18 +151,18 @@ def measured(tick_ms: float) -> Iterator[None]:
             in_background=False,
         )
 
-    def of_step(planned: Any, schedule: Any, sites: Any, box: Any) -> Any:
+    def of_step(planned: Any, schedule: Any, graphs: Any, box: Any) -> Any:
         return ChainReplan(
-            ChainRecalibration(planned, schedule, sites[0], box),
+            ChainRecalibration(planned, schedule, graphs[0], box),
             box,
-            sites,
-            make_clock=lambda: ChainClock(len(sites), skip=1, count=2, events=events()),
+            graphs,
+            make_clock=lambda: ChainClock(len(graphs), skip=1, count=2, events=events()),
             in_background=False,
         )
 
     with (
         mock.patch.object(session, "replan_for", of_graph),
-        mock.patch.object(tape_plan, "replan_for_tape", of_step),
+        mock.patch.object(plan_chain, "replan_for_chain", of_step),
     ):
         yield
 
@@ -405,5 +408,5 @@ def plans_for_steps(offload: Callable[[int], bool], in_flight: int, ahead: int) 
         windows = Windows(_alternating(in_flight, sizes[0]), _alternating(ahead, sizes[1]))
         return Schedule(moves, windows, simulate(step, moves, copies=planned.rates, windows=windows))
 
-    with mock.patch.object(tape_plan.TapePlanning, "run", decide):
+    with mock.patch.object(chain_planning.ChainPlanning, "run", decide):
         yield

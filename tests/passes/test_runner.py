@@ -32,7 +32,7 @@ def make_state() -> State:
 def test_steps_run_in_order_and_write_down_what_they_return() -> None:
     steps: tuple[PassEntry[State], ...] = (
         PassEntry("count", lambda s: lambda gm: len(gm.graph.nodes), "first"),
-        PassEntry("double", lambda s: _double(s.first), "second", ("first",)),
+        PassEntry("double", lambda s: lambda gm: 2 * s.first, "second", ("first",)),
     )
     state = make_state()
     times = run_passes(steps, state, "forward")
@@ -159,3 +159,9 @@ def test_names_are_unique_and_those_of_the_passes() -> None:
     assert {s.name for s in (*FIND, *FORWARD, *BACKWARD)} >= set(PROOFS)
     assert [s.name for s in FORWARD][-2:] == ["verify_wiring", "verify_transfers"]
     assert [s.name for s in BACKWARD][-3:] == list(PROOFS)
+
+
+def test_a_pass_reads_what_its_entry_lists_and_nothing_else() -> None:
+    entries: tuple[PassEntry[State], ...] = (PassEntry("peeks", lambda s: lambda gm: s.second, "first", ("first",)),)
+    with pytest.raises(PassError, match="peeks reads 'second', which its entry in the pipeline does not list"):
+        run_passes(entries, make_state(), "forward")
