@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import copy
 import inspect
-import logging
 import re
 import tempfile
 import threading
@@ -269,6 +268,7 @@ _request: contextvars.ContextVar[_Request] = contextvars.ContextVar("fxoffload_p
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Plan:
     """Runs a step on fake tensors, and plans it."""
+    from fxoffload.torch_private.fake_tensors import without_log_of_fake_tensors
     from fxoffload.torch_private.fake_values import step_fake_mode
 
     mode = step_fake_mode()
@@ -280,7 +280,7 @@ def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     try:
         with _TURN, _dynamo_of_its_own(), forgotten(_backend), torch.enable_grad(), _errors_of(name):
             run = torch.compile(model, backend=_backend, dynamic=False)
-            with _without_log_of_fake_tensors():
+            with without_log_of_fake_tensors():
                 breaks = _run_steps(step, run, args, kwargs, mode)
     finally:
         _request.reset(token)
@@ -352,17 +352,6 @@ def _own_text(error: Exception) -> str:
         return found[1]
     text = re.split(r"\n\s*(?:Hint:|from user code:|Set TORCHDYNAMO_VERBOSE)", text)[0].strip()
     return f"{type(error).__name__}: {text}"
-
-
-@contextlib.contextmanager
-def _without_log_of_fake_tensors() -> Iterator[None]:
-    """torch logs the traceback of an op that fails on fake tensors, which ``_errors_of`` tells in a sentence."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, not torch._dynamo.config.verbose
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -8,5 +8,8 @@ from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 
 
 def is_verbose() -> bool:
-    """Whether the user asked for Dynamo's own frames in tracebacks (``TORCHDYNAMO_VERBOSE=1``). torch 2.11 to 2.14."""
+    """Whether the user asked for Dynamo's own frames in tracebacks (``TORCHDYNAMO_VERBOSE=1``).
+
+    Needed by torch 2.11 to 2.14: ``torch._dynamo.config``.
+    """
     return bool(config.verbose)

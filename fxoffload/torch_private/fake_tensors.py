@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+from fxoffload.torch_private.dynamo_errors import is_verbose
 
 
 @contextlib.contextmanager
@@ -66,3 +69,17 @@ def run_on_fakes(node: fx.Node) -> Any:
     fake = next((n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], FakeTensor)), None)
     with _fakes_without_guards(fake) if fake is not None else contextlib.nullcontext():
         return node.target(*args[0], **args[1])  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def without_log_of_fake_tensors() -> Iterator[None]:
+    """torch logs the traceback of an op that fails on fake tensors; not within this, unless Dynamo is verbose.
+
+    Needed by torch 2.11 to 2.14: the logger of ``torch._subclasses.fake_tensor``.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, not is_verbose()
+    try:
+        yield
+    finally:
+        log.disabled = before
