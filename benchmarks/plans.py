@@ -60,7 +60,7 @@ class PlanWatch:
             floors=said["floors"],
             frontier=said["frontier"],
             planning_s=getattr(plan, "planning_s", None) or (sum(self._log.seconds) if self._log.seconds else None),
-            num_partitionings=sum(self._log.drafts) if self._log.drafts else None,
+            num_drafts=sum(self._log.drafts) if self._log.drafts else None,
             texts={"frozen": self._frozen},
         )
 

@@ -295,7 +295,7 @@ class PlanFacts:
     floors: list[str] = field(default_factory=list)
     frontier: list[dict[str, Any]] = field(default_factory=list)
     planning_s: float | None = None
-    num_partitionings: int | None = None
+    num_drafts: int | None = None
     calibrated_after_steps: int | None = None
     calibrated: dict[str, Any] | None = None
     calibrated_baseline: dict[str, Any] | None = None

@@ -87,7 +87,7 @@ def _check_biases(block: LayoutBlock, weights: Shapes, biases: Shapes) -> None:
 
 
 def _check_scales(block: LayoutBlock, weights: Shapes, shapes: Mapping[str, Shapes], size: tuple[int, int]) -> None:
-    """LayoutBlock scales have one row for each begun block of rows: ceil(I / 128) for gate."""
+    """Block scales have one row for each begun block of rows: ceil(I / 128) for gate."""
     if block.weight_dtype.startswith("F8_") and not {"weight_scale_inv", "weight_scale"}.intersection(shapes):
         raise BrokenCheckpointError(
             f"{block.name}: expected weight_scale_inv beside {block.weight_dtype} weights (weight_block_size "

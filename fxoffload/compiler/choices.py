@@ -65,7 +65,7 @@ class Choices:
         self.problem: Problem = problem_of(base.step, rates, layers=layers, host_bytes=host_bytes)
 
     def recompute(self, variants: Sequence[int]) -> Mapping[str, RecomputePoint]:
-        """ProblemLayer -> point, for the solver's answer."""
+        """Layer -> point, for the solver's answer."""
         pairs = zip(self._labels, self._points, variants, strict=False)
         return {label: points[chosen] for label, points, chosen in pairs}
 

@@ -178,7 +178,7 @@ class CompileSession:
         self._must_offload = False  # A user's policy wants some value on the host.
         self._sized: SizedPlan | None = None  # Where sizes vary.
         self._range: Range | None = None  # Of these sizes.
-        self._limit_bytes: int | None = None  # GraphDescription of the budget that the schedule may take.
+        self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
         self._op_times: Mapping[str, float] = {}  # Measured.
         self._meter: Meter | None = None  # Measures before the first step, if anything does.
         self._allowance = Allowance()  # Of the meter.

@@ -1,4 +1,4 @@
-"""SizeVariants of a graph whose sizes vary: each has its own recompute choice, and serves a range of sizes.
+"""Variants of a graph whose sizes vary: each has its own recompute choice, and serves a range of sizes.
 
 A plan is made for the sizes of the call that is compiled. With its recompute choice it serves other sizes up to where
 the budget is not met any more, or recomputing more would be clearly faster. There a guard ends its range: a larger call

@@ -216,7 +216,7 @@ def _own_choice(graph: FakeGraph, *, is_last: bool) -> tuple[dict[str, bool], Wi
     assert description is not None
     step = description.step
     if planned is not None and planned.schedule is not None:
-        names = [c.name for c in planned.draft.step.candidates]  # type: ignore[union-attr]
+        names = [c.name for c in planned.partitioning.step.candidates]  # type: ignore[union-attr]
         return dict(zip(names, planned.schedule.offload, strict=True)), planned.schedule.windows
     if planned is not None:
         return {c.name: False for c in step.candidates}, no_windows(step)

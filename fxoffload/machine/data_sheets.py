@@ -122,7 +122,7 @@ def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataShee
         memory_gb_per_s=measured.memory_gb_per_s * sheet.memory_gb_per_s / reference.memory_gb_per_s,
         source=DATA_SHEET,
         notes=f"From a data sheet, not measured: the rates of {measured.device_name} times the ratio of the peaks. "
-        f"SheetLink: {sheet.link.name}.",
+        f"Link: {sheet.link.name}.",
         estimate_error=None,
         **copies,
         **tables,

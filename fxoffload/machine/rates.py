@@ -1,4 +1,4 @@
-"""MachineRates by name, for example TFLOP/s by dtype."""
+"""Rates by name, for example TFLOP/s by dtype."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
         ways = planning.ways
         if some:
             variants = tuple(generator.choice([None, *ways._variants_by_kind[kind][-2:]]) for kind in ways._kinds)
-            planning.option = ways.with_variants(variants, None)
+            planning.choice = ways.with_variants(variants, None)
         step = planning.chain.step
         offload = tuple(bool(c.moved_bytes) and i % 4 > 0 for i, c in enumerate(step.candidates))
         windows = windows_for(step, offload, 1 << 30) or no_windows(step)
