@@ -195,7 +195,7 @@ def segment_calls(outer: torch.fx.GraphModule) -> list[nn.Module]:
 
 
 def assert_nothing_held() -> None:
-    """No host memory in use, no group on the tape."""
+    """No host memory in use, no group in the save order."""
     held = fxoffload.stats()
     if held.host_bytes_in_use or held.num_groups_on_tape:
         gc.collect()  # to tell "never" from "not until the collector runs"

@@ -81,7 +81,7 @@ class GraphDescription:
         graph: as compiled.
         step: of one forward and backward of it.
         rates: that its times were estimated with.
-        objective: of the chain.
+        settings: that the graphs of its chain share.
         edges: of the graph, in the names of ``step``.
         variant_maker: makes variants of the graph that recompute more; None: there are none.
         sized: the graph, where its sizes vary; None: they do not.
@@ -96,7 +96,7 @@ class GraphDescription:
     graph: CompiledGraph
     step: TrainingStep
     rates: ProfileRates
-    objective: ChainSettings
+    settings: ChainSettings
     edges: Edges
     variant_maker: VariantMaker | None = None
     sized: SizedGraph | None = None
@@ -148,14 +148,14 @@ def describe_graph(
     forward: ForwardState,
     backward: BackwardState,
     offload_candidates: Sequence[OffloadCandidate],
-    objective: ChainSettings,
+    settings: ChainSettings,
     rates: ProfileRates,
     variant_maker: VariantMaker | None = None,
 ) -> tuple[GraphDescription, Edges] | None:
     """Two compiled graphs as data for a plan; None where nothing that is saved may move.
 
-    ``rates``: of the device. ``variant_maker``: of variants of them; the edges then name the inputs that only a variant
-    may save too.
+    ``settings``: of the chain. ``rates``: of the device. ``variant_maker``: makes variants of them; the edges then
+    name the inputs that only a variant may save too.
 
     Raises:
         UnsupportedError: sizes vary from call to call and are not told as arguments.
@@ -181,7 +181,7 @@ def describe_graph(
     if variant_maker is not None:
         edges = with_all_inputs(edges, forward)
     basis: Basis = "operators" if rates.op_times else "estimated"
-    return GraphDescription(graph, step, rates, objective, edges, variant_maker, sized, basis=basis), edges
+    return GraphDescription(graph, step, rates, settings, edges, variant_maker, sized, basis=basis), edges
 
 
 def _sizes_of(forward: ForwardState, backward: BackwardState) -> BatchSizes | None:
@@ -198,15 +198,15 @@ def is_dynamic(forward: ForwardState, backward: BackwardState | None = None) -> 
 
 
 def _symbols(forward: ForwardState, backward: BackwardState | None) -> set[Any]:
-    """What sizes of the two graphs are made of, where they vary. Of the states of random generators, which the
-    recomputation of a random op or an attention reads, the size has a symbol that stands for nothing."""
+    """The symbols that sizes of the two graphs are made of, where they vary. The states of random generators, which the
+    recomputation of a random op or an attention reads, have a size with a symbol that stands for nothing."""
     nodes = [n for state in (forward, backward) if state is not None for n in state.gm.graph.nodes]
     found = {s for n in nodes for value in tree_leaves(n.meta.get("val")) for s in symbols_of(value)}
     return found - {s for n in nodes if is_rng_state(n) for s in symbols_of(n.meta.get("val"))}
 
 
 def descriptions_at(descriptions: Sequence[GraphDescription], sizes: Sequence[Sizes]) -> list[GraphDescription]:
-    """The parts of calls of these sizes (empty: none vary). Calls that are alike have the same part."""
+    """The descriptions of calls of these sizes (empty: none vary). Calls that are alike share one."""
     found: dict[tuple[int, Sizes], GraphDescription] = {}
     each = list(zip(descriptions, sizes or [()] * len(descriptions), strict=True))
     for description, size in each:

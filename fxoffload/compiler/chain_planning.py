@@ -127,20 +127,16 @@ class ChainPlanning:
         self.others_bytes = seen.others_bytes
         self.margin_bytes = seen.margin_bytes
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
-        objective = descriptions[0].objective
-        self.objective, self.rates, self.device, self.budgets = (
-            objective.objective,
-            descriptions[0].rates,
-            objective.device,
-            objective.budgets,
-        )
+        settings = descriptions[0].settings
+        self.objective, self.rates = settings.objective, descriptions[0].rates
+        self.device, self.budgets = settings.device, settings.budgets
         # Of one call each, as measured later. Where sizes vary, calls may be shorter than those that are planned for.
-        self.forward_ms = [sum(s.ms for s in p.step.forward) for p in descriptions]
+        self.forward_ms = [sum(s.ms for s in d.step.forward) for d in descriptions]
         self.paced = [False] * len(descriptions)
-        self._paces = objective.paces and not self.sizes
+        self._paces = settings.paces and not self.sizes
         if self._paces:
             self.rates = rates_with_pace(self.rates, self.forward_ms)
-        self.host_bytes = engine_for(objective.device).host_budget_bytes(objective.budgets)
+        self.host_bytes = engine_for(settings.device).host_budget_bytes(settings.budgets)
         self.ways = self._ways(descriptions, seen.edge_memory, written)
         self.choice = self.compiled = self.ways.as_compiled()
         self.extra_memory = NO_EXTRA_MEMORY
@@ -160,7 +156,7 @@ class ChainPlanning:
         self.baseline: Simulation = self.plain.scheduler.keep_all()
         self.numbers = [0] * len(descriptions)
         self.summary = ""
-        self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the option's id, which it keeps alive
+        self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the choice's id, which it keeps alive
 
     @property
     def limit_bytes(self) -> int | None:
@@ -171,12 +167,12 @@ class ChainPlanning:
     @property
     def calibrates(self) -> bool:
         """Whether it is replanned with measured times: where sizes vary, they are not those of one step."""
-        return self.descriptions[0].objective.calibrates and not self.sizes
+        return self.descriptions[0].settings.calibrates and not self.sizes
 
     @property
     def records(self) -> bool:
         """Whether the allocator may be asked to record its events."""
-        return self.descriptions[0].objective.records
+        return self.descriptions[0].settings.records
 
     @property
     def _of_sizes(self) -> str:
@@ -209,8 +205,8 @@ class ChainPlanning:
     ) -> ChainSearch:
         reserves = bool(self.sizes)
         calls = [
-            CallDescription(p.step, p.edges, p.variant_maker, w, p.step_of, reserves, p.may_save_more, p.checkpointed)
-            for p, w in zip(descriptions, written, strict=True)
+            CallDescription(d.step, d.edges, d.variant_maker, w, d.step_of, reserves, d.may_save_more, d.checkpointed)
+            for d, w in zip(descriptions, written, strict=True)
         ]
         return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes)
 
@@ -272,7 +268,7 @@ class ChainPlanning:
         goes: dict[str, bool] = {}
         for k, description in enumerate(self.descriptions):
             names = dict(zip(compiled.candidates_of(k), chain.candidates[k], strict=True))
-            planned = description.graph.planned  # alone, before
+            planned = description.graph.planned  # its own plan, before
             went = description.graph.actions["auto"] if planned is None else planned.offload
             flags = zip(description.graph.saved.candidates, went, strict=True)
             goes.update({name: go for c, go in flags if (name := names[c.name]) is not None})
@@ -355,7 +351,7 @@ class ChainPlanning:
         return self.choice.schedule
 
     def _refine(self, aim: ChainObjective) -> None:
-        """Search longer for the best option, and for the graphs as compiled where they are close to it."""
+        """Search longer for the best choice, and for the graphs as compiled where they are close to it."""
         best, mine = self.choice, self.compiled.schedule
         if best.schedule is None:
             return
@@ -384,8 +380,8 @@ class ChainPlanning:
 
     def gain(self, found: Schedule, baseline: Prediction | None = None, variants: CallVariants | None = None) -> str:
         pairs = zip(variants or self.choice.variants, self.plain.variants, strict=True)
-        again = sum(mine is not plain for mine, plain in pairs)
-        how = f", {again} of {len(self.descriptions)} calls computing more again" if again else ""
+        count = sum(mine is not plain for mine, plain in pairs)
+        how = f", {count} of {len(self.descriptions)} calls computing more again" if count else ""
         return gain_of(found.simulation, baseline or self.baseline) + how
 
     # -- to be followed ------------------------------------------------------------------------------------------------
@@ -401,16 +397,16 @@ class ChainPlanning:
     ) -> ChainPlan:
         """The plan as calls follow it. Variants are compiled when it is followed for the first time; where that fails,
         graphs run as they were compiled. ``observe``: makes what measures its first steps."""
-        wanted = [(p.variant_maker, v) for p, v in zip(self.descriptions, self.choice.variants, strict=True)]
-        self.numbers = numbers = [r.add(v) if r is not None and v is not None else 0 for r, v in wanted]
+        wanted = [(d.variant_maker, v) for d, v in zip(self.descriptions, self.choice.variants, strict=True)]
+        self.numbers = numbers = [m.add(v) if m is not None and v is not None else 0 for m, v in wanted]
         first = self._first_choices()
         found = self._to_follow(tracked_graphs, schedule, box, observer=observe(self, schedule, tracked_graphs, box))
-        if all(r is None or not n or r.is_compiled(n) for (r, _), n in zip(wanted, numbers, strict=True)):
+        if all(m is None or not n or m.is_compiled(n) for (m, _), n in zip(wanted, numbers, strict=True)):
             return found
 
         def prepare() -> None:
             began = time.perf_counter()
-            missing = [(r, n) for (r, _), n in dict.fromkeys(zip(wanted, numbers, strict=True)) if r is not None and n]
+            missing = [(m, n) for (m, _), n in dict.fromkeys(zip(wanted, numbers, strict=True)) if m is not None and n]
             with working("compiling variants") as work:
                 for i, (variant_maker, number) in enumerate(missing):
                     work.what = f"compiling variant {i + 1} of {len(missing)}"
@@ -463,7 +459,7 @@ class ChainPlanning:
         return 0 if self.limit_bytes is None else max(self.limit_bytes - schedule.simulation.peak_bytes, 0)
 
     def _smallest(self, choice: ChainChoice) -> Schedule:
-        """The least peak of an option."""
+        """The least peak of a choice."""
         if id(choice) not in self._least:
             self._least[id(choice)] = choice, choice.scheduler.smallest()
         return self._least[id(choice)][1]
@@ -473,7 +469,7 @@ class ChainPlanning:
         self.choice = self.ways.with_variants(variants)
         pairs = zip(self.descriptions, variants, strict=True)
         self.numbers = [
-            p.variant_maker.add(v) if p.variant_maker is not None and v is not None else 0 for p, v in pairs
+            d.variant_maker.add(v) if d.variant_maker is not None and v is not None else 0 for d, v in pairs
         ]
         self.summary = summary
 
@@ -512,18 +508,18 @@ class ChainPlanning:
         variant = choice.variants[call]
         return self.descriptions[call].graph.saved if variant is None else variant.saved
 
-    # -- to be shown ---------------------------------------------------------------------------------------------------
+    # -- the description -----------------------------------------------------------------------------------------------
 
     @property
     def _over(self) -> str:
-        graphs = len({id(p.graph) for p in self.descriptions})
+        graphs = len({id(d.graph) for d in self.descriptions})
         return f"over {len(self.descriptions)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
 
     def describe(self, schedule: Schedule) -> Plan:
-        """The plan to show."""
+        """The plan as users see it."""
         # The first of the others recomputes everything that it may.
         tried = (self.compiled, self.choice, *self.others[:1])
-        smallest = {id(o): self._smallest(o).simulation.peak_bytes for o in tried}
+        smallest = {id(c): self._smallest(c).simulation.peak_bytes for c in tried}
         return Plan(
             graph=-1,
             label=f"a step {self._over}",
@@ -532,7 +528,7 @@ class ChainPlanning:
             max_slowdown=self.objective.max_slowdown,
             source=self.objective.source,
             summary=self.full_summary,
-            basis=BASES[min(BASES.index(p.basis) for p in self.descriptions)],
+            basis=BASES[min(BASES.index(d.basis) for d in self.descriptions)],
             estimate_error=self.rates.profile.estimate_error,
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),

@@ -1,4 +1,4 @@
-"""Plans a step over several graphs again when its first steps were measured; then measures whether that came true.
+"""Replans a step over several graphs when its first steps were measured; then measures whether that came true.
 
 As for a graph (``fxoffload.compiler.replan``): nothing waits, nothing is compiled. Keep, offload and windows change.
 Where variants are compiled, calls may run others of them afterwards, once (``fxoffload.compiler.chain_reselect``).
@@ -160,11 +160,11 @@ class ChainRecalibration(Recalibration):
         self._took_ms = sum(readings.step_ms().values())
         # Memory outside the graphs comes from the measurements too.
         ran, compiled = (
-            o.chain.with_extra_memory(NO_EXTRA_MEMORY) for o in (self._planning.choice, self._planning.compiled)
+            c.chain.with_extra_memory(NO_EXTRA_MEMORY) for c in (self._planning.choice, self._planning.compiled)
         )
         sizes = shared(readings.temp_bytes(), self._alike())
         varied = [v is not None for v in self._planning.choice.variants]
-        times = as_compiled(compiled, ran, varied, [id(p.graph) for p in self._planning.descriptions], ms)
+        times = as_compiled(compiled, ran, varied, [id(d.graph) for d in self._planning.descriptions], ms)
         ran = ran.with_step(measured_step(with_turn(ran.step), ms, sizes))
         compiled = compiled.with_step(measured_step(with_turn(compiled.step), times))
         rates, offload, windows = self._scheduler.rates, self._schedule.offload, self._schedule.windows
@@ -223,14 +223,14 @@ class ChainRecalibration(Recalibration):
         """See ``Recalibration``."""
         before = self._before
         if before is not None and self._is_worse(now, before):
-            log.info("what was chosen once more took %.1f ms, what ran before %.1f", self._took_ms, before.took_ms)
+            log.info("the reselected variants took %.1f ms, those before %.1f", self._took_ms, before.took_ms)
             self._planning.forward_ms = before.forward_ms
             return self._run(before.variants, before.schedule, before.summary)
         reselected = self._reselect(now) if before is None else None
         if reselected is None:
             self._pace(now)
             return now
-        log.info("what is computed again was chosen once more: %.1f -> %.1f ms", now.simulation.step_ms, reselected.ms)
+        log.info("variants were reselected: %.1f -> %.1f ms", now.simulation.step_ms, reselected.ms)
         self.pin(reselected.schedule, now)
         planning = self._planning
         # What exceeded the budget was faster for it; what meets it was not measured where it is something else.

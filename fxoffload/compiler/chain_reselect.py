@@ -69,11 +69,11 @@ def reselect_variants(
         host_bytes: most bytes on the host.
     """
     ways = MeasuredRecompute(planning, found, rates, host_bytes)
-    options = [o for o in ways.search(aim) if o.schedule is not None]
-    options = sorted(options, key=aim.key)[:_FINISHED]
+    choices = [c for c in ways.search(aim) if c.schedule is not None]
+    choices = sorted(choices, key=aim.key)[:_FINISHED]
     now = ways.with_variants(planning.choice.variants)
     # Without the turn they may look better or worse than they are, so these two are always among them.
-    every = {choice.variants: choice for choice in (*options, ways.as_compiled(), now)}
+    every = {choice.variants: choice for choice in (*choices, ways.as_compiled(), now)}
     finished = {v: aim.schedule(ways.scheduler_with_turn(choice)) for v, choice in every.items()}
     scheduled = {v: schedule for v, schedule in finished.items() if schedule is not None}
     if not scheduled:
@@ -84,8 +84,8 @@ def reselect_variants(
 
 
 class MeasuredRecompute(ChainSearch):
-    """The options of a chain that has run: of the graphs as compiled and the variants that are compiled, in measured
-    time. The estimate of one that no call has run is scaled as measurements of the others scale theirs."""
+    """The choices for a chain that has run, among the graphs as compiled and their compiled variants, in measured time.
+    The estimate of a variant that no call has run is scaled as measurements of the others scale theirs."""
 
     def __init__(
         self, planning: ChainPlanning, found: MeasuredChain, rates: ProfileRates, host_bytes: int | None
@@ -116,7 +116,7 @@ class MeasuredRecompute(ChainSearch):
         return (
             []
             if call.variant_maker is None
-            else sorted(call.variant_maker.compiled_variants(), key=lambda d: -saved_bytes(d.step))
+            else sorted(call.variant_maker.compiled_variants(), key=lambda v: -saved_bytes(v.step))
         )
 
     def _of_variant(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:

@@ -123,13 +123,13 @@ class ChainObjective:
         return scheduler.least_peak(self.max_ms)
 
     def refined(self, choice: ChainChoice) -> ChainChoice:
-        """The same option with a schedule that was searched for longer, if not as long as where this aim refines."""
+        """The same choice with a schedule that was searched for longer, if not as long as where this aim refines."""
         if self.limit_bytes is None or choice.schedule is None:
             return choice
         return replace(choice, schedule=choice.scheduler.refine(choice.schedule, self.limit_bytes, _FEW_TRIES))
 
     def key(self, choice: ChainChoice) -> tuple[float, float]:
-        """The order of options: the smaller, the better."""
+        """The order of choices: the smaller, the better."""
         if choice.schedule is None:
             return (float("inf"), choice.scheduler.smallest().simulation.peak_bytes)
         return self.key_of(choice.schedule)
@@ -142,18 +142,18 @@ class ChainObjective:
 
 
 class ChainSearch:
-    """The options of one chain.
+    """The choices for one chain.
 
     Args:
         calls: in the order of their forwards.
-        edge_memory: observed at their edges, in the names of the graphs as compiled.
+        edge_memory: memory observed at their edges, in the names of the graphs as compiled.
         scheduler: of a step.
         rates: of the machine.
         host_bytes: most bytes on the host.
 
     Attributes:
         calls, edge_memory: those.
-        extra_memory: time and memory outside the graphs, in every option.
+        extra_memory: time and memory outside the graphs, in every choice.
         gap_ms: time between the calls, by the empty segment that stands there; empty where it is not known.
     """
 
@@ -193,17 +193,17 @@ class ChainSearch:
         return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
 
     def with_variants(self, variants: CallVariants, aim: ChainObjective | None = None) -> ChainChoice:
-        """The option in which every call runs its variant."""
+        """The choice in which every call runs its variant."""
         chain = self._layout(variants)
         scheduler = self._scheduler(chain.step)
         steps = tuple(self._steps(variants))
         return ChainChoice(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
     def search(self, aim: ChainObjective) -> list[ChainChoice]:
-        """Options that recompute something else than the graphs as compiled; none where no graph can."""
+        """Choices that recompute something else than the graphs as compiled; none where no graph can."""
         if not any(self._variants_by_kind.values()):
             return []
-        # Whatever the solver thinks of it.
+        # The choice that recomputes most, whatever the solver thinks of it.
         found = [self.with_variants(tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds), aim)]
         seen: set[tuple[int, ...]] = set()
         limit, max_ms = aim.limit_bytes, aim.max_ms
@@ -254,7 +254,7 @@ class ChainSearch:
         for kind, call in zip(self._kinds, self.calls, strict=True):
             if kind in found:
                 continue
-            found[kind] = [d for d in self._find_variants(call) if not _saves(d, call)]
+            found[kind] = [v for v in self._find_variants(call) if not _saves(v, call)]
         log.info("partitioned %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
 
@@ -282,13 +282,10 @@ class ChainSearch:
         every: dict[int, list[PlannedVariant | None]] = {
             kind: [None, *found] for kind, found in self._variants_by_kind.items()
         }
-        variant_makers = {
-            kind: c.variant_maker
-            for kind, c in zip(self._kinds, self.calls, strict=True)
-            if c.variant_maker is not None
-        }
-        there = {kind: set(variant_maker.variants()) for kind, variant_maker in variant_makers.items()}
-        room = {kind: variant_maker.room() for kind, variant_maker in variant_makers.items()}
+        pairs = zip(self._kinds, self.calls, strict=True)
+        makers = {kind: c.variant_maker for kind, c in pairs if c.variant_maker is not None}
+        there = {kind: set(maker.variants()) for kind, maker in makers.items()}
+        room = {kind: maker.room() for kind, maker in makers.items()}
         reserving = {kind for kind, call in zip(self._kinds, self.calls, strict=True) if call.reserves}
         if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._variants_by_kind.items() if found):
             return self._problem(every), every
@@ -299,12 +296,12 @@ class ChainSearch:
         for kind, variant in zip(self._kinds, solution.variants, strict=True):
             used[kind][variant] += 1
         picked: dict[int, list[PlannedVariant | None]] = {}
-        for kind, options in every.items():
+        for kind, variants in every.items():
             best = [a for a, _ in used[kind].most_common() if a]
-            if kind in reserving and room[kind] and len(options) > 1:
-                best = [len(options) - 1, *(a for a in best if a != len(options) - 1)]
-            too_many = [a for a in best if options[a] not in there[kind]][room.get(kind, 0) :]
-            picked[kind] = [None, *(options[a] for a in sorted(set(best).difference(too_many)))]
+            if kind in reserving and room[kind] and len(variants) > 1:
+                best = [len(variants) - 1, *(a for a in best if a != len(variants) - 1)]
+            too_many = [a for a in best if variants[a] not in there[kind]][room.get(kind, 0) :]
+            picked[kind] = [None, *(variants[a] for a in sorted(set(best).difference(too_many)))]
         return self._problem(picked), picked
 
     def _problem(self, options: dict[int, list[PlannedVariant | None]]) -> Problem:
@@ -385,18 +382,18 @@ def _variants_of(
     """
     there = variant_maker.variants()
     points = variant_maker.points() if variant_maker.room() else ()
-    variants = [*there, *(d for d in _drafted(variant_maker, points) if d is not None)]
+    variants = [*there, *(v for v in _partitioned(variant_maker, points) if v is not None)]
     found: list[PlannedVariant] = []
     least = math.inf if may_save_more else saved_bytes(compiled)
     nbytes = {variant: saved_bytes(step_of(variant)) for variant in variants}
-    for variant in sorted(nbytes, key=lambda d: -nbytes[d]):
+    for variant in sorted(nbytes, key=lambda v: -nbytes[v]):
         if variant in there or nbytes[variant] < least:
             found.append(variant)
             least = min(least, nbytes[variant])
     return found
 
 
-def _drafted(variant_maker: VariantMaker, points: Sequence[Points]) -> list[PlannedVariant | None]:
+def _partitioned(variant_maker: VariantMaker, points: Sequence[Points]) -> list[PlannedVariant | None]:
     if not points:
         return []
     sizes = [sum(p.nbytes for p in point.values()) for point in points]

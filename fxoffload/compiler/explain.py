@@ -162,7 +162,7 @@ def recomputed_rows(
 def recompute_reason(more_ms: float) -> str:
     """Why values are recomputed. ``more_ms``: how much longer a step computes than one that saves them all."""
     costs = f"{more_ms:.2g} ms a step" if more_ms >= 0.01 else "no time, by what is known"
-    return f"computed again in the backward from what is saved (all that is: {costs})"
+    return f"recomputed in the backward from what is saved (all that is: {costs})"
 
 
 def why_it_stays(item: Skipped) -> str:

@@ -146,7 +146,7 @@ class FakeStep:
     Attributes:
         graphs: that have a backward, in the order in which they were compiled.
         ran: of the forwards of the step that began last, in order.
-        calls: of those that are watched: of graphs that have a part.
+        calls: of those that are watched: of graphs that have a description.
         watches: whether memory at the edges of calls is watched.
         has_forward: whether any graph was found, with a backward or without.
         is_regular: whether the backwards came in reverse, each of its forward.
@@ -214,13 +214,13 @@ class FakeStep:
         self.calls.append(graph)
         self._pending.append(at.call)
         self._begins(at)
-        self._watch(at, [p and p.edges.inputs for p in (graph.description, graph.plain)], args)
+        self._watch(at, [d and d.edges.inputs for d in (graph.description, graph.plain)], args)
         results = run(args)
         results = list(results)
         for i in graph.moved:  # as tokens do in training, other tensors wait for the backward
             results[i] = results[i].new_empty_strided(results[i].shape, results[i].stride())
         self._look()
-        self._watch(at, [p and p.edges.outputs for p in (graph.description, graph.plain)], results)
+        self._watch(at, [d and d.edges.outputs for d in (graph.description, graph.plain)], results)
         return results
 
     def _backward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -234,10 +234,10 @@ class FakeStep:
         self.is_regular = self.is_regular and self._pending[-1] == at.call
         self._pending.remove(at.call)
         self._begins(at)
-        self._watch(at, [p and p.edges.tangents for p in (graph.description, graph.plain)], args)
+        self._watch(at, [d and d.edges.tangents for d in (graph.description, graph.plain)], args)
         results = run(args)
         self._look()
-        self._watch(at, [p and p.edges.gradients for p in (graph.description, graph.plain)], results)
+        self._watch(at, [d and d.edges.gradients for d in (graph.description, graph.plain)], results)
         return results
 
     # -- memory at their edges -----------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ class GraphBudget:
         if not has_said:
             background.warn(
                 f"expected steps within the activation_budget of {format_bytes(self._budget)}, found that the compiled "
-                f"graph and what runs beside it take at least {format_bytes(least_bytes)}; steps take the least that "
+                f"graph and what runs around it take at least {format_bytes(least_bytes)}; steps take the least that "
                 f"was found. activation_budget={least_bytes} can be met; or make the batch smaller"
             )
 

@@ -14,7 +14,7 @@ from fxoffload.step.offload_candidate import OffloadCandidate
 
 
 def offload_candidates_of(state: ForwardState) -> tuple[list[Candidate], list[OffloadCandidate]]:
-    """Candidates in the order of the outer graph's offload ops, and a candidate for each; not ranked yet."""
+    """Candidates in the order of the outer graph's offload ops, and the executor's data of each; not ranked yet."""
     assert state.outer is not None
     ordered = [c for node in state.outer.graph.nodes for c in node.meta.get(CANDIDATES_KEY, ())]
     paces = _values_of_layers(state.segmentation, lambda s: s.outputs)
@@ -43,11 +43,11 @@ def rank_offload_candidates(
     read = {n.name for n in state.gm.graph.find_nodes(op="placeholder") if n.users}
     names = {c.name: [n.name for n in c.nodes] for c in candidates}
     last = len(state.segmentation.segments)
-    for offload_candidate in offload_candidates:
-        mine = names[offload_candidate.name]
-        offload_candidate.unread = not offload_candidate.is_input and read.isdisjoint(mine)
-        offload_candidate.paces_backward = not paces.isdisjoint(mine)
-        offload_candidate.rank = min((order[n] for n in mine if n in order), default=last)
+    for candidate in offload_candidates:
+        mine = names[candidate.name]
+        candidate.unread = not candidate.is_input and read.isdisjoint(mine)
+        candidate.paces_backward = not paces.isdisjoint(mine)
+        candidate.rank = min((order[n] for n in mine if n in order), default=last)
 
 
 def _values_of_layers(segmentation: Segmentation, values: Callable[[Segment], Sequence[fx.Node]]) -> frozenset[str]:

@@ -33,18 +33,18 @@ def plan_chain(
         meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
             call would follow it.
     """
-    descriptions = [s.description for s in tracked_graphs if isinstance(s.description, GraphDescription)]
+    descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
         len(descriptions) != len(tracked_graphs)
         or len(descriptions) < 2
-        or any(p.objective != descriptions[0].objective for p in descriptions)
+        or any(d.settings != descriptions[0].settings for d in descriptions)
     ):
         return None
     began = time.perf_counter()
     planning = ChainPlanning(
-        descriptions_at(descriptions, sizes), seen, [frozenset(s.written) for s in tracked_graphs], sizes
+        descriptions_at(descriptions, sizes), seen, [frozenset(t.written) for t in tracked_graphs], sizes
     )
-    refs = tuple(weakref.ref(s) for s in tracked_graphs)
+    refs = tuple(weakref.ref(t) for t in tracked_graphs)
     if meanwhile is not None and (quick := planning.quick()) is not None:
         log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
         meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes))

@@ -184,7 +184,7 @@ class Planning:
             f"activation_budget={ours.peak_bytes + self.library_bytes} asks for its memory at the least time. "
         )
         decisions = (*plan.decisions, *checkpointed_decisions(plain, planned.base or planned.partitioning))
-        summary = f"{plan.summary}; activation checkpointing is on, what it computes again cannot be planned"
+        summary = f"{plan.summary}; activation checkpointing is on, what it recomputes cannot be planned"
         return replace(planned, plan=replace(plan, decisions=decisions, summary=summary), checkpointing=costs)
 
     def _run(self) -> GraphPlanning | None:

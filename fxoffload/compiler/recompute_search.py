@@ -102,15 +102,15 @@ class RecomputeSearch:
         self._scheduler_of = scheduler
         self._level = level
         self._choices = choices() if level is None else None
-        self._drafted: dict[Hashable, tuple[Partitioning, Scheduler] | None] = {"default": base}
+        self._partitioned: dict[Hashable, tuple[Partitioning, Scheduler] | None] = {"default": base}
         self._within: dict[int, list[Try]] = {}
         if checkpointed is not None:
-            self._drafted[_CHECKPOINTED] = checkpointed
+            self._partitioned[_CHECKPOINTED] = checkpointed
 
     @property
     def num_partitionings(self) -> int:
         """How many were made."""
-        return len(self._drafted)
+        return len(self._partitioned)
 
     # -- for a budget --------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class RecomputeSearch:
 
     def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
         """Checkpointing's choice, where that may be faster than the best so far."""
-        known = self._drafted.get(_CHECKPOINTED)
+        known = self._partitioned.get(_CHECKPOINTED)
         if known is None:
             return
         _, scheduler = known
@@ -190,7 +190,9 @@ class RecomputeSearch:
         tries = [*self._at_level(Scheduler.smallest)]
         if self._choices is not None:
             tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
-            tries += [Try(*pair, schedule=pair[1].smallest()) for pair in self._drafted.values() if pair is not None]
+            tries += [
+                Try(*pair, schedule=pair[1].smallest()) for pair in self._partitioned.values() if pair is not None
+            ]
         least = smallest(tries)
         assert least is not None and least.schedule is not None
         limit = least.schedule.simulation.peak_bytes
@@ -275,14 +277,16 @@ class RecomputeSearch:
         return found
 
     def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
-        if key not in self._drafted:
+        if key not in self._partitioned:
             partitioning = self._partitioning_of(recompute)
-            self._drafted[key] = None if partitioning.step is None else (partitioning, self._scheduler_of(partitioning))
-        known = self._drafted[key]
+            self._partitioned[key] = (
+                None if partitioning.step is None else (partitioning, self._scheduler_of(partitioning))
+            )
+        known = self._partitioned[key]
         return None if known is None else Try(*known, schedule=aim(known[1]))
 
     def _known(self, key: Hashable) -> tuple[Partitioning, Scheduler]:
-        found = self._drafted[key]
+        found = self._partitioned[key]
         assert found is not None
         return found
 

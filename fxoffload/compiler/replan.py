@@ -1,4 +1,4 @@
-"""Plans a graph again, once, when its first steps have been measured; then measures whether the prediction came true.
+"""Replans a graph, once, when its first steps have been measured; then measures whether the prediction came true.
 
 Nothing waits for it: the segment clock is asked whether it is done, the new schedule is worked out on a thread of its
 own, and the next forward follows it. Only keep, offload and windows change; nothing is compiled, and nothing is

@@ -411,7 +411,7 @@ class CompileSession:
         )
 
     def chain_settings(self) -> ChainSettings:
-        """The objective that the graph has to share with the others of its step."""
+        """The settings that the graph has to share with the others of its step."""
         return ChainSettings(
             self._objective,
             self._runtime.budgets,
@@ -530,9 +530,8 @@ class CompileSession:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
         if not kwargs.get("is_backward"):
             return self._inner_compile(gm, example_inputs, kwargs)
-        self._planned = (
-            None  # its partitionings are as large as the graphs, and the session may live as long as the code
-        )
+        # Its partitionings are as large as the graphs, and the session may live as long as the code.
+        self._planned = None
         found = self._inner_compile(gm, example_inputs, kwargs)
         self._source = self._checkpointed = None  # for the same reason
         if self._range is not None:

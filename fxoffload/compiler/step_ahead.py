@@ -92,7 +92,7 @@ class _Planning(ChainPlanning):
 
     Args:
         calls: of the step.
-        edge_memory: at their edges.
+        edge_memory: memory at their edges.
 
     Attributes:
         said: its warnings.

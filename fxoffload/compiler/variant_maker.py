@@ -104,7 +104,7 @@ class PlannedVariant:
 
 
 class _Unfit(Exception):
-    """A partition that cannot stand in for the compiled one."""
+    """A partitioning that cannot stand in for the compiled one."""
 
 
 class VariantMaker:
@@ -231,12 +231,12 @@ class VariantMaker:
     def variants(self) -> list[PlannedVariant]:
         """Those that have a number, but for the ones that could not be compiled."""
         with self._lock:
-            return [d for d, number in self._numbers.items() if number not in self._lost]
+            return [v for v, number in self._numbers.items() if number not in self._lost]
 
     def compiled_variants(self) -> list[PlannedVariant]:
         """Those that calls may run."""
         with self._lock:
-            return [d for d, number in self._numbers.items() if self.is_compiled(number)]
+            return [v for v, number in self._numbers.items() if self.is_compiled(number)]
 
     def room(self) -> int:
         """How many more may be added. The number of a variant that could not be compiled is not free again: a plan may
@@ -254,7 +254,7 @@ class VariantMaker:
             if self.is_compiled(number):
                 return
             with self._lock:
-                variant = next((d for d, n in self._numbers.items() if n == number and n not in self._lost), None)
+                variant = next((v for v, n in self._numbers.items() if n == number and n not in self._lost), None)
             if variant is None:
                 raise RuntimeError(f"expected a variant that can be compiled, found {number}, which cannot")
             try:
@@ -297,7 +297,7 @@ class VariantMaker:
 
 
 def edges_at(first: Signature, partitioning: Partitioning, settings: PartitionSettings) -> Edges:
-    """The edges of a partitioning that has a step, by the positions of another partition of its joint graph."""
+    """The edges of a partitioning that has a step, by the positions of another partitioning of its joint graph."""
     down, up = partitioning.forward_state, partitioning.backward_state
     assert up is not None and down.outer is not None and up.outer is not None
     edges = edges_of(

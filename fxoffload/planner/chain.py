@@ -371,5 +371,5 @@ def _with(
 ) -> Iterable[SegmentStep]:
     for i, segment in enumerate(segments):
         made = dict.fromkeys((*segment.writes, *writes[i]))
-        edge_memory = (n for n in reads[i] if n not in made)  # its own results exist after it anyway
-        yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *edge_memory))), writes=tuple(made))
+        others = (n for n in reads[i] if n not in made)  # its own results exist after it anyway
+        yield replace(segment, reads=tuple(dict.fromkeys((*segment.reads, *others))), writes=tuple(made))

@@ -1,5 +1,5 @@
-"""Which variant each call of a chain should run, as a problem for the solver: one layer per call, one variant per
-variant.
+"""Which variant each call of a chain should run, as a problem for the solver: a call is a layer, each variant of
+its graph a ``LayerVariant``.
 
 Segments of variants differ, and so do the storages that pass between calls. So the chain is laid out once for each
 variant, with all calls running it. The values that a call saves under a variant are read off there; their places are
@@ -64,7 +64,7 @@ class _Layout:
         self._onto_bytes = other_bytes(onto.step)[1]
 
     def variant(self, call: int, number: int) -> LayerVariant:
-        """The variant of a call under this variant."""
+        """The ``LayerVariant`` of a call in this layout."""
         first, count = self._onto.backward[call], self._onto.sizes[call][1]
         extra_ms = self._ms(self._chain, call) - self._ms(self._onto, call)
         # No segment takes less than nothing.

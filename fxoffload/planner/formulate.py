@@ -11,7 +11,7 @@ from fxoffload.planner.steps import TrainingStep
 
 
 def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> list[ProblemStorage]:
-    """One storage per candidate. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
+    """The storages of the candidates. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
     program = program_of(step)
     c = program.candidates
     made = {w: i for i, s in reversed(list(enumerate(step.forward))) for w in s.writes}

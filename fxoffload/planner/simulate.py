@@ -19,7 +19,7 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
 a copy is. So a step's memory and its transfers depend on the decisions and the windows, never on the times. A GPU does
 the same as the rehearsal on a CPU. Two things are left out: a host budget that is used up, and groups that other
-forwards have left on the save order.
+forwards have left in the save order.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def _exchange(loads: Loads, objective: SolverObjective, value: float, left: int)
 
 
 def _keep(loads: Loads, objective: SolverObjective, value: float, left: int) -> None:
-    offload_candidate = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
-    for storage in sorted(offload_candidate, key=lambda i: -i.moved_bytes)[:left]:
+    offloaded = [i for i in loads.saved() if i.name in loads.offloaded and not i.fixed]
+    for storage in sorted(offloaded, key=lambda i: -i.moved_bytes)[:left]:
         loads.set(storage, offload=False)
         found = objective.reaches(loads, value)
         if found is None:

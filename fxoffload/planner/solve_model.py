@@ -25,7 +25,7 @@ MOVE_PRICE = 5e-5  # price of moving all that can move, in parts of the compute 
 
 @dataclass(frozen=True)
 class ModelSlot:
-    """Items of one layer that are decided together.
+    """Storages of one layer that are decided together.
 
     Attributes:
         layer: position of the layer.

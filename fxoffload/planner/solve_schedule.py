@@ -27,7 +27,7 @@ class SolverSchedule(NamedTuple):
 
 
 class Loads:
-    """The bytes and times of one choice, summed by segment. Items and variants can be exchanged one by one.
+    """The bytes and times of one choice, summed by segment. Storages and variants can be exchanged one by one.
 
     Lists are of changes: the bytes at a segment are the sum up to it.
     """

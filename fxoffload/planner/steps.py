@@ -305,7 +305,7 @@ class _ForwardReader:
                 continue
             sources = iter(node.args[0])  # type: ignore[arg-type]
             for candidate in node.meta[CANDIDATES_KEY]:
-                offload_candidate = next(rest)
+                mine = next(rest)
                 values = [next(sources) for _ in candidate.nodes]
                 key = values[0].meta[STORAGE_KEY]
                 self.candidate_of.update((n.name, candidate.name) for n in candidate.nodes)
@@ -313,12 +313,12 @@ class _ForwardReader:
                     candidate.name,
                     self._sizes.get(key, 0),
                     moved_bytes=_moved_bytes([v.meta["val"] for v in values], min_bytes),
-                    is_input=offload_candidate.is_input,
-                    of_turn=offload_candidate.of_turn,
+                    is_input=mine.is_input,
+                    of_turn=mine.of_turn,
                     copied_after=segment,
-                    rank=offload_candidate.rank,
-                    paces_forward=offload_candidate.paces_forward,
-                    paces_backward=offload_candidate.paces_backward,
+                    rank=mine.rank,
+                    paces_forward=mine.paces_forward,
+                    paces_backward=mine.paces_backward,
                     label=candidate.label,
                 )
 

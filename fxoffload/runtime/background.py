@@ -4,9 +4,10 @@
 If the interpreter ends while a daemon thread is inside torch, the process ends with SIGABRT: a job that was done is
 reported as failed. So the interpreter waits for the work that these threads have begun. Other work does not begin.
 
-[Note: Cancelled plans] After ``torch.compiler.reset()`` no step follows a plan that is still being made, and its
-messages would be taken for the next model's. A thread cannot be stopped from outside, so a plan asks (``check``):
-before each partitioning, and before it says or publishes anything. PlanCancelled then ends it.
+[Note: Cancelled plans]
+After ``torch.compiler.reset()`` no step follows a plan that is still being made, and its messages would be taken for
+the next model's. A thread cannot be stopped from outside, so a plan asks (``check``): before each partitioning, and
+before it says or publishes anything. PlanCancelled then ends it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An ordinary step runs its backwards in the reverse order of its forwards. A pipe
 oldest forward pass goes backward first, and other forwards run in between. So two things are remembered:
 
 - The backward that followed the same events, since the save order was last empty. A step that repeats is predicted
-    exactly.
+  exactly.
 
 - The backward that followed one of the same graph at the same place among those that waited, counted from the oldest.
   That also holds for a step with another number of microbatches.

@@ -233,22 +233,20 @@ class OuterProgram:
                 return
             at = 0
             moved: list[tuple[OffloadCandidate, list[int], list[Tensor]]] = []
-            for index, offload_candidate in offload_candidates:
-                mine = range(at, at + offload_candidate.sources)
-                at += offload_candidate.sources
+            for index, candidate in offload_candidates:
+                mine = range(at, at + candidate.sources)
+                at += candidate.sources
                 for i in mine:
-                    slots[targets[i]] = (
-                        slots[sources[i]].new_empty(0) if offload_candidate.unread else slots[sources[i]]
-                    )
-                if offload_candidate.unread:
+                    slots[targets[i]] = slots[sources[i]].new_empty(0) if candidate.unread else slots[sources[i]]
+                if candidate.unread:
                     continue
                 if not call.decisions[index]:
                     continue
                 found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes, call.engine.device)
-                if offload_candidate.of_turn and call.keeps_turn:
+                if candidate.of_turn and call.keeps_turn:
                     counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
                 else:
-                    moved.extend((offload_candidate, *group) for group in found)
+                    moved.extend((candidate, *group) for group in found)
             if moved:
                 _offload_storages(slots, moved, call)
 
@@ -350,7 +348,7 @@ def _offload_storages(
     slots: list[Any], moved: list[tuple[OffloadCandidate, list[int], list[Tensor]]], call: OuterCall
 ) -> None:
     """Start the copies; put tokens where the values were, except where the host is full."""
-    are_inputs = any(offload_candidate.is_input for offload_candidate, _, _ in moved)
+    are_inputs = any(candidate.is_input for candidate, _, _ in moved)
     transfers = call.engine.offload(
         [t for _, _, t in moved],
         call.options.budgets,
@@ -361,10 +359,10 @@ def _offload_storages(
     call.largest_offload = max(call.largest_offload, paced)
     if not call.largest_offload:
         call.before_layers += sum(t.nbytes for t in transfers if t is not None)
-    for (offload_candidate, where, _), transfer in zip(moved, transfers, strict=True):
+    for (candidate, where, _), transfer in zip(moved, transfers, strict=True):
         if transfer is None:
             continue
-        call.group.add(offload_candidate.rank, transfer, sets_window=offload_candidate.paces_backward)
+        call.group.add(candidate.rank, transfer, sets_window=candidate.paces_backward)
         for i, view in zip(where, transfer.views, strict=True):
             slots[i] = make_token(Slot(call.group, transfer, view))
             call.transfers[i] = transfer

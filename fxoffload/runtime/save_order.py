@@ -1,7 +1,7 @@
 """The save order: the order in which groups were saved, over all compiled graphs of a step.
 
-A backward runs the forwards in reverse. So while the backward of one group runs, the groups under it on the save order
-are needed next, unless another order was seen before (``fxoffload.runtime.backward_order``). The save order only
+A backward runs the forwards in reverse. So while the backward of one group runs, the groups saved before it are
+needed next, unless another order was seen before (``fxoffload.runtime.backward_order``). The save order only
 predicts: a wrong guess costs time, never correctness. It holds groups weakly: a forward that never goes backward leaves
 no trace.
 """
@@ -37,7 +37,7 @@ class TurnWatch:
 
 @dataclass(slots=True)
 class _SavedGroup:
-    """A group on the save order."""
+    """A group in the save order."""
 
     ref: weakref.ref[Group]
     waiting: Waiting
@@ -64,7 +64,7 @@ class SaveOrder:
         """The backward of ``group`` begins. Returns the live groups whose backwards are expected to follow, the
         next one first. Unless it keeps its graph the group leaves the save order.
 
-        A group that holds nothing is not on the save order, and its backward is no event: the expectation from before
+        A group that holds nothing is not in the save order, and its backward is no event: the expectation from before
         it stays.
         """
         with self._lock:
@@ -72,7 +72,7 @@ class SaveOrder:
             at = next((i for i in range(len(live) - 1, -1, -1) if live[i][1] is group), None)
             if at is None and len(group):
                 return []
-            under = live if at is None else live[:at]
+            earlier = live if at is None else live[:at]
             if at is not None:
                 mine = live[at][0]
                 self._order.backward(mine.waiting.number, [e.waiting for e, _ in live if e.waits])
@@ -84,7 +84,7 @@ class SaveOrder:
             found = [by_number[n] for n in numbers]
             if ends_there:
                 known = {id(g) for g in found}
-                found += [g for _, g in reversed(under) if id(g) not in known]
+                found += [g for _, g in reversed(earlier) if id(g) not in known]
             return found
 
     def forget(self) -> None:

@@ -64,7 +64,7 @@ class Variant:
     Attributes:
         forward: its forward.
         backward: its backward.
-        order: for each candidate of the forward, its place among the candidates that ``Choice.offload`` lists.
+        order: for each ``OffloadCandidate`` of the forward, its place in ``Choice.offload``.
         layout: of its values.
     """
 
@@ -123,7 +123,7 @@ class Variants:
         return number in self._found
 
     def in_order(self, choice: Choice) -> Choice:
-        """The choice of a variant with one bool per candidate of its forward, in place of one per candidate."""
+        """The choice of a variant with its bools in the order of the forward's ``OffloadCandidate`` list."""
         variant = self.get(choice.variant)
         return choice if variant is None else replace(choice, offload=[choice.offload[i] for i in variant.order])
 

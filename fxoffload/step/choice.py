@@ -26,7 +26,8 @@ class Choice:
     """The choices of one forward call.
 
     Attributes:
-        offload: one bool per candidate, True to offload. Of a variant: one per candidate of its saved values, in order.
+        offload: one bool per ``OffloadCandidate`` of the forward, True to offload. Of a variant: one per candidate of
+            its saved values, in order.
         windows: None for windows that follow the segments, or the budgets of the options.
         variant: which variant of the graph runs (``fxoffload.runtime.variant``); 0: the one that was compiled first.
         watches: whether the forward may return while inputs that can be watched are still being copied

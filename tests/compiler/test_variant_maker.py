@@ -648,7 +648,7 @@ def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_draft_patches_no_settings_that_are_the_same() -> None:
-    """Up to torch 2.11, a patch is seen by all threads; other settings of the backend are none that a draft reads."""
+    """Up to torch 2.11, a patch is seen by all threads; a partitioning reads no other settings of the backend."""
     from torch._inductor import config
 
     with config.patch(fallback_random=True, max_fusion_size=3):

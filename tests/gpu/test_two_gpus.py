@@ -225,7 +225,7 @@ def test_a_model_on_another_device_than_the_current_one() -> None:
 
 @pytest.mark.usefixtures("at_home")
 def test_models_on_two_devices_take_turns_in_one_step() -> None:
-    """Each device has an engine of its own: copies, host memory and tape."""
+    """Each device has an engine of its own: copies, host memory and save order."""
     torch.manual_seed(0)
     left, right = (nn.Sequential(Block(), Block()).to(d, torch.bfloat16) for d in (HOME, AWAY))
     both = nn.ModuleList([left, right])

@@ -65,7 +65,7 @@ def test_a_plan_is_as_good_as_the_golden_one(number: int, name: str) -> None:
 
 @pytest.mark.slow
 def test_sharing_a_trace_changes_no_plan() -> None:
-    """Cases of one model share drafts. ``fxoffload.plan`` alone gives the same."""
+    """Cases of one model share partitionings. ``fxoffload.plan`` alone gives the same."""
     name = "stack: tight budget"
     with no_points_between():
         step = STEPS["stack"]()

@@ -498,7 +498,7 @@ class _Traced(Exception):
 
 
 def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
-    """The states of forward and backward and the movables of a benchmark's case, without any memory."""
+    """The states of forward and backward and the offload candidates of a benchmark's case, without any memory."""
     from benchmarks import workloads
 
     states: dict[str, Any] = {}

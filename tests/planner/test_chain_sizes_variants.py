@@ -1,4 +1,4 @@
-"""Steps over several graphs whose sizes vary, and that compute more again: variants serve all sizes, on the CPU."""
+"""Steps over several graphs whose sizes vary, and that recompute more: variants serve all sizes, on the CPU."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def saved_bytes() -> int:
 
 
 def budget() -> int:
-    """Within which a long step computes more again than copies alone would have to wait for, and one of 44 a little."""
+    """Within which a long step recomputes more than copies alone would have to wait for, and one of 44 a little."""
     return int(0.55 * saved_bytes())
 
 
@@ -107,7 +107,7 @@ def plan_of(length: int) -> Plan:
 
 
 def again(plan: Plan) -> int:
-    """How many calls of it compute more again."""
+    """How many calls of it recompute more."""
     return len({layer for d in plan.decisions if d.action == "recompute" for layer in d.layers})
 
 
@@ -150,7 +150,7 @@ def test_inductor_s_variants_serve_every_length() -> None:
 
 
 def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
-    """With variants that were drafted for another length."""
+    """With variants that were partitioned for another length."""
     limit = budget()
     alive = set(fxoffload.graphs())
     run, plain = varying(activation_budget=limit), varying(policy="keep_all")

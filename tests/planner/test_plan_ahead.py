@@ -33,7 +33,7 @@ BATCH, SEQUENCE = 2, 16
 
 @pytest.fixture(autouse=True)
 def no_points_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes drafts; tests/planner/test_planning.py asks for those of a frontier."""
+    """Each takes partitionings; tests/planner/test_planning.py asks for those of a frontier."""
     monkeypatch.setattr(planning, "DRAWN_POINTS", 3)
 
 

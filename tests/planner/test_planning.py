@@ -128,7 +128,7 @@ def check_decisions(plan: fxoffload.Plan, graph: CompiledGraph) -> None:
 
 
 class Recorded:
-    """The planning of a compile, to be run again with other goals."""
+    """The planning of a compile, to be run again with other objectives."""
 
     def __init__(self, model: nn.Module, call: Callable[[Any], Tensor], **changes: Any) -> None:
         self.made: list[Planning] = []
@@ -393,7 +393,7 @@ def test_a_language_model() -> None:
 
 @pytest.mark.parametrize("recompute", ["default", "auto"])
 def test_every_byte_of_a_plan(recompute: str) -> None:
-    """What a draft is simulated to take is what the compiled graphs take, at every segment boundary."""
+    """What a partitioning is simulated to take is what the compiled graphs take, at every segment boundary."""
     options = {"policy": "auto", "activation_budget": middle(recompute=recompute), "recompute": recompute}
     rehearsal = Rehearsal(
         tower(),

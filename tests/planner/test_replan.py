@@ -404,7 +404,7 @@ def alive(graphs: Iterable[weakref.ref[Any]]) -> int:
 
 
 class DraftGraphs:
-    """Weak references to the graphs of drafts: those that passes have made, and no code is made of."""
+    """Weak references to the graphs of partitionings: those that passes have made, and no code is made of."""
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[Any]] = []

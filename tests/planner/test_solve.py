@@ -412,7 +412,7 @@ def test_alternatives_first_then_items(problem: Problem, budget: int) -> None:
 def chain(
     *storages: ProblemStorage, segments: int = 4, ms: float = 10.0, rate: float = 10.0, host: int | None = None
 ) -> Problem:
-    """Layers of one alternative; all segments alike."""
+    """Layers of one variant; all segments alike."""
     layers = tuple(ProblemLayer(i.name, 0, (LayerVariant("only", (i,), {}, {}),)) for i in storages)
     return Problem(layers, (ms,) * segments, (ms,) * segments, (0,) * segments, (0,) * segments, rate, rate, host)
 

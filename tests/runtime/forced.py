@@ -75,7 +75,7 @@ def bundles() -> Iterator[list[weakref.ref[Bundle]]]:
 
 
 class Forced:
-    """See the module docstring. Two variants of each graph are drafted: 1 computes a little again, 2 the most."""
+    """See the module docstring. Two variants of each graph are partitioned: 1 recomputes a little, 2 the most."""
 
     def __init__(self, model: nn.Module | None = None, *, compiles: bool = True, **changes: Any) -> None:
         self.model = model if model is not None else Layers()

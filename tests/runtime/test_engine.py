@@ -705,7 +705,7 @@ def test_the_host_budget_bounds_what_is_in_use_even_where_more_is_reserved() -> 
 @pytest.mark.parametrize("values", [(), (3.0,)], ids=["moved nothing", "moved"])
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_call_of_a_chain_takes_back_what_calls_below_have_on_the_device(values: tuple[float], chained: bool) -> None:
-    """Also one that moved nothing itself: it is on no tape, and all that is lies below it."""
+    """Also one that moved nothing itself: it is not in the save order, and all that is lies below it."""
     bench = Bench()
     below = bench.save(1, 2)
     mine = bench.save(*values, push=bool(values))

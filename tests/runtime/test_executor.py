@@ -178,7 +178,7 @@ def test_constants_outputs_that_are_no_values_and_inputs_that_pass_through() -> 
 
 
 def saving(*names: str, is_input: bool = False, wait: bool = False) -> tuple[fx.GraphModule, list[OffloadCandidate]]:
-    """Returns its inputs (as if saved), each a movable of its own."""
+    """Returns its inputs (as if saved), each a candidate of its own."""
     outer = Outer()
     inputs = [outer.input(name) for name in names]
     copies = outer.offload(*inputs)

@@ -110,7 +110,7 @@ def test_where_nothing_was_saved_what_was_expected_still_is() -> None:
 
 
 def test_a_graph_that_is_never_let_go_is_not_expected_for_ever() -> None:
-    """The caller keeps a loss: the tape is never empty, and no step begins at the same place as the one before."""
+    """The caller keeps a loss: the save order is never empty, and no step begins where the one before began."""
     save_order = SaveOrder()
     (leaked,) = pushed(save_order, 1)
     for step in range(3):

@@ -69,7 +69,7 @@ def test_steps_of_many_lengths_leave_nothing_behind(options: dict[str, Any], mon
 
 
 def test_one_object_for_each_call_is_seen() -> None:
-    """What the test above would say of a leak: a tape that remembers what went by."""
+    """What the test above would say of a leak: a save order that remembers what went by."""
     kept: list[list[object]] = []
     push = SaveOrder.push
 

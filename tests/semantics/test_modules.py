@@ -323,7 +323,7 @@ def test_layers_compiled_on_their_own_under_changing_lengths() -> None:
 
 
 def test_two_models_in_one_step() -> None:
-    """A policy and a frozen reference, or an actor and a critic: one tape, two sets of graphs."""
+    """A policy and a frozen reference, or an actor and a critic: one save order, two sets of graphs."""
     a, b = Stack(layers=3), Stack(layers=4)
     call_a, call_b = compiled(a), compiled(b)
     both = nn.ModuleList([a, b])

@@ -41,7 +41,7 @@ class Load:
         lane: tensors of one lane are gathered together; None for one that needs no gathering.
         ranks: over which it is gathered.
         elements: of the largest part that a rank holds.
-        source_output: bytes of an element on the host.
+        source_item: bytes of an element on the host.
         wire_item: bytes of an element while it is gathered.
         out_bytes: of the whole tensor that is handed out.
     """
@@ -50,14 +50,14 @@ class Load:
     lane: Hashable | None
     ranks: int
     elements: int
-    source_output: int
+    source_item: int
     wire_item: int
     out_bytes: int
 
     @property
     def is_staged(self) -> bool:
         """Whether its elements are cast before they are gathered."""
-        return self.lane is not None and self.wire_item != self.source_output
+        return self.lane is not None and self.wire_item != self.source_item
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Packer:
         load = self._loads[index]
         step = self._max_landing // load.ranks // ALIGNMENT * ALIGNMENT // _landed_item(load)
         if load.is_staged:
-            step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_output)
+            step = min(step, self._max_stage // ALIGNMENT * ALIGNMENT // load.source_item)
         if step < 1:
             self._refuse(load)
         for start in range(0, load.elements, step):
@@ -203,7 +203,7 @@ class _Packer:
 
     def _refuse(self, load: Load) -> None:
         per_landing = max(ALIGNMENT, _landed_item(load)) * load.ranks / self._landing_share
-        per_stage = max(ALIGNMENT, load.source_output) / self._stage_share if load.is_staged else 0.0
+        per_stage = max(ALIGNMENT, load.source_item) / self._stage_share if load.is_staged else 0.0
         least = math.ceil(max(per_landing, per_stage) * self._shares / 2) + 1
         raise ValueError(
             f"bucket_bytes is {format_bytes(self._bucket_bytes)}, but a bucket must hold one element of {load.name!r} "
@@ -238,7 +238,7 @@ def _fits(needed: Sequence[int], limits: Sequence[int]) -> bool:
 
 
 def _landed_item(load: Load) -> int:
-    return load.source_output if load.lane is None else load.wire_item
+    return load.source_item if load.lane is None else load.wire_item
 
 
 def _landing_bytes(load: Load, elements: int) -> int:
@@ -246,4 +246,4 @@ def _landing_bytes(load: Load, elements: int) -> int:
 
 
 def _stage_bytes(load: Load, elements: int) -> int:
-    return elements * load.source_output if load.is_staged else 0
+    return elements * load.source_item if load.is_staged else 0

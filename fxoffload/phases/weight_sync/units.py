@@ -128,7 +128,7 @@ class Unit:
             lane=tuple(id(cut.group) for cut in self.cuts) or None,
             ranks=math.prod(cut.size for cut in self.cuts),
             elements=math.prod(region(self.shape, self.cuts, [0] * len(self.cuts))[1]),
-            source_output=self.source_dtype.itemsize,
+            source_item=self.source_dtype.itemsize,
             wire_item=self.wire_dtype.itemsize,
             out_bytes=self.numel * self.dtype.itemsize,
         )

@@ -86,6 +86,6 @@ class HostLead:
         if self._num_stalls == _MOST_STALLS:
             log.warning(
                 "the device stood still behind a forward call, %d times: the host does not wait for it any more; "
-                "copies beside FSDP2's collectives may be slower",
+                "copies during FSDP2's collectives may be slower",
                 _MOST_STALLS,
             )

@@ -127,7 +127,7 @@ class HostBlock:
 
 
 class _Lease(weakref.ref[HostBlock]):
-    """A block that is lent, and the range that comes back when it is gone."""
+    """A block that is taken, and the range that comes back when it is gone."""
 
     __slots__ = ("span",)
     span: Span
@@ -528,7 +528,7 @@ class HostArena:
         dead = self._dead
         while dead:
             lease = dead[0]
-            span = getattr(lease, "span", None)  # none where an exception came before it was lent
+            span = getattr(lease, "span", None)  # none where an exception came before it was taken
             if span is not None and self._leases.get(span.start) is lease:
                 if span.storage is not None:
                     self._in_tensors[span.start] = span

@@ -36,7 +36,7 @@ _MOST_EVENTS = 200_000
 _GRAIN_BYTES = 512
 
 
-class SomebodyElsesRecord(RuntimeError):
+class AnothersRecord(RuntimeError):
     """The record that is kept now was begun by other code."""
 
 
@@ -46,7 +46,7 @@ class AllocatorHistory:
     Args:
         memory: reads the allocator.
         events: allocations and frees of the device since the record began, in their order. Raises
-            ``SomebodyElsesRecord`` where it is no longer ours.
+            ``AnothersRecord`` where it is no longer ours.
         stop: ends the record.
         first: read of the allocator right before the record began.
     """
@@ -78,7 +78,7 @@ class AllocatorHistory:
             last, events = self._memory(), self._events()
             if read:
                 self._take(last, events)
-        except SomebodyElsesRecord:
+        except AnothersRecord:
             return
         except Exception as error:
             log.info("the record of the allocator could not be read: %s", error)
@@ -192,7 +192,7 @@ def cuda_history(device: torch.device) -> Callable[[], AllocatorHistory | None] 
     def read() -> list[AllocatorEvent]:
         everywhere = allocator_events()
         if any(e.has_frames for events in everywhere for e in events):
-            raise SomebodyElsesRecord("somebody else has begun a record")
+            raise AnothersRecord("somebody else has begun a record")
         return everywhere[index] if index < len(everywhere) else []
 
     def begin() -> AllocatorHistory | None:

@@ -6,7 +6,7 @@ is read once the device has passed all of it. Once enough steps have been read, 
 
 [Note: What a chain's times mean]
 
-- Segments are those of [Note: What the times mean] in ``segment_readings``, named by their calls.
+- Segments are those of [Note: What the times mean] in ``fxoffload.step.readings``, named by their calls.
 
 - The time between the end of one call and the beginning of the next belongs to the second one's entry, an empty segment
   of the chain (``planner.chain``). It holds eager code, collectives, or a host that is late. Copies run during it, and

@@ -5,7 +5,7 @@ after each segment, an event on the compute stream and two numbers of the alloca
 call is read when its last event has completed, at the next ``begin`` or ``ready``. Ranks exchange nothing. Once enough
 was measured, ``begin`` returns None, and ``measuring`` is False.
 
-[Note: What the times mean] is in ``segment_readings``, [Note: What the bytes mean] in ``allocator_trace``.
+[Note: What the times mean] is in ``fxoffload.step.readings``, [Note: What the bytes mean] in ``allocator_trace``.
 """
 
 from __future__ import annotations

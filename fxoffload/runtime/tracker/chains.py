@@ -73,7 +73,7 @@ class ChainPlan:
     Attributes:
         tracked_graphs: the graphs, in the order of the forwards.
         choices: of the call at each place.
-        kept_alive: kept alive for as long as the plan is.
+        kept_alive: an object that lives as long as the plan.
         prepare: compiles variants of graphs, so that the first step can follow; called once, on the thread that runs
             the forwards, when a step begins.
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
@@ -115,7 +115,7 @@ class ChainPlan:
         return self.observer is None or self.observer.is_settled
 
     def has(self, place: int, tracked: object) -> bool:
-        """Whether the call at ``place`` is one of ``tracked``."""
+        """Whether the call at ``place`` is a call of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
     def serves(self, place: int, sizes: Sizes) -> bool:
@@ -249,7 +249,7 @@ class Known:
     num_measured: Counter[Sizes] = field(default_factory=Counter)
 
     def has(self, place: int, tracked: object) -> bool:
-        """Whether the call at ``place`` is one of ``tracked``."""
+        """Whether the call at ``place`` is a call of ``tracked``."""
         return place < len(self.tracked_graphs) and self.tracked_graphs[place]() is tracked
 
     def seen_at(self, first: Sizes) -> Seen:

@@ -105,7 +105,7 @@ class StepTracker:
         self._planning: threading.Thread | None = None  # the latest
 
     def track(self) -> TrackedGraph:
-        """A place for one more compiled graph."""
+        """Track the calls of one more compiled graph."""
         tracked = TrackedGraph(self)
         with self._lock:
             self._tracked_graphs.add(tracked)
@@ -296,8 +296,8 @@ class StepTracker:
             return False
         # A forward through the same graphs, when nothing waits for its backward any longer. Or one that follows a step
         # under override_policy("keep_all"), which the caller may hold to compare it with the plan's steps.
-        again = bool(step.calls) and (step.calls[0].tracked() is tracked or len(step.calls) % _MOST_FORWARDS == 0)
-        return again and (step.keeps or not any(c.waits() for c in step.pending))
+        repeats = bool(step.calls) and (step.calls[0].tracked() is tracked or len(step.calls) % _MOST_FORWARDS == 0)
+        return repeats and (step.keeps or not any(c.waits() for c in step.pending))
 
     def _begin(self, tracked: TrackedGraph, args: Sequence[Any]) -> RunningStep:
         chains = tracked.chains

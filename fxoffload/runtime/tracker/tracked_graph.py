@@ -1,4 +1,4 @@
-"""One compiled graph, as its calls pass by: what its calls are to do, and who is told when they begin and end."""
+"""One compiled graph of a step: the choices that its calls follow, and who is told when they begin and end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CallEvents(Protocol):
 
 @dataclass(eq=False)
 class TrackedGraph:
-    """One compiled graph, as a place where steps pass by. Made by ``StepTracker.track``.
+    """One compiled graph whose calls are tracked. Made by ``StepTracker.track``.
 
     Attributes:
         description: the planner's description of the graph; None: no chain that it is in is planned.
