@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fxoffload import processes
 from fxoffload.runtime.host_memory import cgroups
 from fxoffload.runtime.host_memory import limits as host_limits
 from fxoffload.runtime.host_memory.limits import cgroup_limit_bytes, default_host_budget_bytes
@@ -91,7 +92,7 @@ def test_without_a_launcher_the_process_group_and_the_gpus_tell(
     machine: Path, monkeypatch: pytest.MonkeyPatch, world: int, gpus: int, expected: int
 ) -> None:
     group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: world)
-    monkeypatch.setattr(host_limits, "dist", group)
-    monkeypatch.setattr(host_limits.torch.cuda, "device_count", lambda: gpus)
-    assert host_limits.processes_on_this_machine() == expected
+    monkeypatch.setattr(processes, "dist", group)
+    monkeypatch.setattr(processes.torch.cuda, "device_count", lambda: gpus)
+    assert processes.processes_on_this_machine() == expected
     assert default_host_budget_bytes() == 80 * GIB // expected
