@@ -155,12 +155,12 @@ def test_a_step_at_another_size_is_that_size_s_step() -> None:
         return [plain(s) for s in step.storages], segments
 
     dynamic_one = Recorded(tower(), lambda call: call(example_input(4)).square().mean(), dynamic=True)
-    found = dynamic_one.plan(1 << 60, recompute="default").variant
+    found = dynamic_one.plan(1 << 60, recompute="default").partitioning
     varying = BatchSizes.of(dynamic_one.last.joint)
     assert varying is not None and varying.hints == (4, 8)
     for batch in (4, 9, 32):
         static = Recorded(tower(), lambda call, b=batch: call(example_input(b)).square().mean())
-        expected = static.plan(1 << 60, recompute="default").variant.step
+        expected = static.plan(1 << 60, recompute="default").partitioning.step
         assert expected is not None
         step = found.step_at(varying.named((batch, 8)), dynamic_one.last.settings)
         assert bare(step) == bare(expected)

@@ -90,7 +90,7 @@ def test_attention_is_computed_again_without_its_random_state() -> None:
     forced = Forced(compiles=False)
     name = "_scaled_dot_product_flash_attention_for_cpu.default"
     for (_, number), found in forced.variants.items():
-        variant = found.variant
+        variant = found.partitioning
         assert any(name in str(n.target) for n in variant.backward.graph.nodes) == (number == 2)
         nodes = [*variant.forward.graph.nodes, *variant.backward.graph.nodes]
         assert not any("rng_state" in f"{n.name} {n.target}" for n in nodes)
@@ -296,7 +296,7 @@ def test_an_input_that_is_modified_before_the_backward_raises(offload: bool) -> 
     forced = Forced()
     bias = forced.model.layers[1].qkv.bias  # type: ignore[union-attr,index]
     variant = forced.variants[forced.order[1], 2]
-    saved = {n.name: n.meta["val"] for n in variant.variant.forward.graph.find_nodes(op="placeholder")}
+    saved = {n.name: n.meta["val"] for n in variant.partitioning.forward.graph.find_nodes(op="placeholder")}
     assert any(saved[name].shape == bias.shape for name in variant.layout.names if name in saved)
     for variant in (0, 2):
         forced.force(0, variant, 0, offload=offload)
