@@ -181,7 +181,7 @@ def test_calls_of_a_variant_take_what_others_of_it_took() -> None:
     found = MeasuredChain({**found.ms, "backward": {**found.ms["backward"], **ran}}, {}, NO_EXTRA_MEMORY)
     aim = ChainObjective(limit_bytes=1 << 60)
     all_of_it = MeasuredRecompute(planning, found, rates(), None).search(aim)[0]
-    (f,) = planned.partitioning.step.forward
+    (f,) = planned.variant.step.forward
     assert all_of_it.chain.step.compute_ms == pytest.approx(COUNT * (f.ms + 7.0))
 
 
