@@ -332,7 +332,7 @@ class TestPieces:
         assert_close(found, eager())
 
     @pytest.mark.parametrize("disabled", [True, False])
-    def test_chain_planning(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_tape_plan(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer compiled on its own: the third step is planned, and everything fits."""
         pieces = option_of("tape_plan", by, disabled, monkeypatch)
         model = make_model(3)
