@@ -80,7 +80,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
     manager.offload("params")
     seen: list[str] = []
 
-    class Watched(bucket_stream.PhaseLedger):
+    class Watched(bucket_stream.BucketLedger):
         def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
             seen.append("take" if shape[0] else "-")
             return super().take(shape, dtype, device)
@@ -94,7 +94,7 @@ def test_copies_begin_before_the_memory_for_later_ones_is_there(monkeypatch: pyt
                 seen.append("copy")
             return super().reload(pieces, gives_way=gives_way)
 
-    monkeypatch.setattr("fxoffload.phases.weight_sync.weights.PhaseLedger", Watched)
+    monkeypatch.setattr("fxoffload.phases.weight_sync.weights.BucketLedger", Watched)
     monkeypatch.setattr(manager, "copies", lambda device: Copies())
     stream = manager.stream_weights(16 << 10)
     assert stream.plan.landings == 2
