@@ -1,1 +1,1 @@
-"""The calls of a step as plain data: what moves, what is measured, what passes between them."""
+"""Plain data of a step: its calls, the choices made for them, and the measurements of its segments."""
